@@ -12,18 +12,14 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.processes.files import whole_file
-from surgeon.provenance import FORMAT
 from surgeon.quality.head import Quality, ReferencePredictions
+from surgeon.quality.identified import UNREADABLE, open_identified, write_identified
 
 REFERENCE_FILE = "reference.safetensors"
 _WORDS = {
-    "format": "an older or a newer version's format",
     "model_hash": "another model",
     "data": "another text",
     "dtype": "another dtype to compute in",
@@ -89,9 +85,8 @@ class TextReferences(MutableMapping[range, ReferencePredictions]):
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(path) as beside:
-                save_file(tensors, beside, metadata={"format": str(FORMAT), **identity})
-        except (OSError, SafetensorError) as error:
+            write_identified(path, tensors, identity)
+        except UNREADABLE as error:
             size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
             warnings.warn(
                 f"the original's predictions ({size:.0f}MB) could not be kept in {path} ({error}); going on without: "
@@ -110,23 +105,10 @@ class TextReferences(MutableMapping[range, ReferencePredictions]):
         Raises:
             ValueError: if the file is another model's or another text's, saying in what it differs.
         """
-        if not path.is_file():
-            return False
-        try:
-            with safe_open(path, "pt", device=str(self.device)) as file:
-                _require_same(path, {"format": str(FORMAT), **identity}, file.metadata() or {})
-                tensors = {name: file.get_tensor(name) for name in ("kept", "constant", "nll")}
-        except (OSError, SafetensorError) as error:
-            warnings.warn(f"{path} is damaged ({error}); the original is run again", stacklevel=2)
-            return False
+        names, otherwise = ("kept", "constant", "nll"), "the original is run again"
+        with open_identified(path, identity, _WORDS, "predictions", otherwise, str(self.device)) as file:
+            if file is None:
+                return False
+            tensors = {name: file.get_tensor(name) for name in names}
         self.tensors, self.known = tensors, [True] * len(self.ids)
         return True
-
-
-def _require_same(path: Path, wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            raise ValueError(
-                f"{path} holds predictions of {_WORDS.get(name, name)} ({name} {found.get(name)}, not {value}); "
-                "use another output folder, or remove the file"
-            )

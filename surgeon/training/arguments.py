@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from argparse import Namespace
+from argparse import ArgumentError, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -39,13 +39,6 @@ class OneDevice(TrainingArguments):
         return min(1, int(super().n_gpu))
 
 
-class _Parser(HfArgumentParser):
-    """The parser of transformers' own scripts, whose complaints are exceptions."""
-
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
-
-
 @cache
 def _defaults() -> dict[str, Any]:
     return {each.name: each.default for each in fields(TrainingArguments) if each.init}
@@ -60,17 +53,11 @@ def parse_trainer_arguments(texts: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        name = name.strip().lstrip("-").replace("-", "_")
         if not equals:
-            raise ValueError(f"--trainer-arg {text!r} has no value; write it as NAME=VALUE")
-        try:
-            found[name] = read_trainer_argument(name, value.strip())
-        except ValueError as error:
-            raise ValueError(f"--trainer-arg {error}") from error
-    try:
-        check_trainer_arguments(found)
-    except ValueError as error:
-        raise ValueError(f"--trainer-arg {error}") from error
+            raise ValueError(f"the trainer argument {text!r} has no value; write it as NAME=VALUE")
+        name = name.strip().lstrip("-").replace("-", "_")
+        found[name] = read_trainer_argument(name, value.strip())
+    check_trainer_arguments(found)
     return found
 
 
@@ -84,10 +71,10 @@ def read_trainer_argument(name: str, value: str) -> Any:
         raise ValueError(f"{name}: TrainingArguments has no such one; {did_you_mean(name, _defaults())}")
     check_taken(name)
     kind: Any = TrainingArguments
-    parser = _Parser(kind, allow_abbrev=False)
+    parser = HfArgumentParser(kind, allow_abbrev=False, exit_on_error=False)
     try:
         given: Namespace = parser.parse_args(["--output_dir", ".", f"--{name}", value])
-    except ValueError as error:
+    except (ArgumentError, ValueError) as error:
         raise ValueError(f"{name}={value} cannot be read ({first_line(error)})") from error
     return {"true": True, "false": False}.get(value.lower(), getattr(given, name))
 
@@ -111,7 +98,7 @@ def training_arguments(
             (FSDP), these are gathered one by one; a whole layer, as is usual, is never called in an edited model.
 
     Raises:
-        ValueError: if processes and micro-batches do not divide the batch, or an argument is not accepted.
+        ValueError: if an argument is not accepted.
     """
     given: dict[str, Any] = {
         "logging_steps": 10,
@@ -148,22 +135,27 @@ def training_arguments(
         decided |= {"load_best_model_at_end": True, "save_steps": settings.evaluate_every}
     try:
         if given.get("fsdp"):
-            given["fsdp_config"] = _sharding(given.get("fsdp_config"), called)
+            config = given["fsdp_config"] = _configuration(given.get("fsdp_config"))
+            keys = {key.removeprefix("fsdp_") for key in config}
+            if not keys & {"transformer_layer_cls_to_wrap", "min_num_params"}:
+                config["transformer_layer_cls_to_wrap"] = list(called)
         if "accelerator_config" in given:
-            given["accelerator_config"] = _accelerator(given["accelerator_config"])
+            config = given["accelerator_config"] = _configuration(given["accelerator_config"])
+            of_steps = config.get("gradient_accumulation_kwargs") or {}
+            # What else it has would change which windows a step is made on.
+            odd = {*config} - {"non_blocking", "gradient_accumulation_kwargs"} | {*of_steps} - {"sync_each_batch"}
+            if odd:
+                raise ValueError(
+                    f"accelerator_config: {min(odd)} is decided by the run; what is taken is non_blocking, and "
+                    "sync_each_batch of gradient_accumulation_kwargs"
+                )
         arguments = OneDevice(**given | decided)
     except (ImportError, TypeError) as error:
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
     if arguments.fp16 and device == "cpu":
         raise ValueError("fp16 does nothing on a CPU; use bf16, or leave it out")
     _require_heard(arguments, settings.arguments)
-    together = micro_batch * arguments.world_size
-    if settings.batch % together:
-        raise ValueError(
-            f"{arguments.world_size} processes of {micro_batch} windows each do not divide a batch of "
-            f"{settings.batch}; change the batch or the micro-batch"
-        )
-    arguments.gradient_accumulation_steps = settings.batch // together
+    arguments.gradient_accumulation_steps = settings.batch // (micro_batch * arguments.world_size)
     return arguments
 
 
@@ -184,45 +176,28 @@ def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> No
             )
 
 
-def _accelerator(given: Any) -> dict[str, Any]:
-    """Accelerate's configuration, with nothing that would change which windows a step is made on."""
-    config = _configuration(given)
-    of_steps = config.get("gradient_accumulation_kwargs") or {}
-    odd = {*config} - {"non_blocking", "gradient_accumulation_kwargs"} | {*of_steps} - {"sync_each_batch"}
-    if odd:
-        raise ValueError(
-            f"accelerator_config: {min(odd)} is decided by the run; what is taken is non_blocking, and sync_each_batch "
-            "of gradient_accumulation_kwargs"
-        )
-    return config
-
-
 def _configuration(given: Any) -> dict[str, Any]:
-    """One that is given as values, as JSON, or as a file of JSON."""
+    """A configuration that is given as values, as JSON, or as a file of JSON."""
     if isinstance(given, str):
         given = json.loads(given) if given.startswith("{") else read_json(Path(given))
     return dict(given or {})
-
-
-def _sharding(given: Any, called: Sequence[str]) -> dict[str, Any]:
-    """FSDP's configuration, with what is gathered together where the user has not said it."""
-    config = _configuration(given)
-    keys = {key.removeprefix("fsdp_") for key in config}
-    if not keys & {"transformer_layer_cls_to_wrap", "min_num_params"}:
-        config["transformer_layer_cls_to_wrap"] = list(called)
-    return config
 
 
 def share_of_batch(settings: TrainSettings, processes: int) -> int:
     """How many windows of a batch one process has, or the micro-batch if that is asked for.
 
     Raises:
-        ValueError: if the processes do not divide the batch.
+        ValueError: if the processes and their micro-batches do not divide the batch.
     """
     if settings.batch % processes:
         raise ValueError(f"{processes} processes cannot share a batch of {settings.batch} windows; change the batch")
-    share = settings.batch // processes
-    return share if settings.micro_batch is None else min(share, settings.micro_batch)
+    share = min(settings.batch // processes, settings.micro_batch or settings.batch)
+    if settings.batch % (share * processes):
+        raise ValueError(
+            f"{processes} processes of {share} windows each do not divide a batch of {settings.batch}; change the "
+            "batch or the micro-batch"
+        )
+    return share
 
 
 def join_processes(device: str) -> tuple[PartialState, str]:

@@ -49,7 +49,7 @@ def alone(folder: Path, device: str) -> Iterator[None]:
         with suppress(OSError):
             mine = lock(handle)
         if not mine:
-            raise OSError(f"another run is writing to {folder}; wait for it, or choose another -o")
+            raise OSError(f"another run is writing to {folder}; wait for it, or choose another output")
         yield
     finally:
         os.close(handle)
@@ -77,7 +77,7 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
             name, was, is_now = _difference("identity", before, identity)
             raise ValueError(
                 f"{record} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is "
-                f"{shown(is_now)}; choose another -o, or remove {folder}"
+                f"{shown(is_now)}; choose another output, or remove {folder}"
             )
     elif checkpoints_of(folder):
         read_record(folder)  # which refuses them: nobody knows of what run they are

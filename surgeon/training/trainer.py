@@ -174,12 +174,12 @@ class ModelTrainer(Trainer):
             if size == 1:
                 raise ValueError(
                     f"out of memory at step {step} with one window at a time ({said}); use a smaller window, "
-                    "--trainer-arg gradient_checkpointing=true, or train fewer weights (adapters, norms only)"
+                    "gradient_checkpointing, or train fewer weights (adapters, norms only)"
                 )
             if self.args.world_size > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled:
                 raise ValueError(
                     f"out of memory at step {step} with {size} windows at a time in a process ({said}); use a smaller "
-                    f"micro-batch than {size} in another -o"
+                    f"micro-batch than {size} in another output"
                 )
             # At most half as many, so that they divide those of a step.
             self.micro_batch = max(half for half in range(1, size // 2 + 1) if windows % half == 0)
@@ -260,8 +260,8 @@ class ModelTrainer(Trainer):
         there = self.checkpoints.until(self.state.global_step)
         where = f"the weights after step {max(there)} are in {there[max(there)]}" if there else "no weights were kept"
         return (
-            f"{where}; use a lower learning rate than {self.args.learning_rate:g}, or a warmup, in another -o (this "
-            "run would come to the same again)"
+            f"{where}; use a lower learning rate than {self.args.learning_rate:g}, or a warmup, in another output "
+            "(this run would come to the same again)"
         )
 
     # Measurements

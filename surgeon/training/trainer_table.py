@@ -10,134 +10,99 @@ from typing import Any
 
 from surgeon.errors import did_you_mean
 
+_ALONE = """
+    lr_scheduler_kwargs optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm neftune_noise_alpha
+    bf16 fp16 tf32 full_determinism activation_checkpointing gradient_checkpointing
+    torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
+    logging_strategy logging_steps logging_first_step include_num_input_tokens_seen skip_memory_metrics
+    log_level log_level_replica log_on_each_node debug report_to eval_delay save_total_limit
+    dataloader_num_workers accelerator_config
+    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph fsdp deepspeed
+"""
 # Each with others, NAME or NAME=VALUE, one of which has to be given with it, or it would do nothing.
 TAKEN: dict[str, tuple[str, ...]] = {
-    "lr_scheduler_kwargs": (),
-    "optim": (),
-    "optim_args": ("optim",),
-    "optim_target_modules": ("optim",),
-    "weight_decay": (),
-    "adam_beta1": (),
-    "adam_beta2": (),
-    "adam_epsilon": (),
-    "max_grad_norm": (),
-    "neftune_noise_alpha": (),
-    "bf16": (),
-    "fp16": (),
-    "tf32": (),
-    "full_determinism": (),
-    "activation_checkpointing": (),
+    **dict.fromkeys(_ALONE.split(), ()),
+    **dict.fromkeys(("optim_args", "optim_target_modules"), ("optim",)),
     "activation_checkpointing_kwargs": ("activation_checkpointing", "gradient_checkpointing"),
-    "gradient_checkpointing": (),
     "gradient_checkpointing_kwargs": ("gradient_checkpointing", "activation_checkpointing"),
-    "torch_compile": (),
-    "torch_compile_backend": (),
-    "torch_compile_mode": (),
-    "torch_empty_cache_steps": (),
-    "logging_strategy": (),
-    "logging_steps": (),
-    "logging_first_step": (),
-    "include_num_input_tokens_seen": (),
-    "skip_memory_metrics": (),
-    "log_level": (),
-    "log_level_replica": (),
-    "log_on_each_node": (),
-    "debug": (),
-    "report_to": (),
     "run_name": ("report_to",),
-    "project": ("report_to=trackio",),
-    "trackio_space_id": ("report_to=trackio",),
-    "trackio_bucket_id": ("report_to=trackio",),
-    "trackio_static_space_id": ("report_to=trackio",),
-    "eval_delay": (),
-    "save_total_limit": (),
-    "dataloader_num_workers": (),
-    "dataloader_persistent_workers": ("dataloader_num_workers",),
-    "dataloader_prefetch_factor": ("dataloader_num_workers",),
-    "dataloader_multiprocessing_context": ("dataloader_num_workers",),
-    "accelerator_config": (),
-    "ddp_find_unused_parameters": (),
-    "ddp_bucket_cap_mb": (),
-    "ddp_broadcast_buffers": (),
-    "ddp_static_graph": (),
-    "fsdp": (),
+    **dict.fromkeys(
+        ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), ("report_to=trackio",)
+    ),
+    **dict.fromkeys(
+        ("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
+        ("dataloader_num_workers",),
+    ),
     "fsdp_config": ("fsdp",),
-    "deepspeed": (),
 }
 
-# Each with what a user gives in its place.
-DECIDED = {
-    "output_dir": "-o",
-    "max_steps": "--steps",
-    "num_train_epochs": "--epochs",
-    "per_device_train_batch_size": "--batch and --micro-batch",
-    "gradient_accumulation_steps": "--batch and --micro-batch",
-    "auto_find_batch_size": "nothing: the micro-batch is halved where memory is short",
-    "learning_rate": "--learning-rate",
-    "lr_scheduler_type": "--schedule",
-    "warmup_steps": "--warmup",
-    "seed": "--seed",
-    "data_seed": "--seed",
-    "use_cpu": "--device",
-    "dataloader_pin_memory": "--device: it is on for a GPU",
-    "ddp_backend": "--device: nccl on GPUs, gloo on CPUs",
-    "eval_strategy": "--evaluate-every",
-    "eval_steps": "--evaluate-every",
-    "eval_on_start": "nothing: held-out text is measured before the first step",
-    "save_strategy": "--save-every",
-    "save_steps": "--save-every",
-    "save_only_model": "nothing: a run that goes on needs the whole checkpoint",
-    "save_on_each_node": "nothing: the first process writes, and all have to see its folder",
-    "enable_jit_checkpoint": "--save-every: a run that is ended goes on from its last checkpoint",
-    "resume_from_checkpoint": "the same command again, which goes on where it was",
-    "restore_callback_states_from_checkpoint": "the same command again, which goes on where it was",
-    "ignore_data_skip": "nothing: a run goes on at its place in the text",
-    "load_best_model_at_end": "--patience",
-    "metric_for_best_model": "--patience",
-    "greater_is_better": "--patience",
-    "logging_nan_inf_filter": "nothing: a loss that is not finite ends the run",
-    "disable_tqdm": "nothing: surgeon has a progress bar of its own",
-    "push_to_hub": "nothing: the checkpoint is written to -o",
-    "remove_unused_columns": "nothing: every column is needed",
-    "label_names": "nothing: what is predicted is the next token",
-    "dataloader_drop_last": "nothing: every batch is whole",
-    "dataloader_in_order": "nothing: the order follows from --seed",
-    "train_sampling_strategy": "nothing: the order follows from --seed",
-    "local_rank": "torchrun or accelerate launch",
-}
 
-_OWN_LOSS = "losses are surgeon's own, of every token alike"
-_OWN_MEASURE = "held-out text is measured by surgeon itself, a window at a time"
-_NO_HUB = "nothing is sent to the hub"
-# Each with the reason.
-IDLE = {
-    "label_smoothing_factor": _OWN_LOSS,
-    "average_tokens_across_devices": f"{_OWN_LOSS}, and all windows are of one length",
-    "use_liger_kernel": "its kernels replace layers and losses that a program does not call",
-    "liger_kernel_config": "Liger's kernels replace layers and losses that a program does not call",
-    "use_cache": "nothing is cached in training",
-    "per_device_eval_batch_size": _OWN_MEASURE,
-    "prediction_loss_only": _OWN_MEASURE,
-    "bf16_full_eval": f"{_OWN_MEASURE}, in the dtype of the training",
-    "fp16_full_eval": f"{_OWN_MEASURE}, in the dtype of the training",
-    "eval_do_concat_batches": _OWN_MEASURE,
-    "eval_use_gather_object": _OWN_MEASURE,
-    "eval_accumulation_steps": _OWN_MEASURE,
-    "include_for_metrics": _OWN_MEASURE,
-    "batch_eval_metrics": _OWN_MEASURE,
-    "length_column_name": "the order follows from --seed",
-    "hub_token": _NO_HUB,
-    "hub_private_repo": _NO_HUB,
-    "hub_model_id": _NO_HUB,
-    "hub_strategy": _NO_HUB,
-    "hub_always_push": _NO_HUB,
-    "hub_revision": _NO_HUB,
-    "parallelism_config": "a model is trained whole, replicated, or shared out by fsdp or deepspeed",
-    "ddp_timeout": "the processes have met before it is read",
-    "do_train": "it is for scripts that do several things",
-    "do_eval": "it is for scripts that do several things",
-    "do_predict": "it is for scripts that do several things",
-}
+def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:
+    return {name: reason for reason, names in reasons.items() for name in names.split()}
+
+
+# By name what a user gives in its place.
+DECIDED = _by_name(
+    {
+        "the output": "output_dir",
+        "steps": "max_steps",
+        "epochs": "num_train_epochs",
+        "batch and micro_batch": "per_device_train_batch_size gradient_accumulation_steps",
+        "learning_rate": "learning_rate",
+        "schedule": "lr_scheduler_type",
+        "warmup": "warmup_steps",
+        "seed": "seed data_seed",
+        "device": "use_cpu",
+        "device: it is on for a GPU": "dataloader_pin_memory",
+        "device: nccl on GPUs, gloo on CPUs": "ddp_backend",
+        "evaluate_every": "eval_strategy eval_steps",
+        "save_every": "save_strategy save_steps",
+        "save_every: a run that is ended goes on from its last checkpoint": "enable_jit_checkpoint",
+        "patience": "load_best_model_at_end metric_for_best_model greater_is_better",
+        "torchrun or accelerate launch": "local_rank",
+        "the same command again, which goes on where it was": (
+            "resume_from_checkpoint restore_callback_states_from_checkpoint"
+        ),
+        "nothing: the micro-batch is halved where memory is short": "auto_find_batch_size",
+        "nothing: held-out text is measured before the first step": "eval_on_start",
+        "nothing: a run that goes on needs the whole checkpoint": "save_only_model",
+        "nothing: the first process writes, and all have to see its folder": "save_on_each_node",
+        "nothing: a run goes on at its place in the text": "ignore_data_skip",
+        "nothing: a loss that is not finite ends the run": "logging_nan_inf_filter",
+        "nothing: surgeon has a progress bar of its own": "disable_tqdm",
+        "nothing: the checkpoint is written to the output": "push_to_hub",
+        "nothing: every column is needed": "remove_unused_columns",
+        "nothing: what is predicted is the next token": "label_names",
+        "nothing: every batch is whole": "dataloader_drop_last",
+        "nothing: the order follows from the seed": "dataloader_in_order train_sampling_strategy",
+    }
+)
+
+# By name the reason.
+IDLE = _by_name(
+    {
+        "losses are surgeon's own, of every token alike": "label_smoothing_factor",
+        "losses are surgeon's own, of every token alike, and all windows are of one length": (
+            "average_tokens_across_devices"
+        ),
+        "its kernels replace layers and losses that a program does not call": "use_liger_kernel liger_kernel_config",
+        "nothing is cached in training": "use_cache",
+        "held-out text is measured by surgeon itself, a window at a time": (
+            "per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object "
+            "eval_accumulation_steps include_for_metrics batch_eval_metrics"
+        ),
+        "held-out text is measured by surgeon itself, a window at a time, in the dtype of the training": (
+            "bf16_full_eval fp16_full_eval"
+        ),
+        "the order follows from the seed": "length_column_name",
+        "nothing is sent to the hub": (
+            "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
+        ),
+        "a model is trained whole, replicated, or shared out by fsdp or deepspeed": "parallelism_config",
+        "the processes have met before it is read": "ddp_timeout",
+        "it is for scripts that do several things": "do_train do_eval do_predict",
+    }
+)
 
 
 def check_taken(name: str) -> None:

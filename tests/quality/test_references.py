@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.quality import references as references_module
+from surgeon.quality import identified
 from surgeon.quality.head import OutputHead
 from surgeon.quality.references import TextReferences
 from tests.tiny_models import HIDDEN, VOCABULARY, tiny_model
@@ -91,7 +91,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(references_module, "save_file", full)
+    monkeypatch.setattr(identified, "save_file", full)
     with pytest.warns(UserWarning, match="could not be kept .*No space left"):
         assert not filled(OutputHead(tiny_model("llama", num_layers=1))).save(tmp_path / "r.safetensors", IDENTITY)
     assert list(tmp_path.iterdir()) == []

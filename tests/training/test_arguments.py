@@ -39,7 +39,7 @@ def test_values_have_the_types_of_the_arguments() -> None:
     [
         ("bf16", "has no value; write it as NAME=VALUE"),
         ("gradient_checkpoint=1", "did you mean 'gradient_checkpointing'"),
-        ("learning_rate=1", "decided by the run; use --learning-rate"),
+        ("learning_rate=1", "decided by the run; use learning_rate"),
         ("save_total_limit=many", "save_total_limit=many cannot be read"),
     ],
 )
@@ -69,8 +69,8 @@ def test_processes_share_a_batch(tmp_path: Path) -> None:
     assert share_of_batch(TrainSettings(batch=8, micro_batch=2), 2) == 2
     with pytest.raises(ValueError, match="3 processes cannot share a batch of 8"):
         share_of_batch(TrainSettings(batch=8), 3)
-    with pytest.raises(ValueError, match="do not divide a batch of 8"):
-        training_arguments(TrainSettings(batch=8), tmp_path, 1, 3)
+    with pytest.raises(ValueError, match="do not divide a batch of 12"):
+        share_of_batch(TrainSettings(batch=12, micro_batch=4), 2)
     with pytest.raises(ValueError, match="deepspeed"):
         training_arguments(TrainSettings(arguments={"deepspeed": "missing.json"}), tmp_path, 1, 8)
 

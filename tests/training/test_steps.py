@@ -113,9 +113,7 @@ def test_one_window_that_is_too_much_is_said(tmp_path: Path) -> None:
         raise FULL
 
     in_training(model, fail)
-    advice = (
-        r"at step 1 with one window at a time \(CUDA out of memory.*\); use a smaller window, --trainer-arg gradient"
-    )
+    advice = r"at step 1 with one window at a time \(CUDA out of memory.*\); use a smaller window, gradient"
     with pytest.warns(UserWarning, match="2 windows at a time"), pytest.raises(ValueError, match=advice):
         run(tmp_path, model, batch=2)
 

@@ -128,22 +128,14 @@ class Distiller:
                 if not isinstance(decoder_layers(self.teacher), EditedLayers):
                     edit(self.teacher, own)
 
-    def loss(
-        self, model: nn.Module, batch: Mapping[str, Tensor], num_items: int | Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """The loss of a micro-batch, and its parts.
-
-        Every sum over tokens is divided by `num_items`, so that the losses, the gradients and the parts of all
-        micro-batches of a batch add up to those of the batch as one. Of several processes with a batch each, Trainer's
-        `average_tokens_across_devices` gives the number over all of them; the mean that DDP makes of their gradients
-        is then to be multiplied by the number of processes, as `Trainer.compute_loss` does.
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The loss of a micro-batch, a mean over its predicted tokens, and its parts.
 
         Args:
             model: the student, or whatever wraps it (DDP, FSDP, peft); it is called once.
             batch: `input_ids` and `labels`, (windows, tokens), the latter -100 where nothing is predicted (a window's
                 first one is never predicted); and `index`, (windows,), which training windows these are, if logits are
                 kept on disk.
-            num_items: predicted tokens of all micro-batches of the batch; by default those of this one.
 
         Returns:
             `loss`, with its gradient; and those of `logits` (times T^2), `hidden` and `text` that have a weight, each
@@ -154,7 +146,6 @@ class Distiller:
         """
         input_ids = batch["input_ids"]
         labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
-        items = (labels != IGNORED).sum().clamp_min(1) if num_items is None else num_items
         if self.kept is not None:
             taught = Taught(self.kept.read(batch["index"]), {})
         else:
@@ -163,7 +154,7 @@ class Distiller:
         nodes = [one.node for one in self.counterparts]
         with watched_streams(model, nodes, len(self.program)) as streams:
             logits = model(input_ids=input_ids, use_cache=False).logits
-        return parts_of_loss(self.distillation, logits, labels, streams, taught, items)
+        return parts_of_loss(self.distillation, logits, labels, streams, taught)
 
 
 def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
@@ -207,21 +198,21 @@ def parts_of_loss(
     labels: Tensor,
     streams: Mapping[int, Tensor],
     taught: Taught,
-    items: int | Tensor,
 ) -> dict[str, Tensor]:
     """A student's loss with its gradient, and its parts that have a weight, each without it and without a gradient.
+
+    All are means over the predicted tokens.
 
     Args:
         logits: the student's, (windows, tokens, vocabulary).
         labels: (windows, tokens), what each token is to predict; IGNORED where nothing is.
         streams: the student's, by node.
-        items: what every sum over tokens is divided by.
     """
     task = LogitsTask(taught.target, labels.flatten(), distillation.temperature, distillation.logits, distillation.text)
     loss, divergence, nll = task.loss(logits.flatten(0, 1))
-    sums = {"logits": divergence, "text": nll}
+    sums, predicted = {"logits": divergence, "text": nll}, labels != IGNORED
+    items = predicted.sum().clamp_min(1)
     if taught.streams:
-        predicted = labels != IGNORED
         errors = [relative_error(streams[node], wanted, predicted) for node, wanted in taught.streams.items()]
         hidden = torch.stack([error.to(loss.device) for error in errors]).mean()
         loss = loss + distillation.hidden * hidden

@@ -6,22 +6,18 @@ which teacher's they are, on which text: another's are refused. What is read is 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.processes.files import HALF_WRITTEN, whole_file
+from surgeon.processes.files import HALF_WRITTEN
 from surgeon.processes.locks import locked
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT
+from surgeon.quality.identified import UNREADABLE, open_identified, write_identified
 from surgeon.training.distill.logits_loss import TopLogits, blocks
 
 _FILE_BYTES = 16 << 20  # no more is lost in a kill
@@ -29,7 +25,6 @@ _MOST_WINDOWS = 128  # in a file
 _LOCK = ".lock"
 _TENSORS = ("ids", "log_p", "rest")  # in a file, as `TopLogits` has them
 _NAMES = {
-    "format": "an older or a newer version's format",
     "model_hash": "another teacher",
     "dtype": "a teacher in another dtype",
     "data": "another text",
@@ -79,7 +74,7 @@ class KeptIdentity:
 
     def metadata(self) -> dict[str, str]:
         """As a file says it."""
-        return {"format": str(FORMAT), **{name: str(value) for name, value in vars(self).items()}}
+        return {name: str(value) for name, value in vars(self).items()}
 
 
 class KeptLogits:
@@ -111,7 +106,7 @@ class KeptLogits:
                 with safe_open(path, "pt") as file:
                     row = window - windows.start
                     rows.append([file.get_slice(name)[row] for name in _TENSORS])
-            except (OSError, SafetensorError) as error:
+            except UNREADABLE as error:
                 raise OSError(f"{path} cannot be read any more ({error}); start again, and it is made again") from error
         return TopLogits(*(torch.cat(each) for each in zip(*rows, strict=True)))
 
@@ -141,7 +136,9 @@ def keep_logits(
         )
     folder.mkdir(parents=True, exist_ok=True)
     if any(not _is_whole(_path(folder, windows), identity) for windows in identity.files):
-        with _alone(folder):
+        with locked(folder / _LOCK):
+            for part in folder.glob(HALF_WRITTEN):  # which a process that was killed has left
+                part.unlink()
             missing = [windows for windows in identity.files if not _is_whole(_path(folder, windows), identity)]
             if missing:  # or another process has made them meanwhile
                 _make(teacher, ids, folder, identity, missing, at_once)
@@ -163,9 +160,8 @@ def _make(
             tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
             shaped = {name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()}
             try:
-                with whole_file(_path(folder, windows)) as beside:
-                    save_file(shaped, beside, metadata=identity.metadata())
-            except (OSError, SafetensorError) as error:
+                write_identified(_path(folder, windows), shaped, identity.metadata())
+            except UNREADABLE as error:
                 size = identity.windows * identity.window_bytes / 2**20
                 raise OSError(
                     f"the teacher's logits cannot be written to {folder} ({error}); they take {size:,.0f}MB in all: "
@@ -193,30 +189,8 @@ def _is_whole(path: Path, identity: KeptIdentity) -> bool:
     Raises:
         ValueError: if it is another teacher's, say.
     """
-    if not path.is_file():
-        return False
-    try:
-        with safe_open(path, "pt") as file:
-            found = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        warnings.warn(f"{path} is damaged ({error}); it is made again", stacklevel=2)
-        return False
-    for name, value in identity.metadata().items():
-        if found.get(name) != value:
-            raise ValueError(
-                f"{path.parent} holds logits of {_NAMES[name]} ({name} {found.get(name)}, not {value}); use another "
-                "folder, or remove this one"
-            )
-    return True
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """While no other process writes to a folder; what a killed one has left half-written is removed."""
-    with locked(folder / _LOCK):
-        for part in folder.glob(HALF_WRITTEN):
-            part.unlink()
-        yield
+    with open_identified(path, identity.metadata(), _NAMES, "logits", "it is made again") as file:
+        return file is not None
 
 
 def _path(folder: Path, windows: range) -> Path:

@@ -106,4 +106,4 @@ class DistilledRackLoss:
             if self.sink is not None:
                 self.sink.give(places, torch.cat([layers.outgoing, original.to(layers.outgoing)], dim=-1))
         labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
-        return parts_of_loss(self.own, logits, labels, streams, taught, (labels != IGNORED).sum())
+        return parts_of_loss(self.own, logits, labels, streams, taught)

@@ -75,12 +75,7 @@ def _check_shares(settings: TrainSettings, replicas: int) -> None:
     sharded = next((name for name in ("fsdp", "deepspeed") if settings.arguments.get(name)), None)
     if sharded is not None and replicas > 1:
         raise ValueError(f"each process of a rack holds all its weights; leave {sharded} out, or cut more racks")
-    windows = share_of_batch(settings, replicas)
-    if settings.batch % (windows * replicas):
-        raise ValueError(
-            f"{replicas} processes of {windows} windows each do not divide a batch of {settings.batch}; change the "
-            "batch or the micro-batch"
-        )
+    share_of_batch(settings, replicas)
 
 
 def gather(whole: PreTrainedModel, racks: Racks, folder: Path) -> RacksTrained:

@@ -154,13 +154,16 @@ def test_micro_batches_add_up() -> None:
     batch = batch_of(5)
     whole = distiller.loss(student, batch)
     wanted = gradients(student, whole["loss"])
-    items = (batch["labels"][:, 1:] != -100).sum()
     student.zero_grad()
-    parts = [distiller.loss(student, rows(batch, some), items) for some in (slice(0, 3), slice(3, 4), slice(4, 5))]
-    for part in parts:
-        part["loss"].backward()
+    parts = [rows(batch, some) for some in (slice(0, 3), slice(3, 4), slice(4, 5))]
+    predicted = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    losses = [distiller.loss(student, part) for part in parts]
+    shares = [count / sum(predicted) for count in predicted]
+    for loss, share in zip(losses, shares, strict=True):
+        (loss["loss"] * share).backward()
     assert_close({name: p.grad for name, p in student.named_parameters()}, wanted)
-    assert_close({name: sum(part[name] for part in parts) for name in whole}, whole)
+    total = {name: sum(loss[name] * share for loss, share in zip(losses, shares, strict=True)) for name in whole}
+    assert_close(total, whole)
 
 
 def test_tokens_that_are_not_predicted_do_not_count() -> None:

@@ -102,7 +102,7 @@ def test_processes_come_to_the_same_and_leave_what_they_did(
     own = timeline[timeline["what"] != "send"].sort_values("start", kind="stable")
     assert (own["start"].to_numpy()[1:] >= own["end"].to_numpy()[:-1] - 1e-5).all()
     require_same(tmp_path, in_processes(tmp_path), expected)
-    with pytest.raises(ValueError, match="its average was 'never', and now it is '3'; choose another -o"):
+    with pytest.raises(ValueError, match="its average was 'never', and now it is '3'; choose another output"):
         in_processes(tmp_path, average=3)
     finish_racks(tmp_path, racks_of(whole()), {"said": 1})
     names = ["held_out.csv", "rack-0", "rack-1", "rack-2", "run.json", "training.csv"]
