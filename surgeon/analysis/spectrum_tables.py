@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.analysis.factors.lowrank import effective_rank, energy_rank, kept_parameters
+from surgeon.analysis.factors.allocation import effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
 from surgeon.analysis.tables import Base

@@ -54,7 +54,7 @@ def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, 
     plans = {}
     for one in candidates:
         plans[one.name] = needs.plan(one.model.folder, one.program(needs.ranks))
-        if one.recipe is not None and plan_factors(one.recipe, one.model.config, one.model.own).is_calibrated:
+        if one.recipe is not None and plan_factors(one.recipe, one.model).is_calibrated:
             warnings.warn(
                 f"{one.recipe.source}: ranks run plain factors, not those that the recipe calibrates: as fast, but not "
                 "as good; export it and measure the checkpoint to run its own",

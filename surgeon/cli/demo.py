@@ -98,15 +98,11 @@ def _quoted(path: Path) -> str:
 def _measure(variants: list[Contender], tokens: int) -> list[MeasuredProgram]:
     """Perplexity and divergence of every variant, on the text that the scan and the search were measured on."""
     from surgeon.analysis.subject import open_subject
-    from surgeon.language.program import Program
-    from surgeon.language.recipe import read_recipe
-    from surgeon.models.recipe_program import recipe_program
+    from surgeon.opened import open_edited
     from surgeon.searches.evaluate import Evaluator
 
     subject = open_subject("demo", "demo", tokens=tokens)
-    config = subject.model.config
-    layers = config.num_hidden_layers
-    programs = [recipe_program(read_recipe(v.recipe), config) if v.recipe else Program.dense(layers) for v in variants]
+    programs = [open_edited(variant.recipe or "demo").program for variant in variants]
     measured = Evaluator(subject.model, subject.windows).measure(programs)
     return [measured[program] for program in programs]
 

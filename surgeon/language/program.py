@@ -297,12 +297,6 @@ def steps_of(nodes: tuple[Node, ...]) -> Iterator[Step]:
                 yield from steps_of(branch)
 
 
-def common_prefix(first: Program, second: Program) -> int:
-    """How many leading nodes two programs share, so that their hidden states up to there are the same."""
-    pairs = zip(first.nodes, second.nodes, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
 def ranks_per_branch(fork: Fork, ranks: int) -> int:
     """How many ranks work on each branch at a time: 1 when every rank takes one or several whole branches in turn."""
     branches = len(fork.branches)

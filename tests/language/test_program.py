@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.language.program import ROLES, Fork, LayerShapes, Node, Program, Step, Sublayer, common_prefix, layer_nodes
+from surgeon.language.program import ROLES, Fork, LayerShapes, Node, Program, Step, Sublayer, layer_nodes
 
 
 @st.composite
@@ -110,14 +110,6 @@ def test_sync_points_equal_a_walk_of_every_rank(program: Program, ranks: int) ->
     else:
         counted = program.sync_points(ranks)
         assert counted == max(syncs_of_each_rank(program.nodes, list(range(ranks))).values())
-
-
-@settings(max_examples=15)
-@given(programs, programs, programs)
-def test_common_prefix(start: Program, first: Program, second: Program) -> None:
-    shared = common_prefix(start + first, start + second)
-    assert shared >= len(start)
-    assert (start + first).nodes[:shared] == (start + second).nodes[:shared]
 
 
 @pytest.mark.parametrize(

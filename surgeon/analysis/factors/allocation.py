@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.analysis.factors.lowrank import energy_rank
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
 from surgeon.errors import did_you_mean
@@ -220,6 +219,32 @@ def curves_of(
         Curve(matrix, found.size, found.plain if method == "plain" else found.whitened, measured.get(matrix, {}))
         for matrix, found in spectra.items()
     )
+
+
+def energy_rank(values: Values, share: float) -> int:
+    """How many leading singular values hold this share of the sum of all squares; 0 for a matrix of zeros."""
+    energy = np.cumsum(values**2)
+    if not len(energy) or energy[-1] == 0:
+        return 0
+    # A share that is reached exactly must not be missed by the last digit of a running sum.
+    return int(np.searchsorted(energy, share * energy[-1] * (1 - 1e-12))) + 1
+
+
+def effective_rank(values: Values) -> float:
+    """Exp of the entropy of the singular values as shares of their sum (Roy and Vetterli 2007, "The effective rank").
+
+    Between 1 and the number of values; 0 for a matrix of zeros.
+    """
+    total = values.sum()
+    if total == 0:
+        return 0.0
+    shares = values[values > 0] / total
+    return float(np.exp(-(shares * np.log(shares)).sum()))
+
+
+def kept_parameters(out_features: int, in_features: int, rank: int) -> float:
+    """Parameters of two factors of this rank, (out + in) r, as a share of the matrix's own; above 1 they are more."""
+    return (out_features + in_features) * rank / (out_features * in_features)
 
 
 def _same_share(curve: Curve, keep: float) -> int | None:

@@ -10,8 +10,8 @@ from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import ALPHA, NEEDS
+from surgeon.opened import Model
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,16 @@ class FactorPlan:
         return {"program": str(self.program), "methods": methods, **ways}
 
 
-def plan_factors(recipe: Recipe, config: Any, own: Program | None = None) -> FactorPlan:
+def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
     """What a recipe says of the factors of its program.
-
-    Args:
-        own: what the model runs in place of its layers one after the other, if it does.
 
     Raises:
         ValueError: as `recipe_program`; and if two entries name different texts, with file and line.
     """
-    family = family_of(config)
-    shapes = family.layer_shapes(config)
-    program = start = own or Program.dense(config.num_hidden_layers, family.steps_per_layer)
+    program = model.program
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
-    for operation, program in recipe.steps(start, shapes, own):
+    for operation, program in recipe.steps(model.program, model.family.layer_shapes(model.config), model.own):
         making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
         ranked = ((one.kind, one.layers, role) for one in program.sublayers() for role, _ in one.ranks)
         new = {key for key in ranked if key not in by_rank}

@@ -61,7 +61,7 @@ def make_recipe_factors(
         ValueError: if the text has changed or cannot be used, or as `make_factors`.
         OSError: if the folder cannot be written to.
     """
-    plan = plan_factors(recipe, model.config, model.own)
+    plan = plan_factors(recipe, model)
     if not plan.is_calibrated:
         return None
     # What makes them takes a second to import, which most recipes have no use for.

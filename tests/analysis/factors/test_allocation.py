@@ -14,13 +14,15 @@ from surgeon.analysis.factors.allocation import (
     by_damage,
     corrected,
     curves_of,
+    effective_rank,
+    energy_rank,
     foreseen_damage,
+    kept_parameters,
     number_bytes,
     parameters,
     total_cost,
     wire_values,
 )
-from surgeon.analysis.factors.lowrank import energy_rank
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
 
@@ -167,3 +169,25 @@ def test_what_cannot_be_allocated() -> None:
         allocate([Curve(CURVES[0].matrix, (12, 12), CURVES[0].values)], "damage", 100)
     with pytest.raises(ValueError, match="there is no allocation 'uniforn'; did you mean 'uniform'?"):
         allocate(CURVES, "uniforn", 100)  # type: ignore[arg-type]
+
+
+def test_energy_ranks() -> None:
+    values = np.sort(np.abs(np.random.default_rng(3).standard_normal(30)))[::-1]
+    for share in (0.5, 0.9, 0.95, 0.99, 1.0):
+        energies = [sum(value**2 for value in values[:rank]) for rank in range(31)]
+        wanted = next(rank for rank in range(31) if energies[rank] >= share * energies[-1] - 1e-9)
+        assert energy_rank(values, share) == wanted
+    assert energy_rank(np.sqrt(np.array([5.0, 4.0, 1.0])), 0.9) == 2, "reached exactly"
+    assert energy_rank(np.sqrt(np.array([0.3, 0.3, 0.3, 0.1])), 0.9) == 3, "reached exactly, but for rounding"
+    assert energy_rank(np.ones(10), 0.91) == 10
+    assert energy_rank(np.zeros(4), 0.9) == 0
+    assert energy_rank(np.array([2.0, 0.0]), 1.0) == 1
+
+
+def test_effective_rank_and_parameters() -> None:
+    assert effective_rank(np.full(7, 0.3)) == pytest.approx(7)
+    assert effective_rank(np.array([5.0, 0.0, 0.0])) == pytest.approx(1)
+    assert effective_rank(np.array([3.0, 1.0])) == pytest.approx(4 / 3**0.75)  # entropy log 4 - 3/4 log 3
+    assert effective_rank(np.zeros(3)) == 0
+    assert kept_parameters(8, 32, 4) == pytest.approx(160 / 256)
+    assert kept_parameters(8, 8, 6) == pytest.approx(1.5)

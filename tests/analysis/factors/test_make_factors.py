@@ -23,7 +23,7 @@ from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import edit, restore
-from surgeon.models.recipe_program import recipe_program
+from surgeon.opened import Model
 from surgeon.quality.data import Windows
 from tests.analysis.spectra import inputs_of, matrix_of, overwrite, places, text, written_out
 from tests.tiny_models import tiny_model
@@ -337,9 +337,9 @@ operations:
 
 
 def test_a_recipe_says_how_each_matrix_is_made() -> None:
-    config = tiny_model("llama", 4).config
-    plan = plan_factors(parse_recipe(RECIPE), config)
-    assert str(plan.program) == str(recipe_program(parse_recipe(RECIPE), config))
+    model = Model.of_config(tiny_model("llama", 4).config, "tiny")
+    plan = plan_factors(parse_recipe(RECIPE), model)
+    assert plan.program == model.program_of(parse_recipe(RECIPE))
     assert {str(target): making for target, making in plan.makings.items()} == {
         "q of A0@q8": Making("whitened"),
         "up of F1@up3": Making("activation", 0.3),
@@ -349,4 +349,4 @@ def test_a_recipe_says_how_each_matrix_is_made() -> None:
     assert plan.is_calibrated
     assert plan.calibration == {"data": "a.txt"}
     with pytest.raises(ValueError, match="recipe:6: lowrank: calibration is another than that of an earlier entry"):
-        plan_factors(parse_recipe(RECIPE.replace("0.3, calibration: {data: a.txt}", "0.3")), config)
+        plan_factors(parse_recipe(RECIPE.replace("0.3, calibration: {data: a.txt}", "0.3")), model)
