@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from surgeon.exports.saving import edit, load
     from surgeon.language.program import Fork, Program, Step, Sublayer
     from surgeon.language.recipe import Recipe, read_recipe
+    from surgeon.library.bench import bench
     from surgeon.library.evaluate import evaluate
     from surgeon.library.generate import generate
     from surgeon.library.heal import heal
+    from surgeon.library.predict import predict
     from surgeon.library.scan import scan
     from surgeon.library.sensitivity import sensitivity
     from surgeon.library.serve import serve
@@ -48,6 +50,7 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "Step": "surgeon.language.program",
     "Sublayer": "surgeon.language.program",
     "TrainSettings": "surgeon.training.settings",
+    "bench": "surgeon.library.bench",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
     "edit": "surgeon.exports.saving",
@@ -57,6 +60,7 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
+    "predict": "surgeon.library.predict",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
     "restore": "surgeon.models.edit",
@@ -78,6 +82,7 @@ __all__ = [
     "Sublayer",
     "TrainSettings",
     "__version__",
+    "bench",
     "demo_data",
     "demo_model",
     "edit",
@@ -87,6 +92,7 @@ __all__ = [
     "heal",
     "load",
     "open",
+    "predict",
     "program_of",
     "read_recipe",
     "restore",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,22 +87,23 @@ def random_windows(vocabulary: int, length: int, tokens: int, seed: int) -> list
 
 
 def windows_of(
-    plans: Iterable[Plan], data: str | None, length: int, tokens: int, seed: int
-) -> Iterator[list[list[int]]]:
-    """What to predict with each plan: windows of its own tokenizer's tokens of a text, or of random tokens.
+    plans: Mapping[str, Plan], data: str | None, length: int, tokens: int, seed: int
+) -> dict[str, list[list[int]]]:
+    """What to predict with each plan, by name: windows of its own tokenizer's tokens of a text, or of random tokens.
 
     Raises:
         FileNotFoundError, ValueError: as `load_windows` and `open_tokenizer`.
     """
-    for plan in plans:
+    windows: dict[str, list[list[int]]] = {}
+    for name, plan in plans.items():
         if data is None:
-            yield random_windows(plan.vocabulary, length, tokens, seed)
+            windows[name] = random_windows(plan.vocabulary, length, tokens, seed)
         else:
             found = load_windows(open_tokenizer(plan.folder), data, length, tokens)
             for note in found.notes:
                 warnings.warn(note, stacklevel=2)
-            windows: list[list[int]] = found.ids.tolist()
-            yield windows
+            windows[name] = found.ids.tolist()
+    return windows
 
 
 def measure_compression(

@@ -32,16 +32,12 @@ def calibrate(
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
     product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Ended early, it writes none.
     """
-    from surgeon.cost.calibrate import hardware_text, plan_calibration
+    from surgeon.cost.calibrate import calibrate as measure
     from surgeon.processes.files import write_text
-    from surgeon.progress import progress
 
     counts = _counts(ranks)
     _check_output(output)
-    calibration = plan_calibration(model, counts, rounds, device, dtype)
-    with progress("calibrate", calibration.steps, "measurements") as advance:
-        measured = calibration.measure(advance)
-    write_text(output, hardware_text(output.stem, calibration, measured))
+    write_text(output, measure(output.stem, model, counts, rounds, device, dtype))
     typer.echo(str(output))
 
 

@@ -11,19 +11,14 @@ import typer
 
 from surgeon.cli.grouped import grouped
 from surgeon.cli.options import CompressOption, ProgramOption, VariantLayersOption, parse_batches
-from surgeon.cli.predict_best import BestPrograms, choose, default_axes
 from surgeon.cli.predict_racks import RacksArguments, train_on_racks
 from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
-    from surgeon.cost.candidates import Candidate
-    from surgeon.cost.hardware import Hardware
+    from surgeon.cost.best import Allowance
     from surgeon.cost.predict import Deployment
-    from surgeon.cost.sweep import SweepCell
-    from surgeon.cost.workload import Workload
 
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -42,27 +37,6 @@ class PredictedPrograms:
     layers: VariantLayersOption = None
     program: ProgramOption = None
 
-    def candidates(self, model: str) -> list[Candidate]:
-        """All that is predicted, the model's own program or --program first.
-
-        Raises:
-            FileNotFoundError, ValueError: as `open_candidates`; and if the layers are no range.
-        """
-        from surgeon.cost.candidates import open_candidates
-
-        return open_candidates(model, self.compare or [], self.program, self.stretch)
-
-    @property
-    def stretch(self) -> range | None:
-        """The layers that may change, if they are said.
-
-        Raises:
-            ValueError: if they are no range.
-        """
-        from surgeon.language.operations.base import parse_range
-
-        return None if self.layers is None else parse_range(self.layers)
-
 
 @dataclass(frozen=True)
 class PredictedLoad:
@@ -71,20 +45,6 @@ class PredictedLoad:
     batch: Annotated[str, typer.Option(help="How many texts are computed together; several as 1,8.")] = "1"
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024
     new: Annotated[int, typer.Option(min=1, help="Tokens to add to each.")] = 512
-
-    def workload(self) -> Workload:
-        """With one text; how many there are `batches` says."""
-        from surgeon.cost.workload import Workload
-
-        return Workload(1, self.prompt, self.new)
-
-    def batches(self) -> list[int]:
-        """Of --batch.
-
-        Raises:
-            ValueError: if it is no list of sizes.
-        """
-        return parse_batches(self.batch)
 
 
 @dataclass(frozen=True)
@@ -144,30 +104,87 @@ class PredictedRanksArguments:
         typer.Option(help="Likewise: bytes per second that a rank can send, e.g. 1GB.", show_default=False),
     ] = None
 
-    def deployment(self, hardware: Hardware, stored: str) -> Deployment:
+    def deployment(self) -> Deployment:
         """All of it.
 
-        Args:
-            stored: the dtype of the model's weights.
-
         Raises:
-            ValueError: if there is no such way, link or dtype.
+            ValueError: if there is no such way or dtype.
         """
         from surgeon.cost.predict import Deployment
         from surgeon.runtime.comm.link import parse_link
 
         return Deployment(
             ranks=self.ranks,
-            dtype=hardware.dtype(stored) if _one_of("dtype", self.dtype, DTYPES) == "auto" else self.dtype,
+            dtype=None if self.dtype == "auto" else self.dtype,
             link=self.link,
             network=self.network,
             node=self.per_node,
             graphs=self.graphs,
-            compress=cast("Any", self.compress and _one_of("compress", self.compress, ("int8", "int4"))),
-            low_rank=cast("Any", _one_of("low-rank", self.low_rank, ("auto", "gather", "replicate", "base"))),
-            kv=cast("Any", _one_of("kv", self.kv, ("full", "lowrank"))),
+            compress=cast("Any", self.compress),
+            low_rank=cast("Any", self.low_rank),
+            kv=cast("Any", self.kv),
             emulated=parse_link(self.link_delay, self.link_bandwidth),
         )
+
+
+@dataclass(frozen=True)
+class BestArguments:
+    """What may win, in the user's words; a group of options (see grouped.py)."""
+
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best",
+            help="Which of the known programs is fastest on every link, for all ranks and batches of --sweep (by "
+            "default ranks up to a node's, batches up to 256), and at which batches each of them pays.",
+        ),
+    ] = False
+    depth: Annotated[
+        float | None,
+        typer.Option(min=1, help="With --best: the least effective depth that may be chosen.", show_default=False),
+    ] = None
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="With --best: low ranks may leave this share of each matrix's parameters.", show_default=False
+        ),
+    ] = None
+    allow: Annotated[
+        str | None,
+        typer.Option(
+            help="With --best: only these, e.g. lp,ladder; of lp, ladder, ladder-over-lp, fused, tracks:4, lowrank, "
+            "lp+lowrank, ladder+lowrank.",
+            show_default=False,
+        ),
+    ] = None
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="[token|first|rate]",
+            help="With --best: what is to be short: a further token, the first one, or all (the rate of tokens).",
+        ),
+    ] = "token"
+
+    def allowance(self) -> Allowance:
+        """What may be chosen.
+
+        Raises:
+            ValueError: if there is no such program, or the share is none.
+        """
+        from surgeon.cost.best import Allowance
+
+        allowed = tuple(name.strip() for name in self.allow.split(",")) if self.allow else ()
+        return Allowance(self.depth, self.keep, allowed)
+
+    def refuse_alone(self) -> None:
+        """Say that an option of this group is of no use without --best.
+
+        Raises:
+            ValueError: if one is given.
+        """
+        for name in ("depth", "keep", "allow"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name} is for --best; give --best, too")
 
 
 @grouped
@@ -191,7 +208,7 @@ def predict(
     programs: PredictedPrograms,
     load: PredictedLoad,
     on: PredictedRanksArguments,
-    best: BestPrograms,
+    best: BestArguments,
     training: RacksArguments,
     over: Annotated[
         str | None,
@@ -224,33 +241,32 @@ def predict(
     collectives behind computing. Launch: waiting for the host, or between kernels. Memory: weights, cache and
     activations of the rank that needs most.
     """
-    from surgeon.cost.hardware_file import load_hardware
-    from surgeon.cost.sweep import parse_sweep
+    from surgeon.library.predict import best_programs
+    from surgeon.library.predict import predict as run
 
     _refuse_together({"--racks": training.racks, "--best": best.best}, ("--compare", programs.compare))
     _refuse_together({"--racks": training.racks}, ("--sweep", over), ("--output", output), ("--best", best.best))
-    machine, candidates = load_hardware(hardware), programs.candidates(model)
-    shapes = candidates[0].model.shapes
     if training.racks is not None:
-        train_on_racks(training, shapes, machine)
+        train_on_racks(training, model, hardware)
         return
-    deployment = on.deployment(machine, shapes.dtype)
-    axes = {"batch": load.batches(), **(parse_sweep(over) if over is not None else {})}
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
+    common: dict[str, Any] = {
+        "layers": programs.layers,
+        "prompt": load.prompt,
+        "new": load.new,
+        "ranks": on.deployment(),
+    }
+    common |= {"sweep": over, "output": output}
+    found: Any
     if best.best:
-        axes = default_axes(machine) if over is None else axes
-        known = best.known(candidates[0], programs.stretch)
-        choose(best, known, machine, deployment, load.workload(), axes, output)
-        return
-    best.refuse_alone()
-    cells = _cells(candidates, machine, deployment, load.workload(), axes)
-    if over is None:
-        _refuse(cells, machine)
-    heading = _heading(shapes.name, machine, cells)
-    _say(cells, heading, swept=over is not None)
+        found = best_programs(model, hardware, allowance=best.allowance(), by=cast("Any", best.by), **common)
+    else:
+        best.refuse_alone()
+        batches = parse_batches(load.batch)
+        compared = programs.compare or ()
+        found = run(model, hardware, compare=compared, program=programs.program, batch=batches, **common)
+    typer.echo(str(found))
     if output is not None:
-        _write(output, model, cells, machine, heading, swept=over is not None)
+        print(f"{output}: {', '.join(path.name for path in found.files)}", file=sys.stderr)
 
 
 def _refuse_together(modes: dict[str, Any], *others: tuple[str, Any]) -> None:
@@ -263,89 +279,3 @@ def _refuse_together(modes: dict[str, Any], *others: tuple[str, Any]) -> None:
     ignored = [name for name, given in others if given]
     if mode and ignored:
         raise ValueError(f"{mode} does not look at {' and '.join(ignored)}; leave one of them out")
-
-
-def _cells(
-    candidates: list[Candidate],
-    hardware: Hardware,
-    deployment: Deployment,
-    workload: Workload,
-    axes: dict[str, list[int]],
-) -> list[SweepCell]:
-    """All predictions, with progress."""
-    from math import prod
-
-    from surgeon.cost.sweep import sweep
-    from surgeon.progress import progress
-
-    total = len(candidates) * prod(map(len, axes.values()))
-    with progress("predict", total, "predictions") as advance:
-        return sweep(candidates, hardware, deployment, workload, axes, advance)
-
-
-def _one_of(option: str, word: str, known: tuple[str, ...]) -> str:
-    from surgeon.errors import did_you_mean
-
-    if word not in known:
-        raise ValueError(f"there is no --{option} {word!r}; {did_you_mean(word, known)}")
-    return word
-
-
-def _refuse(cells: list[SweepCell], hardware: Hardware) -> None:
-    """Say of the first that cannot run why, and what would do."""
-    from surgeon.cost.sweep import explain_memory
-
-    for cell in cells:
-        if cell.prediction is None:
-            raise ValueError(cell.refused)
-        if cell.refused:
-            raise ValueError(explain_memory(cell, hardware))
-
-
-def _heading(name: str, hardware: Hardware, cells: list[SweepCell]) -> str:
-    """What all predictions have in common."""
-    from surgeon.reports.predict import words_of
-
-    deployments, loads = [cell.deployment for cell in cells], [cell.workload for cell in cells]
-    ranks, common = {one.ranks for one in deployments}, deployments[0]
-    words = [words_of("ranks", ranks.pop())] if len(ranks) == 1 else []
-    most = max(one.ranks for one in deployments)
-    if most > 1:
-        words.append(common.link or next(iter(hardware.links), "no link"))
-    if most > (common.node or hardware.devices) and hardware.networks:
-        words.append(common.network or next(iter(hardware.networks)))
-    words += [str(common.dtype), *([common.compress] if common.compress else [])]
-    for axis in ("prompt", "new"):
-        values = {getattr(one, axis) for one in loads}
-        words += [words_of(axis, values.pop())] if len(values) == 1 else []
-    return f"{name} on {hardware.name}: {', '.join(words)}"
-
-
-def _say(cells: list[SweepCell], heading: str, swept: bool) -> None:
-    from surgeon.reports.predict import describe_predictions, describe_sweep, prediction_table
-
-    table = prediction_table(cells)
-    typer.echo(f"{heading}\n\n{describe_sweep(table) if swept else describe_predictions(table)}")
-
-
-def _write(folder: Path, model: str, cells: list[SweepCell], hardware: Hardware, heading: str, swept: bool) -> None:
-    from dataclasses import asdict
-
-    from surgeon.cost.hardware_file import write_hardware
-    from surgeon.processes.files import write_json, write_table
-    from surgeon.provenance import provenance
-    from surgeon.reports.predict import draw_predictions, draw_sweep, prediction_table
-
-    table = prediction_table(cells)
-    programs = {
-        cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
-        for cell in reversed(cells)
-        if cell.prediction is not None
-    }
-    deployment = asdict(cells[0].deployment) | {"connected": True}
-    settings: dict[str, Any] = {"heading": heading, "swept": swept, "deployment": deployment, "programs": programs}
-    record = provenance(model, "", **settings, hardware=hardware.name, hardware_file=write_hardware(hardware))
-    write_table(folder / "predict.csv", table)
-    write_json(folder / "predict.json", record)
-    (draw_sweep if swept else draw_predictions)(table, folder / "predict.png", heading)
-    print(f"{folder}: predict.csv, predict.json, predict.png", file=sys.stderr)

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from surgeon.cost.hardware import Hardware
     from surgeon.cost.racks import Update
-    from surgeon.models.shapes import ModelShapes
 
 _NOTE = """\
 Idle: of a rack without the head. MB: over each boundary between racks. In
@@ -35,22 +33,26 @@ class RacksArguments:
     coda: Annotated[int, typer.Option(min=0, help="With --racks: private layers of each rack, in local training.")] = 2
 
 
-def train_on_racks(asked: RacksArguments, shapes: ModelShapes, hardware: Hardware) -> None:
+def train_on_racks(asked: RacksArguments, model: str, hardware: str) -> None:
     """Print what both ways take, send and hold.
 
     Raises:
+        FileNotFoundError, ValueError: if there is no such model or hardware.
         ValueError: if the layers do not divide into the racks, or the hardware has no network.
     """
+    from surgeon.cost.candidates import open_candidates
+    from surgeon.cost.hardware_file import load_hardware
     from surgeon.cost.racks import RackTraining, local, pipelined
     from surgeon.reports.bench import aligned
 
     assert asked.racks is not None
-    training = RackTraining.of(shapes, hardware, asked.racks, asked.microbatches, asked.tokens, asked.coda)
+    shapes, machine = open_candidates(model)[0].model.shapes, load_hardware(hardware)
+    training = RackTraining.of(shapes, machine, asked.racks, asked.microbatches, asked.tokens, asked.coda)
     one, other = pipelined(training), local(training)
     lines = [["one update", "ms", "times", "idle", "MB forward", "MB back", "in flight"]]
     lines.append(_line("pipeline", one, one))
     lines.append(_line(f"local, codas of {asked.coda}", other, one))
-    heading = f"{shapes.name} on {asked.racks} x {hardware.name}: bfloat16, {asked.microbatches} microbatches of"
+    heading = f"{shapes.name} on {asked.racks} x {machine.name}: bfloat16, {asked.microbatches} microbatches of"
     typer.echo(f"{heading} {asked.tokens} tokens\n\n{aligned(lines)}\n\n{_NOTE}")
 
 

@@ -25,6 +25,7 @@ from surgeon.cost.fit import PRODUCTS, Figures, Fit, rising
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.samples import Round, Typical, measure_ranks, merged, steps_of_measuring
 from surgeon.models.shapes import ModelShapes
+from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.kept import is_static
@@ -99,6 +100,15 @@ def plan_calibration(
     plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype, decoding=decoding) for count in counts}
     shapes = ModelShapes.of(Path(model).resolve().name, read_config(Checkpoint(first.folder)))
     return MachineCalibration(shapes, plans, chosen, rounds, WAYS[chosen])
+
+
+def calibrate(
+    name: str, model: str | Path, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
+) -> str:
+    """A hardware file for this machine, as text; arguments and errors as of `plan_calibration`."""
+    calibration = plan_calibration(model, counts, rounds, device, dtype)
+    with progress("calibrate", calibration.steps, "measurements") as advance:
+        return hardware_text(name, calibration, calibration.measure(advance))
 
 
 def check_ranks(ranks: Sequence[int]) -> None:

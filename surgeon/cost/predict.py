@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import get_args
 
 from surgeon.cost.clocks import RankClock, pass_seconds
 from surgeon.cost.collectives import Wiring
@@ -14,6 +15,7 @@ from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.room import KEPT, Room, room
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.cost.workload import Workload
+from surgeon.errors import did_you_mean
 from surgeon.language.program import Program, Step
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Counts
@@ -22,6 +24,8 @@ from surgeon.runtime.comm.quantised import Compression
 from surgeon.runtime.plan.placement import Part, Work, rank_work
 from surgeon.runtime.plan.specification import KvMode, LowRankMode, Plan
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -29,7 +33,7 @@ class Deployment:
 
     Attributes:
         ranks: that share the model.
-        dtype: to compute in; None for that of the weights.
+        dtype: to compute in; None for that of the weights, but float32 where kernels are launched one by one.
         link, network: within a node and between nodes, by name; the first that the hardware has by default.
         node: ranks of a node; as many as it has devices by default.
         graphs: whether decoding passes are captured graphs; by default where the host is asynchronous.
@@ -53,6 +57,14 @@ class Deployment:
     connected: bool = True
 
     def __post_init__(self) -> None:
+        for what, word, known in (
+            ("dtype {!r}", self.dtype, DTYPES),
+            ("compression {!r}", self.compress, get_args(Compression)),
+            ("way {!r} of sharing factors among ranks", self.low_rank, get_args(LowRankMode)),
+            ("kv {!r}", self.kv, ("full", "lowrank")),
+        ):
+            if word is not None and word not in known:
+                raise ValueError(f"there is no {what.format(word)}; {did_you_mean(word, known)}")
         if self.ranks < 1:
             raise ValueError(f"the number of ranks must be at least 1, not {self.ranks}")
         if self.node is not None and self.node < 1:
@@ -138,7 +150,7 @@ def predict(
         ValueError: if the program, the ranks or the texts' length do not fit the model, or the hardware lacks a figure,
             a link or a device that is asked for.
     """
-    dtype = deployment.dtype or shapes.dtype
+    dtype = deployment.dtype or hardware.dtype(shapes.dtype)
     plan = plan_on_paper(shapes, program, deployment.ranks, workload.length, dtype, deployment.low_rank, deployment.kv)
     ranks = PredictedRanks(shapes, plan, hardware, deployment)
     prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)

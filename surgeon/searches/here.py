@@ -15,7 +15,7 @@ from statistics import median
 
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.plans import Needs
-from surgeon.cost.calibrate import hardware_text, plan_calibration
+from surgeon.cost.calibrate import calibrate
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.progress import progress
@@ -57,10 +57,7 @@ def calibrate_here(model: str | Path, ranks: int, rounds: int = ROUNDS, device: 
     Raises:
         FileNotFoundError, ValueError: if the model cannot be run by these ranks here.
     """
-    calibration = plan_calibration(model, sorted({1, ranks}), rounds, device)
-    with progress("calibrate", calibration.steps, "measurements") as advance:
-        measured = calibration.measure(advance)
-    return hardware_text(HERE, calibration, measured)
+    return calibrate(HERE, model, sorted({1, ranks}), rounds, device)
 
 
 def measured_here(

@@ -29,7 +29,7 @@ def test_winners_are_printed_and_written(tiny_checkpoint: Path, surgeon_says: Ru
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--by", "tokn"), "there is no --by 'tokn'; did you mean 'token'?"),
+        (("--by", "tokn"), "there is no measure 'tokn' to be fastest by; did you mean 'token'?"),
         (("--allow", "laddr"), "there is no program 'laddr' to choose; did you mean 'ladder'?"),
         (("--depth", "99"), "from 1 to"),
     ],

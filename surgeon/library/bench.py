@@ -1,0 +1,168 @@
+"""`surgeon.bench`: how fast programs run on ranks, against each other, and where the time of a pass goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from surgeon.benchmarks.compression_cost import CompressionCost, measure_compression, windows_of
+from surgeon.benchmarks.measure import RankBench, Result
+from surgeon.benchmarks.plans import Needs, plan_candidates
+from surgeon.benchmarks.trace import Wires, chrome_trace
+from surgeon.cost.candidates import open_candidates
+from surgeon.cost.workload import Workload
+from surgeon.language.program import Program
+from surgeon.library.opening import as_range
+from surgeon.opened import Model
+from surgeon.processes.files import write_json, write_table, write_text
+from surgeon.processes.torchrun import read_environment
+from surgeon.progress import progress
+from surgeon.provenance import provenance
+from surgeon.reports.bench import bench_record, bench_table, describe_bench, draw_bench
+from surgeon.reports.compression import compression_record, describe_compression
+from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.words import plural
+
+COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
+RANDOM = "random tokens"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What was measured.
+
+    Attributes:
+        place: what it ran on.
+        results: by load, of every program.
+        compression: what sending integers does to predictions, by program; nothing where none were sent.
+        text: that this was measured on.
+        files: what was written.
+    """
+
+    place: str
+    results: Sequence[Result]
+    compression: Mapping[str, CompressionCost] = field(default_factory=dict)
+    text: str = RANDOM
+    files: tuple[Path, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """What all of it has in common."""
+        load, rounds = self.results[0].load, len(self.results[0].rounds)
+        return f"{self.place}, prompt {load.prompt}, {load.new} new, {plural(rounds, 'round')}"
+
+    def table(self) -> pd.DataFrame:
+        """One row per program and batch; speedups are over the first program."""
+        return bench_table(self.results)
+
+    def __str__(self) -> str:
+        compressed = f"\n\n{describe_compression(self.compression, self.text)}" if self.compression else ""
+        return f"{self.heading}\n\n{describe_bench(self.table())}{compressed}"
+
+
+def bench(
+    model: str | Path | Model,
+    *,
+    compare: Sequence[str] = (),
+    layers: range | str | None = None,
+    program: Program | str | None = None,
+    batch: int | Sequence[int] = 1,
+    prompt: int = 64,
+    new: int = 32,
+    rounds: int = 5,
+    seed: int = 0,
+    ranks: int | RankOptions = 2,
+    dtype: str = "auto",
+    decoding: str = "auto",
+    low_rank: str = "auto",
+    kv: str = "auto",
+    data: str | None = None,
+    trace: str | Path | None = None,
+    output: str | Path | None = None,
+) -> Benchmark:
+    """Measure how fast programs run on ranks; all are loaded by the same ranks and measured in turns.
+
+    Args:
+        model: a checkpoint's folder, a hub name, "demo", a recipe (.yaml), or a model that is open.
+        compare: more checkpoints, recipes, programs, or variants of the model by name ("lp", "upper-bound").
+        layers: that variants change; "4:30" is layers 4 to 29. All but the first and last two by default.
+        program: of the model, instead of its own.
+        batch: texts that are computed together; several sizes in turns.
+        prompt, new: tokens of each prompt, which are random, and to add to each.
+        rounds: how often everything is measured.
+        seed: of the random tokens.
+        ranks: how many, on GPUs where there is one for each, or what they are in full.
+        dtype, decoding, low_rank, kv: how it is computed, as of `ServiceOptions`; a `kv` of "lowrank" is for the
+            programs that have factors of k and v.
+        data: text to measure the divergence of compressed reductions on; random tokens by default.
+        trace: a file for a timeline of every program's prefill and one decoding pass.
+        output: folder for bench.csv, bench.json and bench.png.
+
+    Raises:
+        FileNotFoundError, ValueError: if one of them cannot be used or cannot run so, or there can be no trace.
+        RankFailed: if a rank fails.
+    """
+    ranks = RankOptions(ranks, "auto") if isinstance(ranks, int) else ranks
+    if data is not None and ranks.compression is None:
+        raise ValueError(f"{data} is for measuring what compressed reductions change; have them compressed, too")
+    loads = [Workload(size, prompt, new, seed) for size in ([batch] if isinstance(batch, int) else batch)]
+    candidates = open_candidates(model, compare, program, as_range(layers), weights=True)
+    needs = Needs(ranks.ranks, prompt + new, ranks.device, dtype, decoding, low_rank, kv)
+    plans, unconnected = plan_candidates(candidates, needs), {one.name for one in candidates if not one.connected}
+    traced, folder = None if trace is None else Path(trace), None if output is None else Path(output)
+    if traced is not None:
+        _check_trace(traced, ranks)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    kind = None if ranks.ranks == 1 else ranks.compression
+    sending = {name: plan for name, plan in plans.items() if kind is not None and name not in unconnected}
+    windows = windows_of(sending, data, prompt + new, COMPARED_TOKENS, seed)
+    with Ranks(ranks) as running:
+        measured = RankBench.load(running, plans, unconnected)
+        with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
+            results = measured.measure(loads, rounds, advance)
+        if traced is not None:
+            timeline = chrome_trace(measured.trace(loads[0]), Wires(ranks.collectives == "shm", ranks.link))
+            write_text(traced, json.dumps(timeline) + "\n")
+        costs = {
+            name: measure_compression(running, plans[name], texts, kind, name)
+            for name, texts in windows.items()
+            if kind is not None
+        }
+    place = f"{plural(ranks.ranks, 'rank')} ({ranks})"
+    found = Benchmark(place, results, costs, data or RANDOM, () if traced is None else (traced,))
+    if folder is None:
+        return found
+    named = model.name if isinstance(model, Model) else str(model)
+    return replace(found, files=(*found.files, *_write(found, named, candidates[0].model.hash, folder)))
+
+
+def _check_trace(path: Path, ranks: RankOptions) -> None:
+    """Say what is wrong with a trace before anything is measured.
+
+    Raises:
+        ValueError: if there can be none, or not there.
+    """
+    if ranks.device != "cpu":
+        raise ValueError("a trace shows what processes do, and GPUs go on while theirs wait; take one on the CPU")
+    if read_environment() is not None:
+        raise ValueError("a trace puts all ranks on one clock, and machines have one each; take none under torchrun")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"the trace {path} must be a file in a folder that exists")
+
+
+def _write(found: Benchmark, model: str, model_hash: str, folder: Path) -> tuple[Path, ...]:
+    first = found.results[0]
+    settings: dict[str, Any] = {"seed": first.load.seed, "place": found.place, "rounds": len(first.rounds)}
+    if found.compression:
+        settings["compression"] = compression_record(found.compression, found.text)
+    table, record = found.table(), provenance(model, model_hash, **settings, results=bench_record(found.results))
+    write_table(folder / "bench.csv", table)
+    write_json(folder / "bench.json", record)
+    draw_bench(table, folder / "bench.png", found.heading)
+    return tuple(folder / f"bench.{ending}" for ending in ("csv", "json", "png"))

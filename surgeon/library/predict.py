@@ -1,0 +1,245 @@
+"""`surgeon.predict`: what programs would cost on hardware that is described; and which of the known ones wins where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from surgeon.cost.best import METRICS, Allowance, Choice, Metric, known_programs, reaches, survey
+from surgeon.cost.candidates import Candidate, open_candidates
+from surgeon.cost.hardware import Hardware
+from surgeon.cost.hardware_file import load_hardware, write_hardware
+from surgeon.cost.predict import Deployment
+from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep
+from surgeon.cost.sweep import sweep as _sweep
+from surgeon.cost.workload import Workload
+from surgeon.errors import did_you_mean
+from surgeon.language.program import Program
+from surgeon.library.opening import as_range
+from surgeon.opened import Model
+from surgeon.processes.files import write_json, write_table
+from surgeon.progress import progress
+from surgeon.provenance import provenance
+from surgeon.reports.best import choice_table, describe_choices, describe_reaches, draw_choices
+from surgeon.reports.predict import (
+    describe_predictions,
+    describe_sweep,
+    draw_predictions,
+    draw_sweep,
+    prediction_table,
+    words_of,
+)
+
+_SHORT: dict[Metric, str] = {
+    "token": "time per token",
+    "first": "time to the first token",
+    "rate": "tokens per second",
+}
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What programs would cost.
+
+    Attributes:
+        cells: by ranks and load, of every program.
+        swept: whether they are a sweep's, in which some may not fit.
+        files: what was written.
+    """
+
+    hardware: Hardware
+    cells: Sequence[SweepCell]
+    swept: bool = False
+    files: tuple[Path, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """What all predictions have in common."""
+        deployments, loads = [cell.deployment for cell in self.cells], [cell.workload for cell in self.cells]
+        hardware, common, ranks = self.hardware, deployments[0], {one.ranks for one in deployments}
+        most = max(ranks)
+        words = [words_of("ranks", most)] if len(ranks) == 1 else []
+        if most > 1:
+            words.append(common.link or next(iter(hardware.links), "no link"))
+        if most > (common.node or hardware.devices) and hardware.networks:
+            words.append(common.network or next(iter(hardware.networks)))
+        words += [str(common.dtype), *([common.compress] if common.compress else [])]
+        for axis in ("prompt", "new"):
+            values = {getattr(one, axis) for one in loads}
+            words += [words_of(axis, values.pop())] if len(values) == 1 else []
+        return f"{self.cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
+
+    def table(self) -> pd.DataFrame:
+        """One row per program, ranks and load; speedups are over the first program."""
+        return prediction_table(self.cells)
+
+    def __str__(self) -> str:
+        return f"{self.heading}\n\n{(describe_sweep if self.swept else describe_predictions)(self.table())}"
+
+
+def predict(
+    model: str | Path | Model,
+    hardware: str | Path | Hardware,
+    *,
+    compare: Sequence[str] = (),
+    layers: range | str | None = None,
+    program: Program | str | None = None,
+    batch: int | Sequence[int] = 1,
+    prompt: int = 1024,
+    new: int = 512,
+    ranks: int | Deployment = 1,
+    sweep: str | Mapping[str, Sequence[int]] | None = None,
+    output: str | Path | None = None,
+) -> Predictions:
+    """Predict what programs cost; nothing runs, and no weights are needed.
+
+    Args:
+        model: a config.json or a folder with one, a hub name, "demo", a recipe (.yaml), or a model that is open.
+        hardware: a name such as "h100-sxm", a file as `surgeon calibrate` writes it, or one that is read.
+        compare: more models, recipes, programs, or variants of the model by name ("lp", "upper-bound").
+        layers: that variants change; "4:30" is layers 4 to 29. All but the first and last two by default.
+        program: of the model, instead of its own.
+        batch: texts that are computed together; several sizes one after the other.
+        prompt, new: tokens of each prompt, and to add to each.
+        ranks: tensor-parallel ranks that share the model, or all of how it is spread over the hardware.
+        sweep: all combinations of these, as "ranks=1..64,batch=1..256" (doubling), or as values by axis.
+        output: folder for predict.csv, predict.json and predict.png.
+
+    Raises:
+        FileNotFoundError: if there is no such model, recipe or hardware file.
+        ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
+            fit into memory; in a sweep that is said in its cells.
+    """
+    machine, candidates = _open(model, hardware, compare, layers, program)
+    deployment = _deployment(ranks, machine, candidates[0])
+    axes = {"batch": [batch] if isinstance(batch, int) else [*batch], **_axes(sweep)}
+    folder = None if output is None else Path(output)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with progress("predict", len(candidates) * prod(map(len, axes.values())), "predictions") as advance:
+        cells = _sweep(candidates, machine, deployment, Workload(1, prompt, new), axes, advance)
+    if sweep is None:
+        for cell in cells:
+            if cell.refused:
+                raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
+    found = Predictions(machine, cells, sweep is not None)
+    return found if folder is None else replace(found, files=_write(found, model, folder))
+
+
+def _write(found: Predictions, model: str | Path | Model, folder: Path) -> tuple[Path, ...]:
+    programs = {
+        cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
+        for cell in reversed(found.cells)
+        if cell.prediction is not None
+    }
+    settings: dict[str, Any] = {
+        "heading": found.heading,
+        "swept": found.swept,
+        "deployment": asdict(found.cells[0].deployment) | {"connected": True},
+        "programs": programs,
+        "hardware": found.hardware.name,
+        "hardware_file": write_hardware(found.hardware),
+    }
+    name, table = model.name if isinstance(model, Model) else str(model), found.table()
+    write_table(folder / "predict.csv", table)
+    write_json(folder / "predict.json", provenance(name, "", **settings))
+    (draw_sweep if found.swept else draw_predictions)(table, folder / "predict.png", found.heading)
+    return tuple(folder / f"predict.{ending}" for ending in ("csv", "json", "png"))
+
+
+@dataclass(frozen=True)
+class BestPrograms:
+    """Which of the known programs is fastest where.
+
+    Attributes:
+        choices: one for each link, number of ranks and batch.
+        files: what was written.
+    """
+
+    heading: str
+    choices: Sequence[Choice]
+    files: tuple[Path, ...] = ()
+
+    def table(self) -> pd.DataFrame:
+        """One row per link, ranks and batch."""
+        return choice_table(self.choices)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.heading}\n\nFastest, and times as fast as the dense model\n\n{describe_choices(self.choices)}\n\n"
+            f"The batches at which a program pays\n\n{describe_reaches(reaches(self.choices))}"
+        )
+
+
+def best_programs(
+    model: str | Path | Model,
+    hardware: str | Path | Hardware,
+    *,
+    allowance: Allowance | None = None,
+    by: Metric = "token",
+    layers: range | str | None = None,
+    prompt: int = 1024,
+    new: int = 512,
+    ranks: int | Deployment = 1,
+    sweep: str | Mapping[str, Sequence[int]] | None = None,
+    output: str | Path | None = None,
+) -> BestPrograms:
+    """Which of the known programs is fastest on every link of the hardware, and at which batches each of them pays.
+
+    Args:
+        allowance: what quality may be given up; by default depth, and no low ranks.
+        by: what is to be short: a further token, the first one, or all ("rate").
+        sweep: ranks and batches that are looked at; by default ranks up to a node's, batches up to 256.
+        output: folder for best.csv, best.json and best.png.
+        model, hardware, layers, prompt, new, ranks: as `predict` takes them.
+
+    Raises:
+        FileNotFoundError, ValueError: as `predict`; and if there is no such measure, or no program is left to choose.
+    """
+    if by not in METRICS:
+        raise ValueError(f"there is no measure {by!r} to be fastest by; {did_you_mean(by, METRICS)}")
+    machine, (first, *_) = _open(model, hardware, (), layers, None)
+    deployment, load = _deployment(ranks, machine, first), Workload(1, prompt, new)
+    axes = _axes(sweep or f"ranks=1..{machine.devices},batch=1..256")
+    known = known_programs(first.model, allowance or Allowance(), as_range(layers))
+    folder = None if output is None else Path(output)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    links = 1 if deployment.link else max(1, len(machine.links))
+    with progress("predict", len(known) * links * prod(map(len, axes.values())), "predictions") as advance:
+        choices = survey(known, machine, deployment, load, axes, by, advance)
+    name = first.model.label
+    heading = f"{name} on {machine.name}: {deployment.dtype}, prompt {prompt}, {new} new, by {_SHORT[by]}"
+    if folder is None:
+        return BestPrograms(heading, choices)
+    programs = {one.name: str(one.program(2)) for one in known}
+    write_table(folder / "best.csv", choice_table(choices))
+    write_json(folder / "best.json", provenance(name, "", heading=heading, programs_on_2_ranks=programs))
+    draw_choices(choices, folder / "best.png", heading)
+    return BestPrograms(heading, choices, tuple(folder / f"best.{ending}" for ending in ("csv", "json", "png")))
+
+
+def _open(
+    model: str | Path | Model,
+    hardware: str | Path | Hardware,
+    compare: Sequence[str],
+    layers: range | str | None,
+    program: Program | str | None,
+) -> tuple[Hardware, list[Candidate]]:
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    return machine, open_candidates(model, compare, program, as_range(layers))
+
+
+def _deployment(ranks: int | Deployment, hardware: Hardware, first: Candidate) -> Deployment:
+    """With a dtype, as the first candidate's weights have it, where none is asked for."""
+    deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
+    return replace(deployment, dtype=deployment.dtype or hardware.dtype(first.model.shapes.dtype))
+
+
+def _axes(sweep: str | Mapping[str, Sequence[int]] | None) -> dict[str, list[int]]:
+    return parse_sweep(sweep) if isinstance(sweep, str) else {name: [*values] for name, values in (sweep or {}).items()}

@@ -1,0 +1,90 @@
+"""What a notebook calls to predict and to measure speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import surgeon
+from surgeon.cost.best import Allowance
+from surgeon.cost.predict import Deployment
+from surgeon.library.predict import best_programs
+from surgeon.opened import open_model
+from tests.cost.examples import SIZES, hardware
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"model_type": "llama", **SIZES}))
+    return path
+
+
+def test_predictions_of_a_configuration(config: Path, tmp_path: Path) -> None:
+    load = {"batch": (1, 2), "prompt": 20, "new": 8, "layers": "0:4"}
+    found = surgeon.predict(config, hardware(), compare=["lp"], ranks=2, output=tmp_path / "out", **load)  # type: ignore[arg-type]
+    assert found.heading == "small on round: 2 ranks, wire, float32, prompt 20, 8 new"
+    assert list(found.table()["program"]) == 2 * ["small", "lp"]
+    assert [path.name for path in found.files] == ["predict.csv", "predict.json", "predict.png"]
+    assert all(path.is_file() for path in found.files)
+    again = surgeon.predict(
+        open_model(config, weights=False), hardware(), ranks=Deployment(2), batch=2, prompt=20, new=8
+    )
+    assert again.cells[0].prediction == found.cells[2].prediction
+    assert str(again).startswith(again.heading)
+
+
+def test_a_sweep_has_values_by_axis_too(config: Path) -> None:
+    one = surgeon.predict(config, hardware(), sweep={"ranks": [1, 2]}, prompt=20, new=8)
+    other = surgeon.predict(config, hardware(), sweep="ranks=1..2", prompt=20, new=8)
+    assert [cell.prediction for cell in one.cells] == [cell.prediction for cell in other.cells]
+
+
+def test_the_best_programs_of_a_configuration(config: Path, tmp_path: Path) -> None:
+    allowance = Allowance(allowed=("ladder",))
+    sweep = {"ranks": [2], "batch": [1]}
+    found = best_programs(
+        config, hardware(), allowance=allowance, layers="0:4", prompt=20, new=8, sweep=sweep, output=tmp_path / "out"
+    )
+    assert [set(choice.by_program) for choice in found.choices] == [{"ladder"}]
+    assert all(path.is_file() for path in found.files)
+    with pytest.raises(ValueError, match="there is no measure 'tokens' to be fastest by; did you mean 'token'"):
+        best_programs(config, hardware(), by="tokens")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "bf16"}, "there is no dtype 'bf16'; did you mean 'bfloat16'"),
+        ({"low_rank": "all"}, "there is no way 'all' of sharing factors among ranks"),
+        ({"compress": "int7"}, "there is no compression 'int7'"),
+        ({"kv": "auto"}, "there is no kv 'auto'"),
+    ],
+)
+def test_a_deployment_checks_itself(options: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Deployment(**options)  # type: ignore[arg-type]
+
+
+def test_a_bench_of_programs(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    found = surgeon.bench(
+        surgeon.open(tiny_checkpoint),
+        compare=["A0 F0"],
+        prompt=4,
+        new=3,
+        rounds=1,
+        ranks=1,
+        trace=trace,
+        output=tmp_path,
+    )
+    assert found.heading == "1 rank (cpu, shm), prompt 4, 3 new, 1 round"
+    assert list(found.table()["program"]) == [tiny_checkpoint.name, "A0 F0"]
+    assert [path.name for path in found.files] == ["trace.json", "bench.csv", "bench.json", "bench.png"]
+    assert json.loads((tmp_path / "bench.json").read_text())["model"] == str(tiny_checkpoint)
+    assert str(found).startswith(f"{found.heading}\n\n")
+    with pytest.raises(ValueError, match="must be a file in a folder that exists"):
+        surgeon.bench(tiny_checkpoint, ranks=1, trace=tmp_path)
