@@ -117,14 +117,14 @@ def select(
         raise ValueError(f"layers {shown} are empty: the end comes after the first, as in 4:30 for 4 to 29")
     if layers.start < 0 or layers.stop > num_layers:
         raise ValueError(f"layers {shown} are out of range: the model's layers are 0:{num_layers}")
-    for option, number in (("every", every), ("max-length", max_length), ("permutations", permutations)):
+    for option, number in (("every", every), ("max_length", max_length), ("permutations", permutations)):
         if number is not None and number < 1:
-            raise ValueError(f"--{option} must be at least 1, not {number}")
+            raise ValueError(f"{option} must be at least 1, not {number}")
     if every > len(layers):
-        raise ValueError(f"--every {every} is more than the {len(layers)} layers of {shown}; no stretch is that long")
+        raise ValueError(f"every {every} is more than the {len(layers)} layers of {shown}; no stretch is that long")
     longest = len(layers) if max_length is None else min(max_length, len(layers))
     if longest < every:
-        raise ValueError(f"--max-length {longest} is less than --every {every}: stretches have that length at least")
+        raise ValueError(f"max_length {longest} is less than every {every}: stretches have that length at least")
     return Selection(tuple(names), layers, every, longest, permutations)
 
 

@@ -161,11 +161,11 @@ def test_a_warning_about_a_separator(scan: Run, tiny_text: Path) -> None:
         (("--layers", "2:9"), "layers 2:9 are out of range: the model's layers are 0:4"),
         (("--layers", "3:3"), "'3:3' are no range"),
         (("--layers", "3"), "'3' are no range"),
-        (("--every", "0"), "--every must be at least 1, not 0"),
-        (("--every", "5"), "--every 5 is more than the 4 layers of 0:4"),
-        (("--max-length", "0"), "--max-length must be at least 1, not 0"),
-        (("--max-length", "1", "--every", "2"), "--max-length 1 is less than --every 2"),
-        (("--permutations", "0"), "--permutations must be at least 1, not 0"),
+        (("--every", "0"), "every must be at least 1, not 0"),
+        (("--every", "5"), "every 5 is more than the 4 layers of 0:4"),
+        (("--max-length", "0"), "max_length must be at least 1, not 0"),
+        (("--max-length", "1", "--every", "2"), "max_length 1 is less than every 2"),
+        (("--permutations", "0"), "permutations must be at least 1, not 0"),
     ],
 )
 def test_bad_options(scan: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -157,7 +157,7 @@ def _check_alive(processes: Sequence[BaseProcess]) -> None:
             how = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
             raise OSError(
                 f"worker {number} of {len(processes)} ended early ({how}); what was measured is kept: run the same "
-                "command again to go on, with fewer --workers if memory was short"
+                "command again to go on, with fewer workers if memory was short"
             )
 
 
