@@ -1,9 +1,9 @@
 """The OpenAI API over HTTP: `surgeon serve`.
 
-From a request to its answer: `gate` counts it and asks for the key, `browsers` lets web pages in, `bodies` says what it
-may have, `texts` makes token ids of it, `choices` gives them to the service and merges what comes back, `formats` and
-`answers` put that into OpenAI's words, whole or as a stream. `app` ties these to their paths, `connections` ends those
-that hold the server up, and `run` begins and ends the process.
+From a request to its answer: `gate` counts it, lets web pages in and asks for the key, `bodies` says what it may have,
+`texts` makes token ids of it, `answers` gives them to the service and merges what comes back, `formats` puts that into
+OpenAI's words, whole or as a stream. `app` ties these to their paths, `connections` ends those that hold the server up,
+and `run` begins and ends the process.
 """
 
 try:

@@ -1,22 +1,26 @@
-"""From a checked body to its answer, and what happens when the client hangs up before that."""
+"""From a checked body to its answer, and what happens when the client hangs up before that.
+
+Behind one HTTP request are several to the service (`Choices`): given to it together, merged as they answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from surgeon.runtime.batching.request import Event
+from surgeon.runtime.batching.request import Event, QueueFull, Sampling, UndefinedLogits
 from surgeon.server.bodies import Body, ChatBody, CompletionBody
-from surgeon.server.choices import Choices
-from surgeon.server.errors import GONE, ApiError, invalid
+from surgeon.server.errors import GONE, RETRY_SOON, ApiError, draining, failed, invalid
 from surgeon.server.formats import ChatFormat, CompletionFormat, Format, Reply, usage_of
 from surgeon.server.gate import note_outcome
 from surgeon.server.state import ServerState
@@ -24,6 +28,91 @@ from surgeon.server.texts import Prompt, separate
 
 Arrived = list[tuple[int, Event]]
 Result = TypeVar("Result")
+
+
+Ask = tuple[list[int], Sampling]  # a prompt and how to go on from it
+
+
+class Choices:
+    """Open requests, numbered in the order in which they were asked for.
+
+    Attributes:
+        prompt_field: what errors about the prompts name.
+    """
+
+    def __init__(self, state: ServerState, prompt_field: str) -> None:
+        self.state = state
+        self.prompt_field = prompt_field
+        self._begun = time.monotonic()
+        self._first: dict[int, float] = {}
+        self._open: dict[int, int] = {}  # choice to request
+        self._loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+
+    async def submit(self, asks: Sequence[Ask]) -> None:
+        """Ask for all of them, or for none.
+
+        Raises:
+            ApiError: if the service takes them not now, or not at all.
+        """
+
+        def submit_all() -> None:
+            for choice, (tokens, sampling) in enumerate(asks):
+                stream = self.state.service.submit(tokens, sampling)
+                self._open[choice] = stream.id
+                stream.listen(partial(self._put, choice))
+
+        try:
+            await asyncio.to_thread(submit_all)  # sending a long prompt to a rank that computes may take a while
+        except (ValueError, OSError) as error:
+            self.close()
+            if isinstance(error, QueueFull):
+                raise ApiError(429, str(error), code="queue_full", headers=RETRY_SOON) from error
+            if isinstance(error, OSError) or self.state.service.failure is not None:
+                raise failed(error) from error
+            raise (draining() if self.state.draining else invalid(str(error), self.prompt_field)) from error
+
+    def _put(self, choice: int, event: Event | Exception) -> None:
+        with suppress(RuntimeError):  # the loop has closed: the process is ending
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, event))
+
+    @property
+    def open(self) -> bool:
+        """Whether there is more to come."""
+        return bool(self._open)
+
+    async def next(self) -> list[tuple[int, Event]]:
+        """Wait for events; all that have come, each with the number of its choice.
+
+        Raises:
+            ApiError: if a rank has failed, the model predicts nothing, or the service has ended the request.
+        """
+        found = [self._note(*await self._arrived.get())]
+        while not self._arrived.empty():
+            found.append(self._note(*self._arrived.get_nowait()))
+        return found
+
+    def _note(self, choice: int, event: Event | Exception) -> tuple[int, Event]:
+        if isinstance(event, Exception):
+            self._open.pop(choice, None)
+            if isinstance(event, UndefinedLogits):  # of this request; others may get their answers
+                raise ApiError(500, str(event), code="undefined_logits")
+            raise failed(event)
+        now = time.monotonic()
+        if choice not in self._first and event.tokens:
+            self._first[choice] = now
+            self.state.meters.began(event.queue_seconds, now - self._begun)
+        if event.finish_reason is not None:
+            self._open.pop(choice, None)
+            if event.finish_reason == "cancelled":
+                raise draining()
+            self.state.meters.ended(now - self._first.get(choice, now), event.usage.new)
+        return choice, event
+
+    def close(self) -> None:
+        """Cancel what is still open."""
+        while self._open:
+            self.state.service.cancel(self._open.popitem()[1])
 
 
 class ClientGone(Exception):
@@ -70,7 +159,9 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
     await choices.submit(asks)
     try:
         if body.wanted_prompt_logprobs is not None:  # only now are the prompts known to be what the model takes
-            await asyncio.to_thread(_locate, state, answers)
+            located = await asyncio.to_thread(lambda: [state.texts.located(prompt) for prompt in prompts])
+            for number, answer in enumerate(answers):
+                answer.prompt = located[number // body.choices]
         # Only now is it known whether there will be an answer, so only now can a stream have its status.
         first = await _unless_gone(request, choices.next())
         if body.stream:
@@ -84,15 +175,6 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
         choices.close()
         raise
     return JSONResponse(style.whole(answers, usage_of(answers, body.choices)))
-
-
-def _locate(state: ServerState, answers: list[Reply]) -> None:
-    """Find out where the tokens of prompts lie in their texts; several answers may have the same one."""
-    found: dict[int, Prompt] = {}
-    for answer in answers:
-        number = id(answer.prompt)
-        found[number] = found.get(number) or state.texts.located(answer.prompt)
-        answer.prompt = found[number]
 
 
 def _check_number(state: ServerState, body: Body, prompts: int) -> None:

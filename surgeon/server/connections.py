@@ -1,6 +1,8 @@
 """What uvicorn lacks against clients that hold connections: requests that never arrive, answers nobody reads, too many.
 
-uvicorn itself closes connections on which nothing comes after an answer.
+uvicorn itself closes connections on which nothing comes after an answer, and limits what a head may have. It waits for
+ever for a request and for a reader, and its `limit_concurrency` accepts any number of connections and refuses them in
+plain text, which clients of the API do not understand.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from surgeon.server.errors import ApiError, unavailable
+from surgeon.server.errors import RETRY_SOON, ApiError
 
 LOG_SECONDS = 60.0
 MOST_CONNECTIONS = 1000
@@ -158,8 +160,8 @@ class Connection(H11Protocol):
 
 async def full(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers those beyond the number of connections that there may be."""
-    error = unavailable("too many clients are connected; try again later", "too_many_connections")
-    error.headers |= {"Connection": "close", "Retry-After": "1"}
+    headers = {"Connection": "close"} | RETRY_SOON
+    error = ApiError(503, "too many clients are connected; try again later", None, "too_many_connections", headers)
     await error.response()(scope, receive, send)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-RETRY_SECONDS = 1
+RETRY_SOON = {"Retry-After": "1"}
 MOST_SHOWN = 60  # characters of a client's value in a message
 GONE = 499  # the client hung up; nobody reads this status, it is only counted
 
@@ -26,12 +26,11 @@ _KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An answer that is an error; its type, in OpenAI's words, follows from the status.
 
     Attributes:
         status: of HTTP.
         param: the field at fault.
-        kind: what OpenAI's format calls the type.
     """
 
     def __init__(
@@ -39,20 +38,20 @@ class ApiError(Exception):
         status: int,
         message: str,
         param: str | None = None,
-        kind: str = "invalid_request_error",
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
-        self.kind = kind
         self.code = code
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """The answer's JSON."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The whole answer."""
@@ -64,41 +63,14 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param)
 
 
-def full(message: str) -> ApiError:
-    """429: as many requests are open as the service takes."""
-    return ApiError(
-        429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)}
-    )
-
-
-def too_large(most: int) -> ApiError:
-    """413: a body nobody wants to read."""
-    return ApiError(413, f"the body is larger than {most >> 20} MB")
-
-
-def unavailable(message: str, code: str) -> ApiError:
-    """503: this server answers no more requests."""
-    return ApiError(503, message, kind="server_error", code=code)
-
-
 def draining() -> ApiError:
     """503 while the last requests are finished."""
-    return unavailable("the server is ending and takes no more requests", "draining")
+    return ApiError(503, "the server is ending and takes no more requests", code="draining")
 
 
 def failed(reason: Exception) -> ApiError:
     """503 after a rank has failed."""
-    return unavailable(f"the server has failed: {reason}", "rank_failed")
-
-
-def undefined(reason: Exception) -> ApiError:
-    """500: the model has no answer to this request; others may get theirs."""
-    return ApiError(500, str(reason), kind="server_error", code="undefined_logits")
-
-
-def internal() -> ApiError:
-    """500: a defect; the log has the details, and the client need not know them."""
-    return ApiError(500, "internal error; the server's log has the details", kind="server_error")
+    return ApiError(503, f"the server has failed: {reason}", code="rank_failed")
 
 
 def shown(value: Any) -> str:

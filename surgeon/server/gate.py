@@ -1,19 +1,24 @@
-"""What comes before everything else: counting requests, the key, and that nobody is let in while the server ends.
+"""What comes before everything else: counting requests, browsers' questions, the key, and refusals while it ends.
 
-Between the two are browsers' questions (browsers.py), which are counted and need no key.
+Browsers ask which web pages may use the server before a page of another origin does (CORS); that needs no key.
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
+from urllib.parse import urlsplit
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from surgeon.server.errors import GONE, ApiError, draining, failed, too_large
+from surgeon.server.errors import GONE, ApiError, draining, failed
 from surgeon.server.state import ServerState
 
 GUARDED = "/v1"
 MOST_BYTES = 16 << 20  # of a body: a prompt of a million tokens
+ANY = "*"  # origin of web pages
+_PORTS = {"http": 80, "https": 443}
 _COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 _OUTCOME = "surgeon.outcome"
 
@@ -65,7 +70,10 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         if not scope["path"].startswith(GUARDED):
             return None
-        if self.state.key is not None and not _has_key(scope, self.state.key):
+        kind, _, sent = _header(scope, b"authorization").partition(b" ")
+        # The comparison takes as long for a wrong first character as for a wrong last one.
+        known = self.state.key is None or hmac.compare_digest(sent.strip(), self.state.key.encode())
+        if not known or (self.state.key is not None and kind.lower() != b"bearer"):
             return ApiError(
                 401,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
@@ -74,18 +82,56 @@ class Gate:
             )
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length) > MOST_BYTES:
-            return too_large(MOST_BYTES)
+            return too_large()
         if self.state.service.failure is not None:
             return failed(self.state.service.failure)
         return draining() if self.state.draining else None
 
 
-def _has_key(scope: Scope, key: str) -> bool:
-    kind, _, sent = _header(scope, b"authorization").partition(b" ")
-    # Takes as long for a wrong first character as for a wrong last one.
-    return hmac.compare_digest(sent.strip(), key.encode()) and kind.lower() == b"bearer"
+def too_large() -> ApiError:
+    """413: a body nobody wants to read."""
+    return ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MB")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
     found: bytes = next((value for key, value in scope["headers"] if key == name), b"")
     return found
+
+
+def check_origin(origin: str) -> str:
+    """An origin as browsers send it, or "*" for any; what they never send would let nobody in.
+
+    Raises:
+        ValueError: if it is none, or written in another way.
+    """
+    if origin == ANY:
+        return origin
+    try:
+        parts = urlsplit(origin)
+        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
+    except ValueError:  # no port, no address, no name that there can be
+        host = ""
+    if not host or ANY in host or not parts.scheme:
+        raise ValueError(f"{origin!r} is no origin of web pages; write one such as http://localhost:3000, or * for any")
+    place = f"[{host}]" if ":" in host else host
+    written = f"{parts.scheme}://{place}" + ("" if port in (None, _PORTS.get(parts.scheme)) else f":{port}")
+    if written != origin:
+        raise ValueError(f"browsers never send {origin!r} as an origin of web pages; write {written}")
+    return origin
+
+
+def with_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """An application that pages of these origins may use, its errors among what they may read.
+
+    What a browser asks beforehand (the preflight) is answered here, without a key, which it does not send then.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),  # clients add some of their own
+        allow_private_network=True,
+        expose_headers=("Retry-After",),
+    )

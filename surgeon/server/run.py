@@ -20,8 +20,8 @@ from types import FrameType
 import uvicorn
 
 from surgeon.server.app import make_app
-from surgeon.server.browsers import with_browsers
 from surgeon.server.connections import QUEUE, Connection, files_left, full, patience_for, quieten
+from surgeon.server.gate import with_browsers
 from surgeon.server.state import ServerState
 
 KEEP_ALIVE_SECONDS = 30  # that a connection may be idle between requests

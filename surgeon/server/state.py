@@ -1,14 +1,105 @@
-"""What all requests share."""
+"""What all requests share, and what /metrics shows of it, in Prometheus' text format."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from surgeon.checkpoint.generation_defaults import Defaults
+from surgeon.errors import did_you_mean
 from surgeon.runtime.service import Service
-from surgeon.server.meters import Meters
+from surgeon.server.errors import ApiError
 from surgeon.server.texts import Texts
+
+_LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+_GAUGES = {
+    "running": "Requests that are being computed.",
+    "waiting": "Requests in the queue.",
+    "blocks": "Blocks of the cache.",
+    "free_blocks": "Blocks of the cache that no request uses.",
+}
+_COUNTERS = {
+    "prompt_tokens": "Tokens of prompts that were begun.",
+    "cached_tokens": "Tokens of prompts that needed no computing, because an earlier request began with the same ones.",
+    "new_tokens": "Tokens that were added.",
+    "drafted": "Tokens that were drafted (--draft).",
+    "accepted": "Drafted tokens that were added.",
+    "finished": "Requests to the ranks that have ended, in whatever way.",
+    "preempted": "How often a running request was put back into the queue.",
+    "passes": "Forward passes.",
+    "collective_bytes": "Bytes of the operands of collectives on rank 0.",
+}
+
+
+class _ServiceCollector(Collector):
+    """Asks the service when it is asked itself."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.service.stats()
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"surgeon_{name}", text, value=getattr(stats, name))
+        used = stats.blocks - stats.free_blocks
+        yield GaugeMetricFamily("surgeon_used_blocks", "Blocks of the cache that requests use.", value=used)
+        yield GaugeMetricFamily(
+            "surgeon_up", "1 while the ranks run, 0 when one has failed.", value=self.service.failure is None
+        )
+        for name, text in _COUNTERS.items():
+            value = stats.bytes if name == "collective_bytes" else getattr(stats, name)
+            yield CounterMetricFamily(f"surgeon_{name}", text, value=value)
+        family = CounterMetricFamily("surgeon_collectives", "Collectives that rank 0 has started.", labels=["kind"])
+        family.add_metric(["all_reduce"], stats.all_reduces)
+        family.add_metric(["all_gather"], stats.all_gathers)
+        yield family
+
+
+class Meters:
+    """Counts of this server's own, and those of its service."""
+
+    def __init__(self, service: Service) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of lines
+        self.registry = CollectorRegistry()
+        self.registry.register(_ServiceCollector(service))
+        self._requests = Counter(
+            "surgeon_http_requests",
+            "HTTP requests that were answered, by path and status (499: the client hung up).",
+            ["path", "status"],
+            registry=self.registry,
+        )
+        self._queue = self._seconds("queue", "From a request's arrival in the queue until it was let in.", _LONG)
+        self._first = self._seconds("time_to_first_token", "From a request's arrival until its first token.", _LONG)
+        self._each = self._seconds("time_per_output_token", "Between tokens, mean of each request.", _SHORT)
+
+    def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"surgeon_{name}_seconds", f"{text} In seconds.", buckets=buckets, registry=self.registry)
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an HTTP request."""
+        self._requests.labels(path, str(status)).inc()
+
+    def began(self, queue_seconds: float, seconds: float) -> None:
+        """Note that a request to the ranks has brought its first token."""
+        self._queue.observe(queue_seconds)
+        self._first.observe(seconds)
+
+    def ended(self, seconds: float, tokens: int) -> None:
+        """Note that a request to the ranks has ended, so long after its first token."""
+        if tokens > 1:
+            self._each.observe(seconds / (tokens - 1))
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self.registry)
 
 
 @dataclass
@@ -38,3 +129,18 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.service)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse requests for another model; they need not name one.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name not in (None, self.model):
+            message = f"there is no model {name!r} here; {did_you_mean(str(name), [self.model])}"
+            raise ApiError(404, message, "model", code="model_not_found")
+
+    def card(self) -> dict[str, Any]:
+        """What /v1/models says of the model."""
+        own = {"id": self.model, "object": "model", "created": self.created, "owned_by": "surgeon"}
+        return own | {"max_model_len": self.service.max_tokens}
