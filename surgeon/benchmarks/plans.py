@@ -11,8 +11,7 @@ from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.cost.candidates import Candidate
 from surgeon.language.program import Program
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.kept import can_be_low_rank, require_low_rank
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import Plan, can_be_low_rank, require_low_rank
 
 
 @dataclass(frozen=True)

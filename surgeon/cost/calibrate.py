@@ -28,7 +28,6 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.kept import is_static
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import choose_device
 from surgeon.threads import threads_per_rank, usable_cores
@@ -127,7 +126,7 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
     Raises:
         ValueError: if what was measured makes no hardware.
     """
-    shapes, static = calibration.shapes, is_static(calibration.plans[1], calibration.device)
+    shapes, static = calibration.shapes, calibration.plans[1].is_static(calibration.device)
 
     def figures(ranks: int, one: Round) -> Figures:
         return Fit(calibration.plans[ranks], shapes, one, static).figures(calibration.ways)

@@ -1,7 +1,7 @@
 """What a rank computes and exchanges of each step, as kernels and bytes: the rules of `runtime/model` without tensors.
 
 Which slices a rank has comes from `runtime.plan.placement`, what is summed in rank space from `runtime.model.outputs`,
-what is kept in the cache from `runtime.plan.kept`.
+what is kept in the cache from the plan.
 
 Shapes: T tokens of a pass, h the stream's width, n ranks that share a sublayer.
 """
@@ -16,7 +16,6 @@ from surgeon.cost.kernels import Kernel, Numbers
 from surgeon.language.program import ATTENTION, Fork, Step, Sublayer
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
-from surgeon.runtime.plan.kept import kept_ranks
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of
 from surgeon.runtime.plan.specification import Plan
 
@@ -117,7 +116,7 @@ class RankWork:
     def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
         sublayer, plan = maps.sublayer, self.plan
         heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
-        kept = kept_ranks(plan, sublayer, kv_heads)
+        kept = plan.kept_ranks(sublayer, kv_heads)
         yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
         yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
         window = plan.window(sublayer)

@@ -48,3 +48,8 @@ def longest_text(blocks: int, windows: Windows, limit: int, block_tokens: int = 
         else:
             high = middle
     return low
+
+
+def power_of_two(least: int) -> int:
+    """The smallest that is not below a positive number."""
+    return 1 << (least - 1).bit_length()

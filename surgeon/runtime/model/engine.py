@@ -29,7 +29,6 @@ from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
 from surgeon.runtime.model.thread_choice import OneThread, ThreadChoice
 from surgeon.runtime.plan.groups import cache_groups
-from surgeon.runtime.plan.kept import is_static, read_at_once
 from surgeon.runtime.plan.specification import Plan
 
 
@@ -92,7 +91,7 @@ class RankEngine(RankModel):
         division = () if groups is None else (groups.slots[self.rank], groups.windows)
         all_blocks = blocks + max(way.spare_blocks for way in self.ways)
         cache = PagedCache(heads, all_blocks, self.plan.head_dim, self.vocabulary.like, rebuilds, *division)
-        together, most_blocks = read_at_once(self.plan, is_static(self.plan, self.device.type), texts)
+        together, most_blocks = self.plan.read_at_once(self.device.type, texts)
         cache.buffers.reserve(together * min(blocks, most_blocks) * BLOCK_TOKENS)
         return cache
 
@@ -197,7 +196,7 @@ def ways_through(model: RankModel, coda: RankCoda | None) -> tuple[Way, ...]:
     """
     plan, device = model.plan, model.device
     decode: list[Way] = []
-    if is_static(plan, device.type):
+    if plan.is_static(device.type):
         captured = device.type == "cuda" and plan.decoding != "static" and model.collectives.capturable
         decode.append(StaticDecode(model, CudaRecorder(device) if captured else None))
     kernels = kernels_for(model.vocabulary.like)

@@ -25,7 +25,6 @@ from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Reb
 from surgeon.runtime.model.linear import Linear, LinearMap, Maps, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import BaseMaps, SharedMaps, Sharing, gathering_is_faster
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
-from surgeon.runtime.plan.kept import kept_ranks
 from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, computed_of, groups_within, rank_work
 from surgeon.runtime.plan.specification import Plan
 
@@ -124,7 +123,7 @@ class RankProgram:
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
         if sublayer.kind == ATTENTION:
             kv_heads = count_outputs(tensors, "k") // plan.head_dim
-            if kept_ranks(plan, sublayer, kv_heads) is not None:
+            if plan.kept_ranks(sublayer, kv_heads) is not None:
                 later = frozenset("kv")  # the cache keeps what the first ones give
         maps = self._maps(work, part, tensors, later, based=sublayer != part.sublayer)
         if sublayer.kind == ATTENTION:

@@ -29,12 +29,11 @@ from torch import Tensor
 
 from surgeon.runtime.batching.blocks import GONE, BlockRun
 from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, power_of_two
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.layers import Angles, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
-from surgeon.runtime.plan.kept import power_of_two
 
 WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
 TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; tables of the cache's groups take all further ones

@@ -24,7 +24,7 @@ from statistics import fmean
 import torch
 
 from surgeon.beside import torch_threads
-from surgeon.runtime.plan.kept import power_of_two
+from surgeon.runtime.batching.windows import power_of_two
 
 FIRST_TRIAL = 4  # passes before it
 TRIAL_PASSES = 3

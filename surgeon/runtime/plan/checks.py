@@ -22,9 +22,16 @@ from surgeon.models.families import Family
 from surgeon.models.families.fused import FUSED
 from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights, require_sliceable
-from surgeon.runtime.plan.division import check_division
-from surgeon.runtime.plan.kept import require_low_rank
-from surgeon.runtime.plan.specification import OWN_ACTIVATIONS, Decoding, KvMode, LowRankMode, Plan, Rotary
+from surgeon.runtime.plan.placement import check_division
+from surgeon.runtime.plan.specification import (
+    OWN_ACTIVATIONS,
+    Decoding,
+    KvMode,
+    LowRankMode,
+    Plan,
+    Rotary,
+    require_low_rank,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from surgeon.language.program import Program
 from surgeon.runtime.batching.windows import Windows, text_blocks
-from surgeon.runtime.plan.kept import can_be_low_rank
 from surgeon.runtime.plan.placement import rank_work
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import Plan, can_be_low_rank
 
 LEAST_SAVED = 0.1  # of a text's room, that a division is worth
 MOST_GROUPS = 8  # every one costs each pass a table to look up, and each row some bytes to the other ranks
@@ -49,7 +48,10 @@ def cache_groups(plan: Plan) -> CacheGroups:
     counted: Counter[int | None] = Counter(window for own in windows for window in set(own))
     widest: int | None = None if None in counted or not counted else max(one for one in counted if one is not None)
     together = CacheGroups((widest,), tuple((0,) * len(own) for own in windows))
-    if len(counted) < 2 or _in_rank_space(plan):
+    programs = [plan.program] if plan.coda is None else [plan.program, plan.coda.plan.program]
+    # Attentions may keep what the first factors of k and v give, each in a tensor of its own.
+    in_rank_space = plan.kv != "full" and any(can_be_low_rank(Program.parse(program)) for program in programs)
+    if len(counted) < 2 or in_rank_space:
         return together
     most = max(own.count(window) for own in windows for window in counted)
     divided = (_divided(windows, sorted(counted, key=str), width) for width in range(1, most + 1))
@@ -79,9 +81,3 @@ def _slot_windows(plan: Plan, rank: int) -> list[int | None]:
     windows = [plan.window(part.sublayer) for part in parts if part.slot is not None]
     own = [None if window is None or window >= plan.max_tokens else window for window in windows]
     return own if plan.coda is None else own + _slot_windows(plan.coda.plan, rank)
-
-
-def _in_rank_space(plan: Plan) -> bool:
-    """Whether some attentions may keep what the first factors of k and v give, each in a tensor of its own."""
-    programs = [plan.program] if plan.coda is None else [plan.program, plan.coda.plan.program]
-    return plan.kv != "full" and any(can_be_low_rank(Program.parse(program)) for program in programs)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.tensor_file import TensorFile
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
 from surgeon.memory import free_bytes, gpu_free_bytes, show_size
-from surgeon.models.families.base import Family
+from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, unit_bounds
-from surgeon.models.weights.layout import Units
 from surgeon.runtime.batching.windows import (
     BLOCK_TOKENS,
     PASS_TOKENS,
@@ -22,7 +20,6 @@ from surgeon.runtime.batching.windows import (
     text_blocks,
 )
 from surgeon.runtime.plan.groups import CacheGroups, cache_groups
-from surgeon.runtime.plan.kept import is_static, kept_numbers, kept_ranks, read_at_once
 from surgeon.runtime.plan.placement import computed_of, rank_work
 from surgeon.runtime.plan.specification import Plan
 
@@ -62,30 +59,7 @@ class Footprint:
         return texts * text_blocks(tokens, windows) + pass_blocks(min(texts * tokens, together), windows)
 
 
-class Shaped(Protocol):
-    """A matrix, there or not."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(out_features, in_features)."""
-
-
-class Sizes(Protocol):
-    """What says how large a model's matrices are: its weights, or its configuration."""
-
-    @property
-    def family(self) -> Family:
-        """The architecture."""
-
-    @property
-    def position_rows(self) -> int:
-        """Rows of a learned position embedding, 0 without one."""
-
-    def units(self, sublayer: Sublayer) -> Units:
-        """How many heads and KV heads, or neurons, a sublayer has."""
-
-    def matrix(self, sublayer: Sublayer, role: str) -> Shaped:
-        """One matrix of a sublayer."""
+Sizes = ModelWeights | ModelShapes  # what says how large matrices are: weights, or a configuration
 
 
 def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
@@ -133,10 +107,10 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
             (unit,) = (p.unit for p in source.family.spec(attention.kind).projections if p.role == "k")
             first, end = unit_bounds(source.units(attention)[unit], attention.piece)
-            own.append(kept_numbers(plan, attention, end - first) * block)
-            factors_kept = kept_ranks(plan, attention, end - first)
-            if factors_kept is not None:  # all such attentions read by the same two buffers
-                copied, rebuilt = max(copied, sum(factors_kept)), max(rebuilt, 2 * (end - first) * plan.head_dim)
+            keys_values, ranks = 2 * (end - first) * plan.head_dim, plan.kept_ranks(attention, end - first)
+            own.append((keys_values if ranks is None else sum(ranks)) * block)
+            if ranks is not None:  # all such attentions read by the same two buffers
+                copied, rebuilt = max(copied, sum(ranks)), max(rebuilt, keys_values)
         kept.append(tuple(own))
         buffers.append((copied + rebuilt) * block)
     return Footprint(tuple(weights), tuple(kept), tuple(buffers), cache_groups(plan))
@@ -257,7 +231,7 @@ class _Room:
             sum(sorted(each)[-here:]) if device == "cpu" else max(each)
             for each in (sizes.weights, sizes.block, sizes.buffers)
         )
-        at_once = read_at_once(plan, is_static(plan, device), max_batch)
+        at_once = plan.read_at_once(device, max_batch)
         return cls(weights, block, buffers, *at_once, sizes, plan.max_tokens)
 
     def blocks_of(self, texts: int) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from surgeon.language.program import Sublayer
+from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.models.families import FAMILIES, Family
+from surgeon.runtime.batching.windows import blocks_for, power_of_two
 
 # Decode passes are computed like all others (dynamic: on CPUs), in a few fixed shapes (static), or in these shapes
 # recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
@@ -126,6 +127,38 @@ class Plan:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
         return self.windows[attention.layers[0]] if self.windows else None
 
+    def kept_ranks(self, attention: Sublayer, kv_heads: int) -> tuple[int, int] | None:
+        """The ranks of k and v where an attention keeps what their first factors give; None for keys and values.
+
+        Args:
+            attention: what a rank computes of it.
+            kv_heads: how many of them that has.
+        """
+        ranks = factor_ranks(attention)
+        if ranks is None or self.kv == "full":
+            return None
+        saves = self.tight and sum(ranks) < 2 * kv_heads * self.head_dim
+        return ranks if self.kv == "lowrank" or saves else None
+
+    def is_static(self, device: str) -> bool:
+        """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda".
+
+        Where tokens are drafted they do not: how many a pass verifies changes.
+        """
+        chosen = self.decoding == "auto" and device == "cuda" and not self.coda
+        return self.decoding in ("static", "captured") or chosen
+
+    def read_at_once(self, device: str, texts: int) -> tuple[int, int]:
+        """How many texts an attention reads at a time, and at most how many blocks of each.
+
+        Passes of fixed shapes read all texts at once, and both numbers are powers of two.
+
+        Args:
+            texts: that are computed together.
+        """
+        blocks = blocks_for(self.max_tokens)
+        return (power_of_two(texts), power_of_two(blocks)) if self.is_static(device) else (1, blocks)
+
 
 @dataclass(frozen=True)
 class CodaPlan:
@@ -140,3 +173,27 @@ class CodaPlan:
     nodes: int
     file: Path
     plan: Plan
+
+
+def factor_ranks(sublayer: Sublayer) -> tuple[int, int] | None:
+    """The ranks of k and v of an attention where both are two factors."""
+    k, v = sublayer.rank("k"), sublayer.rank("v")
+    return None if sublayer.kind != ATTENTION or k is None or v is None else (k, v)
+
+
+def can_be_low_rank(program: Program) -> bool:
+    """Whether there is an attention whose k and v are two factors each."""
+    return any(factor_ranks(sublayer) is not None for sublayer in program.sublayers())
+
+
+def require_low_rank(*programs: Program) -> None:
+    """Refuse programs that cannot be run with `Plan.kv` "lowrank", if none of them can.
+
+    Raises:
+        ValueError: if no attention has factors of k and v.
+    """
+    if not any(map(can_be_low_rank, programs)):
+        raise ValueError(
+            "kv lowrank keeps what the first factors of k and v give, and no attention here has factors of both, as in "
+            "A0@k16,v16; use kv full or auto"
+        )
