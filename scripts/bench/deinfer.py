@@ -37,7 +37,8 @@ from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.threads import threads_per_rank
 
 BASE, DEINFER, AUTO = "Base", "DeInfer", "auto"

@@ -18,8 +18,9 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import Rank
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, load
 
 PLAIN, CODA = "plain", "coda"

@@ -30,7 +30,8 @@ from scripts.bench.large_model import make_model
 from surgeon.memory import show_size
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 
 MOST = 1.1  # times its share, that a rank may take

@@ -48,7 +48,8 @@ from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import LARGEST_INTEGER, Compression
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.threads import threads_per_rank
 
 UPPER_BOUND = "upper bound"

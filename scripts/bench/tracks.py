@@ -43,7 +43,8 @@ from surgeon.language.program import Program
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.threads import threads_per_rank, usable_cores
 from surgeon.training.scratch.tracks import count_parameters, narrow, track_program
 

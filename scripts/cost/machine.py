@@ -57,7 +57,8 @@ from surgeon.progress import progress
 from surgeon.provenance import versions
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.threads import threads_per_rank
 
 MODELS = ("demo", "random")

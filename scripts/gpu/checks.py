@@ -50,7 +50,8 @@ from surgeon.language.program import Program
 from surgeon.reports.bench import bench_table
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 
 Side = Literal["expected", "found"]
 

@@ -46,7 +46,8 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding, Plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, load
 
 TARGET = 0.75  # of the measured bandwidth, at batch 1

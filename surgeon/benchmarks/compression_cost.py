@@ -120,7 +120,7 @@ def measure_compression(
         ValueError: if there is one rank only, the windows do not fit the plan, or the logits are not finite.
         RankFailed: if a rank fails.
     """
-    if plan.ranks == 1 or ranks.collectives == "none":
+    if plan.ranks == 1 or ranks.options.collectives == "none":
         raise ValueError("nothing is sent here that could be compressed; use 2 ranks or more, which are connected")
     if not windows or any(not 2 <= len(window) <= plan.max_tokens for window in windows):
         raise ValueError(f"there must be windows, each of 2 to {plan.max_tokens} tokens")

@@ -352,9 +352,9 @@ def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: 
         link: emulate one of this delay and bandwidth, for this engine only.
     """
     collectives = rank.collectives
-    if rank.settings.ranks > 1:
+    if rank.settings.options.ranks > 1:
         if not connected:
-            collectives = Unconnected(rank.rank, tuple(range(rank.settings.ranks)))
+            collectives = Unconnected(rank.rank, tuple(range(rank.settings.options.ranks)))
         elif link is not None:
             collectives = EmulatedLink(collectives, link)
     keep(rank, name, TimedEngine(plan, rank, collectives))

@@ -116,7 +116,8 @@ def _speeds(variants: list[Contender]) -> dict[str, list[tuple[float, float, int
     from surgeon.cost.workload import Workload
     from surgeon.language.program import Program
     from surgeon.runtime.plan.checks import make_plan
-    from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_device
+    from surgeon.runtime.worker.options import RankOptions, choose_device
+    from surgeon.runtime.worker.ranks import Ranks
 
     device = choose_device("auto", RANKS)
     load = Workload(batch=1, prompt=PROMPT_TOKENS, new=NEW_TOKENS)

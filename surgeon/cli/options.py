@@ -211,7 +211,7 @@ class RunArguments:
             ValueError: if they do not fit each other or this machine.
         """
         from surgeon.runtime.comm.link import parse_link
-        from surgeon.runtime.worker.ranks import RankOptions, choose_device
+        from surgeon.runtime.worker.options import RankOptions, choose_device
 
         link = parse_link(self.link_delay, self.link_bandwidth)
         compression = cast("Compression | None", self.compress)  # whether there is such a one, is checked

@@ -29,7 +29,7 @@ from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.ranks import choose_device
+from surgeon.runtime.worker.options import choose_device
 from surgeon.threads import threads_per_rank, usable_cores
 
 DIGITS, WIDTH = 4, 120

@@ -10,7 +10,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import require_sliceable
-from surgeon.runtime.plan.placement import check_division, why_not
+from surgeon.runtime.plan.division import check_division, why_not
 from surgeon.runtime.plan.specification import Plan
 
 

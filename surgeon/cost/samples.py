@@ -15,7 +15,8 @@ from surgeon.cost.probes import ExchangeTimes, LaunchTimes, time_exchanges, time
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 
 WHOLE, SHORT = "whole", "short"  # the model's program, and its first layers
 SHORT_LAYERS = 2

@@ -25,7 +25,8 @@ from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.reports.bench import bench_record, bench_table, describe_bench, draw_bench
 from surgeon.reports.compression import compression_record, describe_compression
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.words import plural
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions

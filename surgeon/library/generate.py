@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from surgeon.checkpoint.generation_defaults import Defaults, read_defaults
 from surgeon.runtime.batching.request import Event, Sampling
-from surgeon.runtime.worker.ranks import RankOptions, early_ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import early_ranks
 
 if TYPE_CHECKING:
     from surgeon.language.program import Program

@@ -12,7 +12,7 @@ from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.model.program import Phase
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.stream import Answer
-from surgeon.runtime.worker.ranks import RankOptions
+from surgeon.runtime.worker.options import RankOptions
 
 
 @dataclass(kw_only=True)

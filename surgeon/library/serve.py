@@ -14,7 +14,7 @@ from surgeon.memory import parse_size
 from surgeon.opened import Model, open_model
 from surgeon.runtime.plan.memory import Capacity
 from surgeon.runtime.service import Service, ServiceOptions
-from surgeon.runtime.worker.ranks import RankOptions
+from surgeon.runtime.worker.options import RankOptions
 from surgeon.server.gate import check_origin
 from surgeon.server.run import bind, url_of
 from surgeon.server.run import run as run_server

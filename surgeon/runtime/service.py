@@ -39,7 +39,9 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
-from surgeon.runtime.worker.ranks import RankFailed, RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank_process import RankFailed
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import Account, Cancel, Progress, Report, load, serve
 
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]

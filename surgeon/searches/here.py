@@ -19,7 +19,8 @@ from surgeon.cost.calibrate import calibrate
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.progress import progress
-from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_device
+from surgeon.runtime.worker.options import RankOptions, choose_device
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.limits import Limit
 from surgeon.searches.quantities import HERE, show_seconds
 

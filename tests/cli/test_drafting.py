@@ -15,7 +15,7 @@ from surgeon.cli.app import main
 from surgeon.cli.options import DraftArguments
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.service import DRAFT_TOKENS, Service, ServiceOptions
-from surgeon.runtime.worker.ranks import RankOptions
+from surgeon.runtime.worker.options import RankOptions
 from surgeon.server.state import Meters
 from tests.codas import save_codas
 from tests.tiny_models import save_checkpoint

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.cli.app import main
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment, ranks_of_this_machine, read_environment
-from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_collectives, choose_device
+from surgeon.runtime.worker.options import RankOptions, choose_collectives, choose_device
+from surgeon.runtime.worker.ranks import Ranks
 from tests import warm
 from tests.waiting import PATIENCE
 

@@ -145,7 +145,7 @@ def staggered_sums(rank: Rank, rounds: int) -> float:
     """Sums to which the ranks come late in turn, so that each of them waits for each other one."""
     total = 0.0
     for number in range(rounds):
-        if number % rank.settings.ranks == rank.rank:
+        if number % rank.settings.options.ranks == rank.rank:
             time.sleep(0.01)
         total += float(rank.collectives.all_reduce(torch.full((3,), float(number)), Counts())()[0])
     return total

@@ -23,7 +23,8 @@ from surgeon.processes.watchdog import PATIENCE_SECONDS
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.service import Service, ServiceOptions, Stream
-from surgeon.runtime.worker.ranks import RankFailed, RankOptions
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank_process import RankFailed
 from tests.tiny_models import damage, save_checkpoint
 from tests.waiting import PATIENCE, takes_less_than, wait_until
 

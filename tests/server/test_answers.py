@@ -85,7 +85,7 @@ def test_whole_and_streamed_are_what_the_model_says(client: OpenAI, reference: A
 def test_offline_service_says_the_same(client: OpenAI, chat_model: Path, tokenizer: Any) -> None:
     from surgeon.runtime.batching.request import Sampling
     from surgeon.runtime.service import Service, ServiceOptions
-    from surgeon.runtime.worker.ranks import RankOptions
+    from surgeon.runtime.worker.options import RankOptions
 
     wanted = Sampling(
         temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=7, max_new_tokens=NEW

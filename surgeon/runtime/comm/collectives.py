@@ -136,30 +136,6 @@ class Collectives(ABC):
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]: ...
 
 
-class Alone(Collectives):
-    """A group of one rank: nothing is sent and nothing is counted."""
-
-    def __init__(self) -> None:
-        super().__init__(0, (0,))
-
-    @property
-    def capturable(self) -> bool:
-        return True
-
-    @property
-    def recordable(self) -> bool:
-        return True
-
-    def _connect(self, group: Group) -> Collectives:
-        raise AssertionError(f"one rank has no subgroup {group}")
-
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor
-
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor[None]
-
-
 class Unconnected(Collectives):
     """Ranks that never wait for each other and add nothing up: what they compute is wrong, as fast as can be.
 
@@ -191,6 +167,13 @@ class Unconnected(Collectives):
 
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor.expand(len(self.group), *tensor.shape)
+
+
+class Alone(Unconnected):
+    """A group of one rank: nothing is sent and nothing is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (0,))
 
 
 class TorchCollectives(Collectives):

@@ -22,7 +22,7 @@ from surgeon.models.families import Family
 from surgeon.models.families.fused import FUSED
 from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights, require_sliceable
-from surgeon.runtime.plan.placement import check_division
+from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Decoding,

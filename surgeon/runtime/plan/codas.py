@@ -15,7 +15,7 @@ from surgeon.models.families import family_of
 from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.plan.checks import rotary_layers_of
-from surgeon.runtime.plan.placement import check_division
+from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 

@@ -7,19 +7,14 @@ know slices of sublayers and nothing else. This module knows neither tensors nor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
-from surgeon.models.weights import indivisible
-from surgeon.models.weights.layout import Units
 from surgeon.runtime.plan.specification import Plan
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
-MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
-
-UnitsOf = Callable[[Sublayer], Units]  # how many heads and KV heads, or neurons, a sublayer has
 
 
 @dataclass(frozen=True)
@@ -167,34 +162,3 @@ def _groups(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[Group]
             branches, subgroup = assigned_branches(node, rank, group)
             for branch in branches:
                 yield from _groups(branch, rank, subgroup)
-
-
-def check_division(program: Program, units_of: UnitsOf, ranks: int) -> None:
-    """Refuse slices, and numbers of ranks, that heads or neurons do not divide into.
-
-    Raises:
-        ValueError: with the numbers of ranks that would do.
-    """
-    for sublayer in set(program.sublayers()):
-        reason = None if sublayer.piece is None else indivisible(sublayer, units_of(sublayer), replicate=False)
-        if reason:
-            raise ValueError(reason)
-    reason = why_not(program, units_of, ranks)
-    if reason is None:
-        return
-    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(program, units_of, n) is None]
-    either = " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
-    raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {either} can")
-
-
-def why_not(program: Program, units_of: UnitsOf, ranks: int) -> str | None:
-    """Why so many ranks cannot share a program; None if they can."""
-    try:
-        parts = {
-            part.sublayer for rank in range(ranks) for work in rank_work(program, rank, ranks) for part in work.parts
-        }
-    except ValueError as error:  # a fork that does not spread over the ranks
-        return str(error)
-    reasons = {part: indivisible(part, units_of(part), replicate=True) for part in sorted(parts, key=str)}
-    first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
-    return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None

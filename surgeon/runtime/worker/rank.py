@@ -29,10 +29,11 @@ from surgeon.processes.rendezvous import end_when_told, find_rank0
 from surgeon.processes.store import StoreAddress
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
-from surgeon.runtime.comm.link import EmulatedLink, Link
+from surgeon.runtime.comm.link import EmulatedLink
 from surgeon.runtime.comm.pipes import Receiver, Sender
-from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
+from surgeon.runtime.worker.options import RankOptions
 from surgeon.threads import keep_to_share, threads_per_rank
 
 END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
@@ -44,23 +45,16 @@ class RankSettings:
     """What a rank is told at its start.
 
     Attributes:
-        device: "cpu", or "cuda" for the GPU of its number on this machine.
-        collectives: "shm", "gloo" or "nccl" of torch.distributed, or "none".
+        options: those of all ranks.
         rendezvous: where ranks meet: on one machine a file that does not exist yet, else a store.
-        memory: for "shm", the file descriptor of the memory they share.
-        link: what to emulate between ranks.
-        compression: how reductions of the program's steps are sent, if not exactly.
+        memory: for collectives "shm", the file descriptor of the memory they share.
     """
 
     rank: int
-    ranks: int
     location: RankLocation
-    device: str
-    collectives: str
+    options: RankOptions
     rendezvous: Path | StoreAddress
     memory: int | None = None
-    link: Link | None = None
-    compression: Compression | None = None
 
 
 @dataclass(frozen=True)
@@ -118,24 +112,23 @@ class Rank:
             keep_to_share(settings.location.local_rank, settings.location.local_ranks)
 
     def _connect(self) -> Collectives:
-        settings, everybody = self.settings, tuple(range(self.settings.ranks))
-        if settings.ranks == 1:
+        settings, options = self.settings, self.settings.options
+        everybody = tuple(range(options.ranks))
+        if options.ranks == 1:
             return Alone()
         connected: Collectives
-        if settings.collectives == "none":
+        if options.collectives == "none":
             connected = Unconnected(self.rank, everybody)
-        elif settings.collectives == "shm":
+        elif options.collectives == "shm":
             assert settings.memory is not None
-            connected = SharedMemoryCollectives(self.rank, everybody, settings.memory, settings.ranks)
+            connected = SharedMemoryCollectives(self.rank, everybody, settings.memory, options.ranks)
         else:
             if settings.location.interface is not None:  # gloo would take that which the machine's name stands for
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.location.interface)
-            connected = TorchCollectives.connect(settings.collectives, self.rank, settings.ranks, settings.rendezvous)
-        if settings.link is not None:
-            connected = EmulatedLink(connected, settings.link)
-        if settings.compression is not None:
-            connected = Compressed(connected, settings.compression)
-        return connected
+            connected = TorchCollectives.connect(options.collectives, self.rank, options.ranks, settings.rendezvous)
+        if options.link is not None:
+            connected = EmulatedLink(connected, options.link)
+        return connected if options.compression is None else Compressed(connected, options.compression)
 
     def notify(self, value: Any) -> None:
         """Send a value to the starting process at once; from any thread."""
@@ -160,14 +153,15 @@ def rank_device(settings: RankSettings) -> torch.device:
     Raises:
         ValueError: if there is none for it.
     """
-    if settings.device == "cpu":
+    device = settings.options.device
+    if device == "cpu":
         return torch.device("cpu")
     number, gpus = settings.location.local_rank, torch.cuda.device_count()
-    if settings.collectives == "gloo" and gpus:  # NCCL would refuse
+    if settings.options.collectives == "gloo" and gpus:  # NCCL would refuse
         number %= gpus
     if number >= gpus:
         raise ValueError(f"there is no GPU {number} for rank {settings.rank}, only {gpus} on its machine")
-    return torch.device(settings.device, number)
+    return torch.device(device, number)
 
 
 def serve(connection: Connection, channel: Sequence[int]) -> None:

@@ -7,71 +7,23 @@ import pickle
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
-import torch
-
-from surgeon.errors import did_you_mean
 from surgeon.processes.rendezvous import rendezvous_at
 from surgeon.processes.store import StoreAddress
-from surgeon.processes.torchrun import (
-    RankLocation,
-    TorchrunEnvironment,
-    check_ranks,
-    ranks_of_this_machine,
-    read_environment,
-)
-from surgeon.runtime.comm.link import Link
-from surgeon.runtime.comm.quantised import Compression
+from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment, check_ranks, read_environment
 from surgeon.runtime.comm.shared_memory import create_memory
+from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import RankError, RankSettings
 from surgeon.runtime.worker.rank_process import JoinedRank, RankFailed, RankProcess, StartedRank, noted
 from surgeon.threads import usable_cores
 
-__all__ = ["RankFailed", "RankOptions", "Ranks", "check_sending", "choose_collectives", "choose_device", "early_ranks"]
-
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
-
-
-@dataclass(frozen=True)
-class RankOptions:
-    """How many ranks there are, on what, and how they are connected; checked as it is made.
-
-    Attributes:
-        ranks: how many.
-        device: "cpu", or "cuda" for one GPU per rank; "auto" becomes the one that `choose_device` says.
-        collectives: as `choose_collectives` takes it, and then what it has chosen.
-        link: emulate one of this delay and bandwidth between the ranks.
-        compression: send the reductions of the program's steps as integers of this many bits.
-
-    Raises:
-        ValueError: if the collectives do not fit the device, or the link or compression do not fit them.
-    """
-
-    ranks: int = 1
-    device: str = "cpu"
-    collectives: str = "auto"
-    link: Link | None = None
-    compression: Compression | None = None
-
-    def __post_init__(self) -> None:
-        if self.device == "auto":
-            object.__setattr__(self, "device", choose_device("auto", self.ranks))
-        object.__setattr__(self, "collectives", choose_collectives(self.collectives, self.device))
-        check_sending(self.collectives, self.device, self.link, self.compression)
-        if self.ranks == 1 and (self.link is not None or self.compression is not None):
-            warnings.warn("one rank sends nothing: the link and the compression change nothing", stacklevel=3)
-
-    def __str__(self) -> str:
-        parts = self.device, self.collectives, self.link, self.compression
-        return ", ".join(str(part) for part in parts if part is not None)
 
 
 class Ranks:
@@ -92,33 +44,22 @@ class Ranks:
             TimeoutError: if some of torchrun's processes do not join.
             RankFailed: if a rank cannot start.
         """
-        ranks, self.collectives = options.ranks, options.collectives
+        self.options, ranks = options, options.ranks
         self._ending = threading.Lock()
         self._end_reason: tuple[str | None] | None = None  # None until they are to end
         self._connected = False
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[RankProcess] = []
         torchrun = read_environment()
-        memory = create_memory(ranks) if self.collectives == "shm" and ranks > 1 else None
+        memory = create_memory(ranks) if options.collectives == "shm" and ranks > 1 else None
         try:
             rendezvous = self._start(ranks, memory) if torchrun is None else self._gather(torchrun, ranks)
             for process in self._processes:
-                settings = RankSettings(
-                    rank=process.rank,
-                    ranks=ranks,
-                    location=process.location,
-                    device=options.device,
-                    collectives=self.collectives,
-                    rendezvous=rendezvous,
-                    memory=memory,
-                    link=options.link,
-                    compression=options.compression,
-                )
-                self._send(process, settings)
+                self._send(process, RankSettings(process.rank, process.location, options, rendezvous, memory))
             if wait:
                 self._connect()
         except BaseException as error:
-            self._close_after(error)
+            self.close(str(error) or type(error).__name__)
             raise
         finally:
             if memory is not None:
@@ -193,7 +134,7 @@ class Ranks:
                 self._send(process, message)
             return self._results(notify)
         except BaseException as error:
-            self._close_after(error)
+            self.close(str(error) or type(error).__name__)
             raise
 
     def post(self, rank: int, message: Any) -> None:
@@ -258,9 +199,6 @@ class Ranks:
         failure = ValueError(where + error.line) if error.mendable else RankFailed(f"{first.name} failed: {error.line}")
         return noted(failure, error.trace)
 
-    def _close_after(self, error: BaseException) -> None:
-        self.close(str(error) or type(error).__name__)
-
     def close(self, reason: str | None = None) -> None:
         """End every rank, as `kill` does, and wait until it has gone."""
         self.kill(reason)
@@ -275,10 +213,7 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._close_after(error)
+        self.close(None if error is None else str(error) or type(error).__name__)
 
 
 @contextmanager
@@ -293,59 +228,6 @@ def early_ranks(options: RankOptions) -> Iterator[Ranks | None]:
         return
     with Ranks(options, wait=False) as started:
         yield started
-
-
-def choose_device(wanted: str, ranks: int) -> str:
-    """Say "cpu" or "cuda" for "cpu", "cuda" or "auto" (cuda if there is a GPU for every rank of this machine).
-
-    Raises:
-        ValueError: if it is none of these, or there are too few GPUs for "cuda".
-    """
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
-    gpus, ranks = torch.cuda.device_count(), ranks_of_this_machine(ranks)
-    if wanted == "cuda" and gpus < ranks:
-        raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use --device cpu or fewer ranks")
-    return "cuda" if wanted == "cuda" or (wanted == "auto" and gpus >= ranks) else "cpu"
-
-
-def choose_collectives(wanted: str, device: str) -> str:
-    """How ranks talk: "shm" (CPU ranks of one machine), "gloo", "nccl" (GPUs); for "auto" the fastest that fits.
-
-    With "none" they do not: what they compute is wrong, and its speed tells what communication costs. Ranks of
-    torchrun's have no memory in common, also where they are on one machine: they inherit nothing from each other.
-
-    Raises:
-        ValueError: if there is no such way, or it does not fit the device or torchrun.
-    """
-    fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
-    if read_environment() is not None:
-        if wanted == "shm":
-            raise ValueError("shm connects only ranks that surgeon starts itself; under torchrun use gloo or auto")
-        fitting = tuple(way for way in fitting if way != "shm")
-    if wanted == "auto":
-        return fitting[0]
-    if wanted in (*fitting, "none"):
-        return wanted
-    known = ("auto", "shm", "gloo", "nccl", "none")
-    if wanted in known:
-        raise ValueError(f"{wanted} does not connect ranks on a {device} device; use {' or '.join(fitting)}")
-    raise ValueError(f"there are no collectives {wanted!r}; {did_you_mean(wanted, known)}")
-
-
-def check_sending(collectives: str, device: str, link: Link | None, compression: str | None) -> None:
-    """Refuse an emulated link or a compression that cannot be had.
-
-    Raises:
-        ValueError: if there is no such compression, nothing is sent, or a GPU's transfers would have to wait.
-    """
-    known = get_args(Compression)
-    if compression is not None and compression not in known:
-        raise ValueError(f"there is no compression {compression!r}; {did_you_mean(compression, known)}")
-    if collectives == "none" and (link is not None or compression is not None):
-        raise ValueError("collectives none send nothing; give no link and no compression with them")
-    if device == "cuda" and link is not None:
-        raise ValueError("a link can be emulated between CPU ranks only (GPUs go on while a process waits); use cpu")
 
 
 def _ready(processes: list[RankProcess], timeout: float | None) -> list[RankProcess]:

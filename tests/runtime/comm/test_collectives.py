@@ -18,8 +18,9 @@ from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.worker.options import RankOptions, choose_collectives, choose_device
 from surgeon.runtime.worker.rank import RankSettings, rank_device
-from surgeon.runtime.worker.ranks import RankOptions, Ranks, choose_collectives, choose_device
+from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
 
@@ -118,7 +119,7 @@ def test_choosing_collectives_and_devices() -> None:
 @pytest.mark.parametrize(("kind", "gpus", "number"), [("gloo", 1, 0), ("gloo", 2, 1), ("gloo", 4, 3), ("nccl", 4, 3)])
 def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    settings = RankSettings(3, 4, RankLocation(3, 4), "cuda", kind, Path("unused"))
+    settings = RankSettings(3, RankLocation(3, 4), RankOptions(4, "cuda", kind), Path("unused"))
     assert rank_device(settings) == torch.device("cuda", number)
 
 
@@ -126,7 +127,7 @@ def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytes
 def test_a_rank_without_a_gpu(kind: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(ValueError, match=f"there is no GPU 3 for rank 3, only {gpus}"):
-        rank_device(RankSettings(3, 4, RankLocation(3, 4), "cuda", kind, Path("unused")))
+        rank_device(RankSettings(3, RankLocation(3, 4), RankOptions(4, "cuda", kind), Path("unused")))
 
 
 def test_what_a_cuda_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:

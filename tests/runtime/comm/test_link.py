@@ -15,7 +15,8 @@ from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.link import SPIN_SECONDS, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
 from surgeon.runtime.plan.placement import Group
-from surgeon.runtime.worker.ranks import RankOptions, Ranks, check_sending
+from surgeon.runtime.worker.options import RankOptions, check_sending
+from surgeon.runtime.worker.ranks import Ranks
 from tests.clock import HandClock
 from tests.runtime.comm import on_collectives
 from tests.waiting import takes_less_than

@@ -16,7 +16,8 @@ from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.comm.quantised import Compressed, Compression, Packing
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives

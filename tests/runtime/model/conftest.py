@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 
 
 class Several(NamedTuple):

@@ -34,7 +34,8 @@ from surgeon.runtime.model.products import laid_out
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime.model.test_static_decode import PROGRAMS as WHOLE
 from tests.runtime.on_ranks import continued_both_ways
 from tests.selection import case

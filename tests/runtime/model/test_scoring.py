@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from surgeon.runtime.batching.request import Sampling, TokenLogprob
 from surgeon.runtime.model.scoring import score
 from surgeon.runtime.service import Service, ServiceOptions
-from surgeon.runtime.worker.ranks import RankOptions
+from surgeon.runtime.worker.options import RankOptions
 from tests.tiny_models import save_checkpoint
 
 PROMPT_TOKENS = 700  # more than one pass computes

@@ -32,7 +32,8 @@ from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import LowRankMode, Plan
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime.on_ranks import logits_in_chunks
 
 HIDDEN, KV, WIDE = 8192, 1024, 28672

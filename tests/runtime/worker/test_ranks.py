@@ -19,7 +19,9 @@ import pytest
 
 from surgeon.memory import HUGE_PAGES
 from surgeon.runtime.worker import rank
-from surgeon.runtime.worker.ranks import RankFailed, RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank_process import RankFailed
+from surgeon.runtime.worker.ranks import Ranks
 from surgeon.threads import threads_per_rank
 from tests import warm
 from tests.runtime import on_ranks
@@ -165,7 +167,8 @@ def test_a_rank_without_commands_ends_when_the_folder_is_gone(tmp_path: Path, mo
 
 STARTER = """
 import sys, time
-from surgeon.runtime.worker.ranks import RankOptions, Ranks
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
 with Ranks(RankOptions(2)) as ranks:
     print(*ranks.pids, flush=True)
     time.sleep(600)

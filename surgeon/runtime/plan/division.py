@@ -1,0 +1,45 @@
+"""Whether a program's heads and neurons divide among ranks, and which numbers of ranks would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.weights import indivisible
+from surgeon.models.weights.layout import Units
+from surgeon.runtime.plan.placement import rank_work
+
+MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
+
+UnitsOf = Callable[[Sublayer], Units]  # how many heads and KV heads, or neurons, a sublayer has
+
+
+def check_division(program: Program, units_of: UnitsOf, ranks: int) -> None:
+    """Refuse slices, and numbers of ranks, that heads or neurons do not divide into.
+
+    Raises:
+        ValueError: with the numbers of ranks that would do.
+    """
+    for sublayer in set(program.sublayers()):
+        reason = None if sublayer.piece is None else indivisible(sublayer, units_of(sublayer), replicate=False)
+        if reason:
+            raise ValueError(reason)
+    reason = why_not(program, units_of, ranks)
+    if reason is None:
+        return
+    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(program, units_of, n) is None]
+    either = " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
+    raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {either} can")
+
+
+def why_not(program: Program, units_of: UnitsOf, ranks: int) -> str | None:
+    """Why so many ranks cannot share a program; None if they can."""
+    try:
+        parts = {
+            part.sublayer for rank in range(ranks) for work in rank_work(program, rank, ranks) for part in work.parts
+        }
+    except ValueError as error:  # a fork that does not spread over the ranks
+        return str(error)
+    reasons = {part: indivisible(part, units_of(part), replicate=True) for part in sorted(parts, key=str)}
+    first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
+    return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None

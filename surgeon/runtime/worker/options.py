@@ -1,0 +1,101 @@
+"""How many ranks there are, on what, and how they are connected; chosen and checked before any of them starts."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from surgeon.errors import did_you_mean
+from surgeon.processes.torchrun import ranks_of_this_machine, read_environment
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.quantised import Compression
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How many ranks there are, on what, and how they are connected; checked as it is made.
+
+    Attributes:
+        ranks: how many.
+        device: "cpu", or "cuda" for one GPU per rank; "auto" becomes the one that `choose_device` says.
+        collectives: as `choose_collectives` takes it, and then what it has chosen.
+        link: emulate one of this delay and bandwidth between the ranks.
+        compression: send the reductions of the program's steps as integers of this many bits.
+
+    Raises:
+        ValueError: if the collectives do not fit the device, or the link or compression do not fit them.
+    """
+
+    ranks: int = 1
+    device: str = "cpu"
+    collectives: str = "auto"
+    link: Link | None = None
+    compression: Compression | None = None
+
+    def __post_init__(self) -> None:
+        if self.device == "auto":
+            object.__setattr__(self, "device", choose_device("auto", self.ranks))
+        object.__setattr__(self, "collectives", choose_collectives(self.collectives, self.device))
+        check_sending(self.collectives, self.device, self.link, self.compression)
+        if self.ranks == 1 and (self.link is not None or self.compression is not None):
+            warnings.warn("one rank sends nothing: the link and the compression change nothing", stacklevel=3)
+
+    def __str__(self) -> str:
+        parts = self.device, self.collectives, self.link, self.compression
+        return ", ".join(str(part) for part in parts if part is not None)
+
+
+def choose_device(wanted: str, ranks: int) -> str:
+    """Say "cpu" or "cuda" for "cpu", "cuda" or "auto" (cuda if there is a GPU for every rank of this machine).
+
+    Raises:
+        ValueError: if it is none of these, or there are too few GPUs for "cuda".
+    """
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
+    gpus, ranks = torch.cuda.device_count(), ranks_of_this_machine(ranks)
+    if wanted == "cuda" and gpus < ranks:
+        raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use --device cpu or fewer ranks")
+    return "cuda" if wanted == "cuda" or (wanted == "auto" and gpus >= ranks) else "cpu"
+
+
+def choose_collectives(wanted: str, device: str) -> str:
+    """How ranks talk: "shm" (CPU ranks of one machine), "gloo", "nccl" (GPUs); for "auto" the fastest that fits.
+
+    With "none" they do not: what they compute is wrong, and its speed tells what communication costs. Ranks of
+    torchrun's have no memory in common, also where they are on one machine: they inherit nothing from each other.
+
+    Raises:
+        ValueError: if there is no such way, or it does not fit the device or torchrun.
+    """
+    fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
+    if read_environment() is not None:
+        if wanted == "shm":
+            raise ValueError("shm connects only ranks that surgeon starts itself; under torchrun use gloo or auto")
+        fitting = tuple(way for way in fitting if way != "shm")
+    if wanted == "auto":
+        return fitting[0]
+    if wanted in (*fitting, "none"):
+        return wanted
+    known = ("auto", "shm", "gloo", "nccl", "none")
+    if wanted in known:
+        raise ValueError(f"{wanted} does not connect ranks on a {device} device; use {' or '.join(fitting)}")
+    raise ValueError(f"there are no collectives {wanted!r}; {did_you_mean(wanted, known)}")
+
+
+def check_sending(collectives: str, device: str, link: Link | None, compression: str | None) -> None:
+    """Refuse an emulated link or a compression that cannot be had.
+
+    Raises:
+        ValueError: if there is no such compression, nothing is sent, or a GPU's transfers would have to wait.
+    """
+    known = get_args(Compression)
+    if compression is not None and compression not in known:
+        raise ValueError(f"there is no compression {compression!r}; {did_you_mean(compression, known)}")
+    if collectives == "none" and (link is not None or compression is not None):
+        raise ValueError("collectives none send nothing; give no link and no compression with them")
+    if device == "cuda" and link is not None:
+        raise ValueError("a link can be emulated between CPU ranks only (GPUs go on while a process waits); use cpu")
