@@ -93,7 +93,7 @@ def load_windows(
     """
     _check_sizes(window, tokens, after)
     if separator == "":
-        raise ValueError("the separator is empty; give the text between documents, such as --separator '<|endoftext|>'")
+        raise ValueError("the separator is empty; give the text between documents, such as '<|endoftext|>'")
     wanted = after + tokens // window * window
     apart = separator is not None or data in (DEMO, DEMO_TRAINING)
     begin, end = _document_marks(tokenizer, data) if apart else ([], [])
@@ -116,7 +116,7 @@ def _check_sizes(window: int, tokens: int, after: int) -> None:
         raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
     if tokens < window:
         raise ValueError(
-            f"tokens must be at least one window of {window}, not {tokens}; raise --tokens or lower --window"
+            f"tokens must be at least one window of {window}, not {tokens}; take more tokens or a smaller window"
         )
     if after < 0 or after % window:
         raise ValueError(f"what is left out must be whole windows of {window} tokens, not {after} tokens")
@@ -128,7 +128,7 @@ def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tup
         raise ValueError(f"{data} is empty; give a text file with something in it")
     if len(ids) < window:
         raise ValueError(
-            f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller --window or more text"
+            f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller window or more text"
         )
     read = min(wanted, len(ids) // window * window)
     if read <= after:
@@ -147,6 +147,12 @@ def digest_of(ids: Tensor) -> str:
     return hashlib.sha256(repr(tuple(ids.shape)).encode() + ids.contiguous().numpy().tobytes()).hexdigest()
 
 
+def shared_windows(one: Windows, other: Windows) -> int:
+    """How many windows of one text are windows of another, too: a model is not judged by what it was chosen by."""
+    seen = {row.tobytes() for row in other.ids.numpy()}
+    return sum(row.tobytes() in seen for row in one.ids.numpy())
+
+
 def window_for(config: Any, window: int | None) -> int:
     """The window asked for, or the default one, checked against the positions the model has.
 
@@ -158,7 +164,7 @@ def window_for(config: Any, window: int | None) -> int:
         return min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
     if positions is not None and window > positions:
         raise ValueError(
-            f"a window of {window} tokens is longer than the model's {positions} positions; use --window {positions}"
+            f"a window of {window} tokens is longer than the model's {positions} positions; use a window of {positions}"
         )
     return window
 
@@ -169,7 +175,9 @@ def _document_marks(tokenizer: Any, data: str) -> tuple[list[int], list[int]]:
         return [tokenizer.bos_token_id], []
     if tokenizer.eos_token_id is not None:
         return [], [tokenizer.eos_token_id]
-    raise ValueError(f"documents of {data} cannot be kept apart: the tokenizer has no BOS and no EOS; drop --separator")
+    raise ValueError(
+        f"documents of {data} cannot be kept apart: the tokenizer has no BOS and no EOS; drop the separator"
+    )
 
 
 def _tokenize(tokenizer: Any, text: Text, wanted: int, special: bool) -> list[int]:
@@ -189,6 +197,6 @@ def _read_as_text(text: str, data: str) -> list[str]:
     for mark in _MARKS:
         # The BOS that the tokenizer itself put at the start is no sign of it.
         if text.count(mark, len(mark)) > 0:
-            advice = f"to keep its documents apart, add --separator '{mark}'"
+            advice = f"to keep its documents apart, give the separator '{mark}'"
             return [f"{data} contains {mark!r}, read as ordinary text, which makes perplexity worse; {advice}"]
     return []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from surgeon.quality.data import Windows, load_windows
+from surgeon.quality.data import Windows, load_windows, shared_windows
 
 LEAST = 2  # windows: one has no interval
+_ADVICE = "search on fewer tokens so that text is left, hold out other text, or hold out none"
 
 
 def held_out(
@@ -26,43 +27,29 @@ def held_out(
         FileNotFoundError: if there is no such other text.
         ValueError: if there are not two windows of it, or it holds windows that were searched on.
     """
-    window = searched.ids.shape[1]
+    window, separator = searched.ids.shape[1], searched.separator
     wanted = max(searched.ids.numel(), LEAST * window) if tokens is None else tokens
     if wanted < LEAST * window:
         raise ValueError(
             f"held-out text of {wanted} tokens is less than {LEAST} windows of {window}, without which there is no "
-            f"interval; use --holdout {LEAST * window} or more"
+            f"interval; hold out {LEAST * window} or more"
         )
-    if other is not None:
-        found = load_windows(tokenizer, other, window, wanted, searched.separator)
-        _require_unseen(found, searched)
+    if other is None:
+        used = searched.ids.numel() + between
+        try:
+            found = load_windows(tokenizer, searched.source, window, wanted, separator, after=used)
+        except ValueError as error:
+            raise ValueError(f"nothing is left to hold out: {error}; {_ADVICE}") from error
     else:
-        found = _following(tokenizer, searched, wanted, between)
+        found = load_windows(tokenizer, other, window, wanted, separator)
+        if again := shared_windows(found, searched):
+            raise ValueError(
+                f"{again} of the {len(found.ids)} windows of {found.source} are among those that the search saw; hold "
+                "out other text"
+            )
     if len(found.ids) < LEAST:
         raise ValueError(
             f"{found.source} has only {len(found.ids)} window of {window} tokens to hold out, and an interval needs "
             f"{LEAST}; {_ADVICE}"
         )
     return found
-
-
-_ADVICE = "lower --tokens so that text is left, give other text with --holdout-data FILE, or search with --holdout 0"
-
-
-def _following(tokenizer: Any, searched: Windows, wanted: int, between: int) -> Windows:
-    window, used = searched.ids.shape[1], searched.ids.numel() + between
-    try:
-        return load_windows(tokenizer, searched.source, window, wanted, searched.separator, after=used)
-    except ValueError as error:
-        raise ValueError(f"nothing is left to hold out: {error}; {_ADVICE}") from error
-
-
-def _require_unseen(found: Windows, searched: Windows) -> None:
-    """Refuse other text with windows that the search saw: it would be no test at all."""
-    seen = set(map(tuple, searched.ids.tolist()))
-    again = sum(tuple(window) in seen for window in found.ids.tolist())
-    if again:
-        raise ValueError(
-            f"{again} of the {len(found.ids)} windows of {found.source} are among those that the search saw; hold out "
-            "other text"
-        )

@@ -1,7 +1,9 @@
 """Where text comes from: a text file, a table (.jsonl, .json, .parquet), a dataset, the demo's files.
 
 Everything is read as a stream, so that the first thousand tokens of a large file cost no more than those of a small
-one. What is not read is not checked either. How text files and tables are read is in text_files.py and tables.py.
+one. What is not read is not checked either. How text files and tables are read is in text_files.py and tables.py:
+`datasets`, which reads those of the hub, would not say in which line a file is damaged, nor tell null from a column
+that is missing, nor count what has no text.
 """
 
 from __future__ import annotations
@@ -57,16 +59,27 @@ def documents(data: str, separator: str | None, reading: Reading | None = None) 
     """
     reading = reading or Reading()
     path, column = file_and_column(data)
-    if data in (DEMO, DEMO_TRAINING) and path is None:
+    texts: Iterable[Iterable[str]]  # each in pieces
+    if path is not None and not is_table(path):
+        if column is not None:
+            raise ValueError(f"{path} is read as a text file, which has no columns; drop :{column}")
+        texts = [read_pieces(path, reading)]
+    elif path is None and data in (DEMO, DEMO_TRAINING):
         from surgeon.demo import demo_data, demo_training_data
 
-        texts: Iterable[str] = demo_data() if data == DEMO else demo_training_data()
-        return _apart(texts, separator, reading) if separator is not None else map(_whole, texts)
-    if path is not None and not is_table(path):
-        return _text_file(path, column, separator, reading)
-    rows = _dataset_rows(data, reading) if path is None else read_table(path, column, reading)
-    texts = (text for _, text in rows if text is not None)
-    return _apart(texts, separator, reading) if separator is not None else map(_whole, _joined(texts))
+        texts = ([text] for text in (demo_data() if data == DEMO else demo_training_data()))
+    else:
+        rows = _dataset_rows(data, reading) if path is None else read_table(path, column, reading)
+        filled = (text for _, text in rows if text is not None)
+        texts = ([text] for text in (_joined(filled) if separator is None else filled))
+    for pieces in texts:
+        if separator is None:
+            text = Text(pieces)
+            if path is not None and not is_table(path) and text.is_blank():
+                raise ValueError(f"{path} is empty; give a text file with something in it")
+            yield text
+        else:
+            yield from (Text([part]) for part in _split(pieces, separator, reading))
 
 
 def file_and_column(data: str) -> tuple[Path | None, str | None]:
@@ -79,26 +92,12 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
     if beside is not None and beside.is_file():
         return beside, column
     if there is not None and data != DEMO:
-        raise ValueError(f"{data} is a folder; --data takes a file, a dataset's name, or demo")
+        raise ValueError(f"{data} is a folder; data is a file, a dataset's name, or demo")
     name = name if colon and is_table(Path(name)) else data
-    if _looks_like_a_file(name):
+    file = Path(name)
+    if ending(file) in (".txt", ".md", ".py") or is_packed(file) or is_table(file) or is_path(name):
         raise FileNotFoundError(f"there is no file {name}")
     return None, None
-
-
-def _looks_like_a_file(name: str) -> bool:
-    path = Path(name)
-    known = ending(path) in (".txt", ".md", ".py") or is_packed(path) or is_table(path)
-    return known or is_path(name)
-
-
-def _whole(text: str) -> Text:
-    return Text([text])
-
-
-def _apart(texts: Iterable[str], separator: str, reading: Reading) -> Iterator[Text]:
-    for text in texts:
-        yield from map(_whole, _split([text], separator, reading))
 
 
 def _split(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[str]:
@@ -132,18 +131,6 @@ def _joined(rows: Iterable[str]) -> Iterator[str]:
         yield ROW_SEPARATOR.join(piece)
 
 
-def _text_file(path: Path, column: str | None, separator: str | None, reading: Reading) -> Iterator[Text]:
-    if column is not None:
-        raise ValueError(f"{path} is read as a text file, which has no columns; drop :{column}")
-    pieces = read_pieces(path, reading)
-    if separator is not None:
-        return map(_whole, _split(pieces, separator, reading))
-    text = Text(pieces)
-    if text.is_blank():
-        raise ValueError(f"{path} is empty; give a text file with something in it")
-    return iter([text])
-
-
 def _dataset_rows(data: str, reading: Reading) -> Iterator[tuple[str, str | None]]:
     """The text column of a dataset, read as a stream."""
     parts = data.split(":", 3)
@@ -157,7 +144,7 @@ def _dataset_rows(data: str, reading: Reading) -> Iterator[tuple[str, str | None
     except Exception as error:  # whatever fails inside `datasets`, the way out is the same
         raise FileNotFoundError(
             f"{data} is no file here and could not be read as a dataset ({first_line(error)}); give a local text, "
-            ".jsonl or .parquet file with --data, or name:config:split of a dataset that can be reached"
+            ".jsonl or .parquet file, or name:config:split of a dataset that can be reached"
         ) from error
     located = ((f"{name}: row {number}", row) for number, row in enumerate(chain(first, rows), start=1))
     return read_column(located, f"dataset {name}", column or None, reading, f"{name}:{config}:{split}:{{column}}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lm_eval.evaluator import evaluate
+from lm_eval.evaluator import simple_evaluate
 from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
-from lm_eval.loggers.utils import add_env_info, add_tokenizer_info
+from lm_eval.tasks import TaskManager
 
 from surgeon.quality.tasks_load import Seeds, Tasks
 from surgeon.quality.tasks_model import TaskModel
@@ -56,56 +55,39 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     tracker = GeneralConfigTracker()
     template = lm.chat_template(settings.chat) if settings.chat else None
     tracker.log_experiment_args("hf", {"pretrained": name}, None, template, settings.chat)
-    begun = time.time()
     # lm-eval forks for its bootstrap, which a process with threads in it should not; and it prints to stdout.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    settings.seeds.set()
+    seeds = settings.seeds
     with redirect_stdout(io.StringIO()):
-        results: dict[str, Any] = evaluate(
-            lm=lm,
-            task_dict=tasks.loaded,
+        results: Any = simple_evaluate(
+            model=lm,
+            model_args={"pretrained": name},
+            tasks=tasks.items,
+            task_manager=TaskManager(include_defaults=False),  # every task has been found already
+            batch_size=settings.batch_size,
+            device=str(lm.device),
             limit=settings.limit,
             bootstrap_iters=BOOTSTRAP,
             log_samples=True,
             apply_chat_template=settings.chat,
             fewshot_as_multiturn=settings.chat,
+            random_seed=seeds.python,
+            numpy_random_seed=seeds.numpy,
+            torch_random_seed=seeds.torch,
+            fewshot_random_seed=seeds.fewshot,
         )
     tracker.log_end_time()
-    results["config"] = _config(lm, name, settings)
-    results["git_hash"] = None
-    results["date"] = begun
-    add_env_info(results)
-    add_tokenizer_info(results, lm)
-    return results | asdict(tracker)
+    results["config"]["model"] = "hf"
+    results["git_hash"] = None  # it would be that of the folder that this runs in
+    return {**results, **asdict(tracker)}
 
 
 def _check_tokenizer(tokenizer: Any, tasks: Tasks, chat: bool) -> None:
     if chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the tokenizer has no chat template; leave out --apply-chat-template")
+        raise ValueError("the tokenizer has no chat template; leave the template out")
     if tokenizer.eos_token_id is None:
         if tokenizer.bos_token_id is None:
             raise ValueError("the tokenizer has neither BOS nor EOS, one of which lm-eval needs; set one in its files")
         for name, task in tasks.loaded["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 raise ValueError(f"task {name} generates text, which needs a tokenizer that has an EOS")
-
-
-def _config(lm: TaskModel, name: str, settings: TaskSettings) -> dict[str, Any]:
-    """lm-eval's record of how it was called."""
-    seeds = settings.seeds
-    return {
-        "model": "hf",
-        "model_args": {"pretrained": name},
-        **lm.get_model_info(),
-        "batch_size": settings.batch_size,
-        "batch_sizes": [],
-        "device": str(lm.device),
-        "use_cache": None,
-        "limit": settings.limit,
-        "bootstrap_iters": BOOTSTRAP,
-        "gen_kwargs": None,
-        "random_seed": seeds.python,
-        "numpy_seed": seeds.numpy,
-        "torch_seed": seeds.torch,
-        "fewshot_seed": seeds.fewshot,
-    }

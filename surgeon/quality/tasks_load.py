@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,13 @@ class Tasks:
     """Loaded tasks.
 
     Attributes:
-        loaded: tasks and groups as `lm_eval.evaluator.evaluate` takes them.
+        items: the tasks and groups that were asked for, as `lm_eval.simple_evaluate` takes them.
+        loaded: the same with all tasks inside them, as `TaskManager.load` gives them.
         files: SHA-256 of each .jsonl file, by path.
         notes: what the user should know, one line each.
     """
 
+    items: list[Any]
     loaded: dict[str, Any]
     files: dict[str, str]
     notes: list[str] = field(default_factory=list)
@@ -93,8 +96,8 @@ class Tasks:
     @property
     def names(self) -> list[str]:
         """Of the tasks and groups that were asked for."""
-        inside = {child for members in self.loaded["group_map"].values() for child in members}
-        return [name for name in (*self.loaded["groups"], *self.loaded["tasks"]) if name not in inside]
+        groups = [item.name for item in self.items if isinstance(item, Group)]
+        return groups + [item.task_name for item in self.items if not isinstance(item, Group)]
 
 
 def split_names(given: list[str]) -> list[str]:
@@ -122,18 +125,26 @@ def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None,
     """
     seeds = seeds or Seeds()
     seeds.set()
-    wanted = [item for name in names for item in _expand(name)]
+    wanted: list[tuple[str, int | None]] = []
+    for name in names:
+        preset = PRESETS.get(name)
+        wanted += [(name, None)] if preset is None else [(task, preset.num_fewshot) for task in preset.tasks]
     if not wanted:
-        raise ValueError("no tasks are given; name some with --tasks, such as --tasks piqa,arc_easy")
+        raise ValueError("no tasks are given; name some, such as piqa,arc_easy")
     loader = _Loader(positions)
     items: list[tuple[Any, int | None]] = []
     with progress("loading tasks", len(wanted), "tasks") as advance:
         for name, shots in wanted:
             items += [(item, shots) for item in loader.load(name)]
             advance(1)
-    _check_names(items)
+    seen: set[str] = set()
+    for name in (task.task_name for item, _ in items for task in _leaves(item)):
+        if name in seen:  # the results would hold only one of them
+            raise ValueError(f"task {name} is there twice; name it once, or rename the file")
+        seen.add(name)
     # A manager without tasks of its own: it only brings these into the form that `evaluate` takes.
-    tasks = Tasks(TaskManager(include_defaults=False).load([item for item, _ in items]), loader.files)
+    roots = [item for item, _ in items]
+    tasks = Tasks(roots, dict(TaskManager(include_defaults=False).load(roots)), loader.files)
     for item, shots in items:
         for task in _leaves(item):
             _set_shots(task, shots if num_fewshot is None else num_fewshot, tasks)
@@ -148,13 +159,11 @@ class _Loader:
     def __init__(self, positions: int) -> None:
         self.positions = positions
         self.files: dict[str, str] = {}
-        self._known: TaskManager | None = None
 
+    @cached_property
     def known(self) -> TaskManager:
         """lm-eval's own tasks."""
-        if self._known is None:
-            self._known = TaskManager()
-        return self._known
+        return TaskManager()
 
     def load(self, name: str) -> list[Any]:
         """The tasks and groups behind a name or a path."""
@@ -165,12 +174,14 @@ class _Loader:
             return [task]
         if path.suffix.lower() in YAML:
             return self._yaml(path)
-        if "/" in name or (there is not None and there.is_dir() and name not in self.known().all_tasks):
+        if "/" in name or (there is not None and there.is_dir() and name not in self.known.all_tasks):
             return self._folder(path)
-        found = fnmatch.filter(self.known().all_subtasks, name) if "*" in name else [name]
-        if not found or found[0] not in self.known().all_tasks:
-            raise ValueError(self._unknown(name))
-        return [item for one in found for item in _build(self.known(), one)]
+        found = fnmatch.filter(self.known.all_subtasks, name) if "*" in name else [name]
+        if not found or found[0] not in self.known.all_tasks:
+            near = difflib.get_close_matches(name, [*PRESETS, *self.known.all_tasks], n=1)
+            hint = did_you_mean(name, near) if near else "`lm-eval ls tasks` lists all"
+            raise ValueError(f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})")
+        return [item for one in found for item in _build(self.known, one)]
 
     def _yaml(self, path: Path) -> list[Any]:
         """The task or group in a YAML file; a group's tasks may lie in the files beside it."""
@@ -179,8 +190,8 @@ class _Loader:
         if not _GROUP.search(path.read_text(encoding="utf-8", errors="replace")):
             return _build(TaskManager(include_defaults=False), str(path))
         manager = _manager(path.parent)
-        held = [manager.task_index[group] for group in manager.all_groups]
-        names = [entry.name for entry in held if entry.yaml_path.resolve() == path.resolve()]
+        places = {name: manager.task_index[name].yaml_path for name in manager.all_groups}
+        names = [name for name, place in places.items() if place is not None and place.samefile(path)]
         return [item for name in names or [str(path)] for item in _build(manager, name)]
 
     def _folder(self, path: Path) -> list[Any]:
@@ -195,20 +206,6 @@ class _Loader:
         subgroups = {group.name for outer in groups for group in outer.get_all_groups()}
         single = [item for name in inside.all_subtasks if name not in members for item in _build(inside, name)]
         return [group for group in groups if group.name not in subgroups] + single
-
-    def _unknown(self, name: str) -> str:
-        near = difflib.get_close_matches(name, [*PRESETS, *self.known().all_tasks], n=1)
-        hint = did_you_mean(name, near) if near else "`lm-eval ls tasks` lists all"
-        return f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})"
-
-
-def _expand(name: str) -> Iterator[tuple[str, int | None]]:
-    """The tasks behind a preset, or the task itself, with the number of few-shot examples if it is set."""
-    if name in PRESETS:
-        preset = PRESETS[name]
-        yield from ((task, preset.num_fewshot) for task in preset.tasks)
-    else:
-        yield name, None
 
 
 def _manager(folder: Path) -> TaskManager:
@@ -232,11 +229,8 @@ def _build(manager: TaskManager, name: str) -> list[Any]:
     """Build what lm-eval knows under a name."""
     with _explained(name), without_retries():
         built = manager.load([name])
-    groups = built["groups"]
-    subgroups = {group.name for outer in groups.values() for group in outer.get_all_groups()}
-    members = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
-    roots = [group for group in groups.values() if group.name not in subgroups]
-    return roots + [task for task in built["tasks"].values() if task.task_name not in members]
+    groups = list(built["groups"].values())  # the one that was asked for first
+    return groups[:1] or list(built["tasks"].values())
 
 
 @contextmanager
@@ -252,7 +246,7 @@ def _explained(name: str) -> Iterator[None]:
     except OSError as error:
         raise FileNotFoundError(
             f"the data of task {name} cannot be had ({_brief(error)}); connect to the network, or give the task as a "
-            f"local file: --tasks {Path(name).stem}{SUFFIX}"
+            f"local file, {Path(name).stem}{SUFFIX}"
         ) from error
     except Exception as error:  # whatever is wrong with a task's settings
         raise ValueError(f"task {name} cannot be set up ({type(error).__name__}: {_brief(error)})") from error
@@ -260,16 +254,6 @@ def _explained(name: str) -> Iterator[None]:
 
 def _leaves(item: Any) -> list[Any]:
     return list(item.get_all_tasks()) if isinstance(item, Group) else [item]
-
-
-def _check_names(items: list[tuple[Any, int | None]]) -> None:
-    """Refuse two tasks of one name: the results would hold only one of them."""
-    seen: set[str] = set()
-    for item, _ in items:
-        for task in _leaves(item):
-            if task.task_name in seen:
-                raise ValueError(f"task {task.task_name} is there twice; name it once, or rename the file")
-            seen.add(task.task_name)
 
 
 def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:

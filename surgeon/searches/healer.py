@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.load import load
@@ -19,7 +18,7 @@ from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.provenance import FORMAT
-from surgeon.quality.data import Windows
+from surgeon.quality.data import Windows, shared_windows
 from surgeon.quality.summary import estimate
 from surgeon.searches.healing import HealedProgram
 from surgeon.searches.trial import MeasuredProgram
@@ -48,19 +47,12 @@ def require_apart(training: Windows, *others: Windows) -> None:
     Raises:
         ValueError: if windows of it are in the training text, too.
     """
-    trained = _rows(training)
     for other in others:
-        again = len(trained & _rows(other))
-        if training.digest == other.digest or again:
+        if again := shared_windows(training, other):
             raise ValueError(
-                f"{again} windows of {training.source} (--heal-data) are in the text of the search or in what it holds "
-                f"out ({other.source}), too; a model is not judged by what it was trained on: heal on other text"
+                f"{again} windows of {training.source}, to be healed on, are in the text of the search or in what it "
+                f"holds out ({other.source}), too; a model is not judged by what it was trained on: heal on other text"
             )
-
-
-def _rows(windows: Windows) -> set[bytes]:
-    ids: Tensor = windows.ids
-    return {row.tobytes() for row in ids.numpy()}
 
 
 @dataclass(frozen=True)

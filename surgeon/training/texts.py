@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from surgeon.quality.data import Windows, digest_of, load_windows
+from surgeon.quality.data import Windows, digest_of, load_windows, shared_windows
 
 HELD_OUT_TOKENS = 16384
 
@@ -63,7 +63,7 @@ def load_train_texts(
     if held_out is not None:
         training = load_windows(tokenizer, data, window, max(tokens, window), separator, at_most=True)
         measured = load_windows(tokenizer, held_out, window, held_out_tokens, separator)
-        if {row.tobytes() for row in training.ids.numpy()} & {row.tobytes() for row in measured.ids.numpy()}:
+        if shared_windows(training, measured):
             raise ValueError(
                 f"windows of the held-out text {held_out} are in the training text {data}, too; a model is not judged "
                 "by what it was trained on: hold out another text, or name none"

@@ -109,7 +109,7 @@ def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
         (["--device", "gpu"], "error: unknown device 'gpu'"),
         (["--program", "A0 F0 A7"], "error: A7 is out of range: the model's layers are 0 to 3"),
         (["--num-fewshot", "6"], "choices.jsonl has 6 different rows: too few for 6 examples and one question"),
-        (["--apply-chat-template"], "error: the tokenizer has no chat template; leave out --apply-chat-template"),
+        (["--apply-chat-template"], "error: the tokenizer has no chat template; leave the template out"),
         (["--tasks", "nothing.jsonl"], "error: there is no task file nothing.jsonl"),
     ],
 )

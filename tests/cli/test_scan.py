@@ -142,7 +142,7 @@ def test_a_warning_about_a_separator(scan: Run, tiny_text: Path) -> None:
     code, _, err = scan("--operation", "prune")
     assert code == 0
     assert "warning: " in err
-    assert "--separator '<|endoftext|>'" in err
+    assert "the separator '<|endoftext|>'" in err
     code, _, err = scan("--operation", "prune", "--separator", "<|endoftext|>")
     assert code == 1
     assert "holds a scan of another text" in err
@@ -154,7 +154,7 @@ def test_a_warning_about_a_separator(scan: Run, tiny_text: Path) -> None:
         (("--operation", "prun"), "did you mean 'prune'?"),
         (("--memory", "lots"), "write e.g. 512MB or 2GB"),
         (("--memory", "1MB"), "set memory to"),
-        (("--window", "500"), "use --window 128"),
+        (("--window", "500"), "use a window of 128"),
         (("--window", "1"), "at least 2 tokens"),
         (("--tokens", "5"), "at least one window of 32"),
         (("--separator", ""), "separator is empty"),

@@ -57,14 +57,14 @@ def test_without_a_bos_documents_end_with_eos(tmp_path: Path) -> None:
     fox = tokenizer("the fox", add_special_tokens=False)["input_ids"]
     assert ids[: len(fox) + 1] == [*fox, tokenizer.eos_token_id]
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no BOS and no EOS; drop --separator"):
+    with pytest.raises(ValueError, match="no BOS and no EOS; drop the separator"):
         load_windows(tokenizer, data, window=2, separator="<|end|>")
 
 
 def test_a_separator_read_as_text_is_warned_of(tokenizer: Any, tmp_path: Path) -> None:
     data = write(tmp_path, f"{TEXT}<|endoftext|>{TEXT}")
     (note,) = load_windows(tokenizer, data, window=8, tokens=80).notes
-    assert "--separator '<|endoftext|>'" in note
+    assert "the separator '<|endoftext|>'" in note
     assert not load_windows(tokenizer, data, window=8, tokens=80, separator="<|endoftext|>").notes
 
 
@@ -88,7 +88,7 @@ def test_demo_data_is_there(tokenizer: Any) -> None:
     [
         (b"", "is empty"),
         (b"  \n ", "is empty"),
-        (b"fox", r"has \d tokens, fewer than one window of 16; use a smaller --window or more text"),
+        (b"fox", r"has \d tokens, fewer than one window of 16; use a smaller window or more text"),
         (b"abc \xff\xfe", r"not UTF-8 text \(byte 4\)"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_window_fits_the_model() -> None:
     assert window_for(SimpleNamespace(max_position_embeddings=128), None) == 128
     assert window_for(SimpleNamespace(max_position_embeddings=4096), None) == 512
     assert window_for(SimpleNamespace(), 1000) == 1000
-    with pytest.raises(ValueError, match="use --window 128"):
+    with pytest.raises(ValueError, match="use a window of 128"):
         window_for(SimpleNamespace(max_position_embeddings=128), 129)
 
 

@@ -58,10 +58,10 @@ def test_what_is_no_held_out_text(tokenizer: Any, data: str) -> None:
     searched = load_windows(tokenizer, data, window=16, tokens=64)
     with pytest.raises(ValueError, match="4 of the 4 windows of .* are among those that the search saw"):
         held_out(tokenizer, searched, other=data)
-    with pytest.raises(ValueError, match=r"16 tokens is less than 2 windows of 16.* use --holdout 32 or more"):
+    with pytest.raises(ValueError, match=r"16 tokens is less than 2 windows of 16.* hold out 32 or more"):
         held_out(tokenizer, searched, 16)
     everything = load_windows(tokenizer, data, window=16, tokens=1 << 16)
-    with pytest.raises(ValueError, match=r"nothing is left to hold out: .* lower --tokens"):
+    with pytest.raises(ValueError, match=r"nothing is left to hold out: .* search on fewer tokens"):
         held_out(tokenizer, everything)
     nearly = load_windows(tokenizer, data, window=16, tokens=everything.ids.numel() - 16)
     with pytest.raises(ValueError, match="only 1 window of 16 tokens to hold out, and an interval needs 2"):

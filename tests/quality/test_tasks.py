@@ -29,7 +29,7 @@ POSITIONS = 128
 @pytest.fixture(autouse=True)
 def _no_questions_about_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval's record of the machine takes most of a second."""
-    monkeypatch.setattr("surgeon.quality.tasks.add_env_info", lambda _: None)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +369,7 @@ def test_settings_that_make_no_sense(settings: dict[str, int], said: str) -> Non
 
 def test_tokenizers_that_lack_something(model: Any, tmp_path: Path) -> None:
     bare: Any = tiny_tokenizer()
-    with pytest.raises(ValueError, match="no chat template; leave out --apply-chat-template"):
+    with pytest.raises(ValueError, match="no chat template; leave the template out"):
         evaluate(model, bare, write_rows(tmp_path / "c.jsonl", CHOICES), chat=True)
     bare.eos_token = None
     with pytest.raises(ValueError, match="task g generates text, which needs a tokenizer that has an EOS"):

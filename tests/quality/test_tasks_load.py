@@ -133,9 +133,7 @@ def test_missing_and_damaged_files(tmp_path: Path, folder: Path) -> None:
 
 def test_data_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("task: a\ndataset_path: nobody/nothing\ntest_split: test\n")
-    with pytest.raises(
-        FileNotFoundError, match=r"the data of task .*a.yaml cannot be had .*local file: --tasks a.jsonl"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"the data of task .*a.yaml cannot be had .*local file, a.jsonl"):
         load(tmp_path / "a.yaml")
 
 

@@ -23,7 +23,7 @@ PROGRAMS = [Program.dense(3), Program.parse("A0 F0 [A1 A2] [F1 F2]"), Program.pa
 @pytest.fixture(autouse=True)
 def _no_questions_about_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval's record of the machine takes most of a second."""
-    monkeypatch.setattr("surgeon.quality.tasks.add_env_info", lambda _: None)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
 
 
 def test_accuracy_is_that_of_edited_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
