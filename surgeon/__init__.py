@@ -5,7 +5,7 @@
     scan = surgeon.scan(model, "text.txt", "runs/scan", operations=["lp"])    # what `surgeon scan` does
     print(scan.table)
     loaded = surgeon.load("meta-llama/Llama-2-7b-hf")    # a `transformers` model
-    surgeon.edit(loaded, "A0 F0 [A1 A2] [F1 F2] A3 F3")
+    surgeon.edit(loaded, pair="1:7")    # or a program's text, or the path of a recipe
     surgeon.restore(loaded)
 
 Importing surgeon imports nothing heavy: each name below is fetched from its module when it is first used.
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from surgeon.demo import demo_data, demo_model
-    from surgeon.exports.in_memory import export
-    from surgeon.exports.saving import edit, load
+    from surgeon.exports.saving import load
     from surgeon.language.program import Fork, Program, Step, Sublayer
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.library.bench import bench
+    from surgeon.library.edit import edit
     from surgeon.library.evaluate import evaluate
+    from surgeon.library.export import export
     from surgeon.library.generate import generate
     from surgeon.library.heal import heal
     from surgeon.library.predict import predict
@@ -53,9 +54,9 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "bench": "surgeon.library.bench",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
-    "edit": "surgeon.exports.saving",
+    "edit": "surgeon.library.edit",
     "evaluate": "surgeon.library.evaluate",
-    "export": "surgeon.exports.in_memory",
+    "export": "surgeon.library.export",
     "generate": "surgeon.library.generate",
     "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",

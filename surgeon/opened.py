@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
-from surgeon.language.recipe import Recipe, parse_recipe, read_document
+from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import family_of
 from surgeon.models.recipe_program import recipe_program
@@ -177,7 +178,7 @@ class EditedModel:
     Attributes:
         name: as the user named it: the model's name, or a recipe.
         asked: the program to run in place of the model's own; None to run that.
-        recipe: the recipe's text, if it is one.
+        recipe: if it is one.
         factors: of matrices that the program has a rank for; by default their truncated singular values.
         factors_identity: what the values of such factors follow from, as JSON values.
     """
@@ -185,7 +186,7 @@ class EditedModel:
     name: str
     model: Model
     asked: Program | None = None
-    recipe: str | None = None
+    recipe: Recipe | None = None
     factors: FactorSource | None = None
     factors_identity: dict[str, Any] | None = None
 
@@ -219,39 +220,60 @@ class EditedModel:
     def provenance(self, **more: Any) -> dict[str, Any]:
         """The record that goes into the results; weights are read for their hash."""
         if self.recipe is not None:
-            more = {"recipe": self.recipe} | more
+            more = {"recipe": self.recipe.to_yaml()} | more
         return provenance(self.model.name, self.model.hash, program=str(self.program), **more)
 
 
-def open_edited(what: str | Path | Model, program: Program | str | None = None) -> EditedModel:
+def open_edited(
+    what: str | Path | Recipe | Model | EditedModel,
+    program: Program | str | None = None,
+    *,
+    original: str | Path | Model | None = None,
+    tokenizer: bool = True,
+) -> EditedModel:
     """Check a model's files, its program and its tokenizer; weights are read only to tell if a recipe is for them.
 
     Args:
-        what: a checkpoint folder (plain, fused, or with a program), a hub name, "demo", a recipe (.yaml), or a model
-            that is open.
+        what: a checkpoint folder (plain, fused, or with a program), a hub name, "demo", a recipe or its path (.yaml), a
+            model that is open, or one that was edited.
         program: to run in place of the checkpoint's own.
+        original: a model in place of a recipe's own; if the recipe was made for another one, a warning says so.
+        tokenizer: whether it has to have one.
 
     Raises:
         FileNotFoundError: if there is no such model or recipe, or a file of it is missing.
         ValueError: if a file is damaged, the program does not fit, there is no tokenizer, or a recipe was made for
             another model.
     """
-    text, asked = None, Program.parse(program) if isinstance(program, str) else program
-    if isinstance(what, Model):
-        model = what
-    elif is_recipe(what):
-        if program is not None:
-            raise ValueError(f"{what} is a recipe, which has a program of its own; give its model with --program")
-        text = read_document(Path(what), "recipe")
-        recipe = parse_recipe(text, str(what))
-        model = open_model(recipe.model)
-        asked = model.program_of(recipe)
+    if isinstance(what, str | Path) and is_recipe(what):
+        what = read_recipe(Path(what))
+    if program is not None and isinstance(what, Recipe | EditedModel):
+        kind = f"{what.source} is a recipe" if isinstance(what, Recipe) else f"{what.name} was edited"
+        raise ValueError(f"{kind}, which has a program of its own; give the program with its model")
+    if isinstance(what, EditedModel):
+        edited = what
+    elif isinstance(what, Recipe):
+        edited = _open_recipe(what, original)
     else:
-        model = open_model(what)
-    if asked is not None:
-        model.check(asked)
-    _ = model.tokenizer  # what is wrong with it is said now
-    return EditedModel(model.name if isinstance(what, Model) else str(what), model, asked, text)
+        model, asked = open_model(what), Program.parse(program) if isinstance(program, str) else program
+        if asked is not None:
+            model.check(asked)
+        edited = EditedModel(model.name, model, asked)
+    if tokenizer:
+        _ = edited.model.tokenizer  # what is wrong with it is said now
+    return edited
+
+
+def _open_recipe(recipe: Recipe, original: str | Path | Model | None) -> EditedModel:
+    """What a recipe makes of its model, or of another one."""
+    model = open_model(original or recipe.model)
+    if original is not None and recipe.weights is not None:
+        if mismatch := recipe.mismatch(model.hash, model.checkpoint.weights_hash()):
+            warnings.warn(mismatch, stacklevel=3)
+        recipe = replace(recipe, weights=model.hash)
+    asked = model.program_of(recipe)
+    model.check(asked)
+    return EditedModel(recipe.source, model, asked, recipe)
 
 
 def choose_device(device: str) -> str:

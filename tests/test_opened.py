@@ -50,7 +50,7 @@ def test_what_is_recorded(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) -
         surgeon.open(tiny_checkpoint).hash,
         PAIRED,
     )
-    assert record["recipe"] == recipe.read_text()
+    assert record["recipe"] == surgeon.read_recipe(recipe).to_yaml()
     assert main(["export", str(recipe), "-o", str(tmp_path / "program"), "--form", "program"]) == 0
     assert str(open_edited(str(tmp_path / "program")).program) == PAIRED
     assert str(open_edited(str(tiny_checkpoint)).program) == "A0 F0 A1 F1 A2 F2 A3 F3"

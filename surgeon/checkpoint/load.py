@@ -70,8 +70,11 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
             f"{stored.folder / 'config.json'} describes no model that can be built ({type(error).__name__}: {error})"
         ) from error
     check_complete(stored.folder, report)
-    loaded.eval()
-    return loaded if stored.own is None else edit(loaded, stored.own)
+    ready: PreTrainedModel = loaded.eval()
+    if stored.own is not None:
+        edit(ready, stored.own)
+        vars(ready)["own_program"] = stored.own  # which recipes start from, whatever it is edited to
+    return ready
 
 
 def _names_gpu(device_map: Any) -> bool:

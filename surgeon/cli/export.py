@@ -2,71 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from surgeon.cli.grouped import grouped
-from surgeon.cli.opening import warn
 from surgeon.cli.options import MemoryOption, ResultsOption
 
-if TYPE_CHECKING:
-    from surgeon.analysis.factors.recipe_factors import RecipeFactors
-    from surgeon.checkpoint.read import Checkpoint
-    from surgeon.exports.export import ExportPlan
-    from surgeon.exports.prove import Proof
-    from surgeon.language.recipe import Recipe
-    from surgeon.opened import Model
 
-
-@dataclass(frozen=True)
-class FactorArguments:
-    """Where factors of a recipe are made, in the user's words; a group of options (see grouped.py)."""
-
-    factors: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for factors that the recipe has calibrated on a text: made there, and kept. Default: one "
-            "beside the output, which is removed once the checkpoint is written.",
-            show_default=False,
-        ),
-    ] = None
-    memory: MemoryOption = None
-
-    def make(self, steps: Recipe, original: Model, output: Path, dtype: str | None) -> RecipeFactors | None:
-        """The recipe's calibrated factors; None where it has none.
-
-        Args:
-            dtype: that weights will be stored in, where that is not the original's.
-
-        Raises:
-            FileNotFoundError, ValueError, OSError: as `make_recipe_factors`.
-        """
-        from surgeon.analysis.factors.recipe_factors import make_recipe_factors
-        from surgeon.exports.export import DTYPES
-        from surgeon.memory import parse_size
-
-        memory = None if self.memory is None else parse_size(self.memory)
-        kept = None if dtype is None else DTYPES[dtype]
-        made = make_recipe_factors(steps, original, self._folder(output), memory, kept)
-        if made is not None:
-            warn(made.found.notes)
-        return made
-
-    def discard(self, output: Path) -> None:
-        """Remove factors that have become part of a checkpoint, unless they are to be kept."""
-        if self.factors is None:
-            shutil.rmtree(self._folder(output))
-
-    def _folder(self, output: Path) -> Path:
-        return self.factors or output.with_name(f"{output.name}.factors")
-
-
-@grouped
 def export(
     recipe: Annotated[
         Path, typer.Argument(help="Recipe (YAML): a model and the operations on it.", show_default=False)
@@ -96,8 +40,15 @@ def export(
         ),
     ] = False,
     results: ResultsOption = None,
-    *,
-    calibrated: FactorArguments,
+    factors: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for factors that the recipe has calibrated on a text: made there, and kept. Default: one "
+            "beside the output, which is removed once the checkpoint is written.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: MemoryOption = None,
 ) -> None:
     """Write the recipe's model as a checkpoint that other software loads.
 
@@ -115,70 +66,21 @@ def export(
     Where the recipe has lowrank with a method other than plain, factors are made first, layer by layer, on the text
     that it names. Interrupted, the same command goes on where it was.
     """
-    from surgeon.exports.staging import check_target
-    from surgeon.language.recipe import read_recipe
+    from surgeon.library.export import export as write
     from surgeon.memory import share_heaps
-    from surgeon.progress import progress
 
     share_heaps()
-    steps = read_recipe(recipe)
-    check_target(output, overwrite)
-    checkpoint = _being_hashed(model or steps.model)
-    from surgeon.exports.export import plan_export, write_export
-    from surgeon.exports.plan import check_exportable
-    from surgeon.models.recipe_program import recipe_program
-    from surgeon.opened import Model
-    from surgeon.results.measured import read_measured
-
-    original = Model.of(checkpoint, model or steps.model)
-    check_exportable(original)
-    if steps.weights is not None:
-        steps = _bound(steps, original, chosen=model is not None)
-    made = calibrated.make(steps, original, output, dtype)
-    if made is not None:
-        steps = made.published(steps)
-    source = None if made is None else made.found.source
-    plan = plan_export(original, recipe_program(steps, original.config, original.own), form, dtype, source)
-    measured = read_measured(results, plan.identity(output.absolute().name)) if results else None
-    print(f"{plan.layout.form} form: {plan.layout.reason}.", file=sys.stderr)
-    published = replace(steps, model=original.public_name).to_yaml()  # says nothing of the folders of this machine
-    with progress(f"writing and proving {output}", plan.passes * plan.weight_bytes, "bytes") as advance:
-        proof = write_export(plan, output, overwrite, published, advance, measured)
-    if made is not None:
-        calibrated.discard(output)
-    print(_summary(plan, proof), file=sys.stderr)
-    print(output)
-
-
-def _being_hashed(path_or_name: str) -> Checkpoint:
-    """A model's checkpoint, whose files are being hashed from now on: what comes next takes seconds to import."""
-    from surgeon.beside import Background
-    from surgeon.checkpoint.read import Checkpoint, locate
-
-    checkpoint = Checkpoint(locate(path_or_name))
-    Background(checkpoint.weights_hash)
-    return checkpoint
-
-
-def _bound(steps: Recipe, original: Model, chosen: bool) -> Recipe:
-    """The recipe, bound to the original; a model that the user chose may be another than it was made for."""
-    found = original.hash, original.checkpoint.weights_hash()
-    if not chosen:
-        steps.require_model(*found)
-    warn(filter(None, [steps.mismatch(*found)]))
-    return replace(steps, weights=found[0])
-
-
-def _summary(plan: ExportPlan, proof: Proof) -> str:
-    """What was measured, in a sentence or two."""
-    from surgeon.processes.files import show_bytes
-
-    depth = plan.program.effective_depth(plan.original.family.steps_per_layer)
-    exact = f"by {proof.exact:.1g} of their scale in float32"
-    if proof.dtype != "float32":
-        exact += f", and by {proof.written:.1g} once computed weights are rounded to {proof.dtype}"
-    return (
-        f"effective depth {depth:g}, {plan.program.sync_points(2)} synchronisations per forward pass on two ranks, "
-        f"{show_bytes(plan.weight_bytes)} of weights. Proof: on {proof.tokens} random tokens the logits differ from "
-        f"the original's under this program {exact}."
+    found = write(
+        recipe,
+        output,
+        original=model,
+        form=form,
+        dtype=dtype,
+        overwrite=overwrite,
+        results=results or (),
+        factors=factors,
+        memory=memory,
+        planned=lambda layout: print(f"{layout.form} form: {layout.reason}.", file=sys.stderr),
     )
+    print(found, file=sys.stderr)
+    print(output)

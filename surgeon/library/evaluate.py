@@ -13,6 +13,7 @@ from typing import Any
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
 from surgeon.library.opening import warn
 from surgeon.models.edit import edit, restore
 from surgeon.models.weights import TruncatedSVD
@@ -49,7 +50,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: str | Path | Model,
+    model: str | Path | Recipe | Model | EditedModel,
     data: str | Path | None = None,
     *,
     tasks: Sequence[str] = (),
@@ -70,7 +71,8 @@ def evaluate(
     """Measure perplexity and divergence on a text, and accuracy on tasks.
 
     Args:
-        model: a checkpoint's folder, edited or not, a hub name, "demo", a recipe (.yaml), or a model that is open.
+        model: a checkpoint's folder, edited or not, a hub name, "demo", a recipe or its path (.yaml), or a model that
+            is open, edited (`surgeon.edit`) or not.
         data: text, as `--data` takes it.
         tasks: names of lm-eval's tasks and groups, "paper", or paths of .jsonl and YAML files.
         program: to run in place of the model's own.
@@ -120,7 +122,8 @@ def evaluate(
 @contextmanager
 def _factors(candidate: EditedModel, output: Path | None) -> Iterator[EditedModel]:
     """The candidate with a folder for factors of its program's ranks: they are made once, as its recipe says."""
-    if candidate.asked is None or not any(sublayer.ranks for sublayer in candidate.asked.sublayers()):
+    ranked = candidate.asked is not None and any(sublayer.ranks for sublayer in candidate.asked.sublayers())
+    if not ranked or candidate.factors is not None:
         yield candidate
         return
     with TemporaryDirectory() as scratch:

@@ -17,7 +17,6 @@ from surgeon.exports.export import DTYPES, source_record
 from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
-from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import decoder_layers, edit, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import is_hub_name
@@ -150,7 +149,7 @@ def record_of(
         (original or edited).model.hash,
         seed=settings.seed,
         program=str(program_to_heal(edited)),
-        recipe=edited.recipe,
+        recipe=edited.recipe and edited.recipe.to_yaml(),
         **found.record(texts, settings),
         **{name: None if quality is None else quality.to_json() for name, quality in qualities.items()},
     )
@@ -168,8 +167,7 @@ def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:
         recipe, source = report.get("recipe"), report["source"]
         entries |= {"earlier": report["trained"]} if "trained" in report else {}
     else:
-        read = None if edited.recipe is None else parse_recipe(edited.recipe, edited.name)
-        recipe = None if read is None else replace(read, model=model.public_name).to_yaml()
+        recipe = None if edited.recipe is None else replace(edited.recipe, model=model.public_name).to_yaml()
         source = source_record(model)
     return Training(recipe, program_to_heal(edited), source, entries)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from surgeon.language.recipe import read_recipe
 from tests.cli.conftest import Run
 from tests.waiting import PATIENCE
 
@@ -84,7 +85,7 @@ def test_a_recipe_is_applied(run: Run, tasks: str, tmp_path: Path, tiny_checkpoi
     _, original, _ = run("--tasks", words)
     assert pruned.splitlines()[:-2] == same.splitlines() != original.splitlines()
     record = json.loads(Path(pruned.splitlines()[-2]).read_text())["surgeon"]
-    assert (record["program"], record["recipe"]) == ("A3 F3", recipe.read_text())
+    assert (record["program"], record["recipe"]) == ("A3 F3", read_recipe(recipe).to_yaml())
     assert tasks
 
 

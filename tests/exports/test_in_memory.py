@@ -57,7 +57,7 @@ def loaded_by_others(folder: Path) -> Any:
 def test_what_a_model_is_now_is_exported(family: str, program: str, tmp_path: Path) -> None:
     model = trained(family, program)
     expected, before = logits_of(model), {name: p.clone() for name, p in model.named_parameters()}
-    proof = surgeon.export(model, tmp_path / "target", tokenizer=tiny_tokenizer())
+    proof = surgeon.export(model, tmp_path / "target", tokenizer=tiny_tokenizer()).proof
     assert proof.exact < 1e-5
     report = json.loads((tmp_path / "target" / "surgeon.json").read_text())
     assert (report["form"], report["source"]["model"]) == (FORMS[program], "a model in memory")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from peft import LoraConfig, get_peft_model
 
 import surgeon
 from surgeon.cli.app import main
 
+PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
 TEXT = {"tokens": 128, "window": 32}
 ARGUMENTS = ["--tokens", "128", "--window", "32"]
 
@@ -53,7 +55,7 @@ def test_a_pass_goes_on_from_another(tiny_checkpoint: Path, tiny_text: Path, tmp
 def test_an_evaluation_of_a_program_is_against_the_model_itself(
     tiny_checkpoint: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = surgeon.evaluate(tiny_checkpoint, tiny_text, program="A0 F0 [A1 A2] [F1 F2] A3 F3", **TEXT)
+    found = surgeon.evaluate(surgeon.edit(surgeon.open(tiny_checkpoint), pair="1:3"), tiny_text, **TEXT)
     assert found.text is not None
     assert found.text.divergence is not None
     assert found.tasks is None
@@ -89,3 +91,63 @@ def test_a_prompt_that_is_none_is_named(tiny_checkpoint: Path) -> None:
         surgeon.generate(tiny_checkpoint, ["the fox", "\udcff"])
     with pytest.raises(ValueError, match="second: the prompt is not text"):
         surgeon.generate(tiny_checkpoint, {"first": "the fox", "second": "\udcff"})
+
+
+def test_a_model_is_edited_by_a_program_a_recipe_or_operations(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('surgeon: 1\nmodel: elsewhere\noperations:\n  - pair: {layers: "1:3"}\n')
+    loaded, model = surgeon.load(tiny_checkpoint), surgeon.open(tiny_checkpoint)
+    for given in (PAIRED, surgeon.Program.parse(PAIRED), recipe, str(recipe), surgeon.read_recipe(recipe)):
+        assert str(surgeon.program_of(surgeon.edit(loaded, given))) == PAIRED
+        assert str(surgeon.edit(model, given).program) == PAIRED
+    assert str(surgeon.program_of(surgeon.edit(loaded, pair=range(1, 3), ladder="3:4"))) == f"{PAIRED[:-5]}>A3 >F3"
+    ranked = surgeon.edit(model, pair=["0:2", "2:4"], lowrank={"layers": "0:1", "keep": 0.5, "weights": ["q"]})
+    assert str(ranked.program).startswith("[A0@q")
+    for wrong, said in (({}, "either by a program"), ({"pair": "1:9"}, "pair: layers 1:9 are out of range")):
+        with pytest.raises(ValueError, match=said):
+            surgeon.edit(loaded, **wrong)
+    with pytest.raises(ValueError, match="unknown operation 'pairs'; did you mean 'pair'"):
+        surgeon.edit(model, pairs="1:3")
+    whitened = {"layers": "0:4", "keep": 0.5, "method": "whitened", "calibration": {"data": "demo"}}
+    with pytest.raises(ValueError, match="its factors go by a text"):
+        surgeon.edit(loaded, lowrank=whitened)
+
+
+def test_a_recipe_on_a_model_with_a_program_of_its_own_starts_from_that(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    tracks = "{A0 F0 A1 F1 | A2 F2 A3 F3}"
+    surgeon.edit(surgeon.load(tiny_checkpoint), tracks).save_pretrained(tmp_path)
+    expected = "{A0 F0 | A2 F2 A3 F3}"
+    assert str(surgeon.edit(surgeon.open(tmp_path), prune="1:2").program) == expected
+    loaded = surgeon.load(tmp_path)
+    for _ in range(2):
+        assert str(surgeon.program_of(surgeon.edit(loaded, prune="1:2"))) == expected
+
+
+def test_whatever_a_model_is_can_be_exported(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model, recipe = surgeon.open(tiny_checkpoint), tmp_path / "recipe.yaml"
+    recipe.write_text('surgeon: 1\nmodel: no/such\noperations:\n  - pair: {layers: "1:3"}\n')
+    edited = surgeon.edit(model, pair="1:3")
+    found = [
+        surgeon.export(recipe, tmp_path / "recipe", original=tiny_checkpoint),
+        surgeon.export(edited, tmp_path / "edited"),
+        surgeon.export(str(tiny_checkpoint), tmp_path / "program", program=PAIRED),
+        surgeon.export(surgeon.edit(surgeon.load(tiny_checkpoint), pair="1:3"), tmp_path / "memory"),
+    ]
+    assert {(one.form, str(one.program), one.depth) for one in found} == {("fused", PAIRED, 3)}
+    assert all(one.proof.exact < 1e-4 and "Proof: on 128 random tokens" in str(one) for one in found)
+    weights = [(one.folder / "model.safetensors").read_bytes() for one in found]
+    assert weights == weights[:1] * 4
+    with pytest.raises(ValueError, match="program is of no use for a model in memory"):
+        surgeon.export(surgeon.load(tiny_checkpoint), tmp_path / "no", program=PAIRED)
+    with pytest.raises(ValueError, match="adapter is of no use for a model that is known by its files"):
+        surgeon.export(edited, tmp_path / "no", adapter=True)
+
+
+def test_an_adapter_is_exported_beside_its_model(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    edited = surgeon.edit(surgeon.load(tiny_checkpoint), ladder="2:4")
+    adapted = get_peft_model(edited, LoraConfig(target_modules=["q_proj"]))
+    found = surgeon.export(adapted.eval(), tmp_path / "both", adapter=True)
+    assert (found.folder, found.form) == (tmp_path / "both" / "base", "program")
+    assert (tmp_path / "both" / "adapter" / "adapter_model.safetensors").is_file()
+    with pytest.raises(ValueError, match="keeps its form and dtype"):
+        surgeon.export(adapted, tmp_path / "no", adapter=True, dtype="bfloat16")

@@ -1,0 +1,112 @@
+"""`surgeon.edit`: what a model is to run, by a program, a recipe, or operations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.exports import saving  # noqa: F401 - how edited models are saved
+from surgeon.language.operations.base import show_range
+from surgeon.language.program import Program
+from surgeon.language.recipe import DocumentReader, Recipe, read_recipe
+from surgeon.models.edit import edit as run_program
+from surgeon.models.edit import restore
+from surgeon.models.weights import FactorSource
+from surgeon.named import is_recipe
+from surgeon.opened import EditedModel, Model
+
+if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
+    from transformers import PreTrainedModel
+
+# Layers as a recipe has them, "1:7" or several such texts, or with parameters: {"layers": "0:32", "keep": 0.6}.
+Applied = str | range | Sequence[str | range] | Mapping[str, Any]
+
+
+@overload
+def edit(
+    model: PreTrainedModel,
+    program: Program | Recipe | str | Path | None = None,
+    *,
+    factors: FactorSource | None = None,
+    **operations: Applied,
+) -> PreTrainedModel: ...
+
+
+@overload
+def edit(
+    model: Model,
+    program: Program | Recipe | str | Path | None = None,
+    *,
+    factors: FactorSource | None = None,
+    **operations: Applied,
+) -> EditedModel: ...
+
+
+def edit(
+    model: PreTrainedModel | Model,
+    program: Program | Recipe | str | Path | None = None,
+    *,
+    factors: FactorSource | None = None,
+    **operations: Applied,
+) -> PreTrainedModel | EditedModel:
+    """Make a model run another program; editing an edited model starts from the original again.
+
+        surgeon.edit(model, "A0 F0 [A1 A2] [F1 F2] A3 F3")
+        surgeon.edit(model, "recipe.yaml")
+        surgeon.edit(model, pair="1:7", prune="9:10")
+
+    Args:
+        model: that is loaded (`surgeon.load`), which is changed in place; or that is open (`surgeon.open`).
+        program: a program, its text, a recipe, or the path of one (.yaml). Which model a recipe names does not count.
+        factors: of matrices that the program has a rank for; by default their truncated singular values.
+        operations: in place of a program, in this order, each with its layers or with all that a recipe says of it:
+            `lowrank={"layers": "0:8", "keep": 0.6}`.
+
+    Returns:
+        The same model, if it is loaded; else the open model with what it is to run, as `surgeon.export` and others
+        take it.
+
+    Raises:
+        FileNotFoundError: if there is no such recipe.
+        ValueError: if there is no such operation, or what is to be run does not fit the model.
+    """
+    if (program is None) == (not operations):
+        raise ValueError('say what is to be run, either by a program or a recipe or by operations, as in pair="1:7"')
+    if operations:
+        program = Recipe("", _applied(operations), source="edit")
+    elif isinstance(program, str | Path):
+        program = read_recipe(Path(program)) if is_recipe(program) else Program.parse(str(program))
+    if isinstance(model, Model):
+        if isinstance(program, Recipe):
+            return EditedModel(model.name, model, model.program_of(program), program, factors)
+        assert program is not None
+        model.check(program)
+        return EditedModel(model.name, model, program, factors=factors)
+    if isinstance(program, Recipe):
+        original = Model.of_config(restore(model).config, "a loaded model", vars(model).get("own_program"))
+        if factors is None and plan_factors(program, original).is_calibrated:
+            raise ValueError(
+                f"{program.source}: its factors go by a text, and a loaded model gets those of the matrices alone; "
+                "edit a model that is open, and evaluate or export that, or give factors"
+            )
+        program = original.program_of(program)
+    assert program is not None
+    return run_program(model, program, factors=factors)
+
+
+def _applied(operations: Mapping[str, Applied]) -> Any:
+    """Operations given as keywords, as a recipe lists them."""
+    entries = []
+    for name, given in operations.items():
+        entry = dict(given) if isinstance(given, Mapping) else {"layers": given}
+        layers = entry.get("layers")
+        if isinstance(layers, range):
+            entry["layers"] = show_range(layers)
+        elif isinstance(layers, list | tuple):
+            entry["layers"] = [show_range(one) if isinstance(one, range) else one for one in layers]
+        entries.append({name: entry})
+    reader = DocumentReader(json.dumps({"operations": entries}), "edit")
+    return reader.operations(reader.document["operations"])
