@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from surgeon.library.heal import heal
     from surgeon.library.predict import predict
     from surgeon.library.scan import scan
+    from surgeon.library.search import search
     from surgeon.library.sensitivity import sensitivity
     from surgeon.library.serve import serve
     from surgeon.library.similarity import similarity
@@ -66,6 +67,7 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "read_recipe": "surgeon.language.recipe",
     "restore": "surgeon.models.edit",
     "scan": "surgeon.library.scan",
+    "search": "surgeon.library.search",
     "sensitivity": "surgeon.library.sensitivity",
     "serve": "surgeon.library.serve",
     "similarity": "surgeon.library.similarity",
@@ -98,6 +100,7 @@ __all__ = [
     "read_recipe",
     "restore",
     "scan",
+    "search",
     "sensitivity",
     "serve",
     "similarity",

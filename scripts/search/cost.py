@@ -27,7 +27,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.search.drawn import Opened, drawn, moved, opened
+from scripts.search.drawn import drawn, mixture_of, moved, opened
+from surgeon.analysis.subject import Subject
 from surgeon.language.program import Program
 from surgeon.quality.references import TextReferences
 from surgeon.searches.evaluate import Evaluator
@@ -53,7 +54,7 @@ class Way:
 class Cost:
     """The same rounds of programs, measured in different ways."""
 
-    def __init__(self, subject: Opened, singles: list[Program], rounds: Rounds) -> None:
+    def __init__(self, subject: Subject, singles: list[Program], rounds: Rounds) -> None:
         self.subject, self.singles, self.rounds = subject, singles, rounds
         self.trials = sum(map(len, rounds))
         fresh = self.evaluator(0)
@@ -147,12 +148,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
     subject = opened(given.model, given.data, given.tokens, given.threads)
-    mixture = subject.mixture("pair")
+    mixture = mixture_of(subject, "pair")
     singles = [mixture.program((edit,)) for edit in mixture.edits]
     if given.folder is not None:
         rounds = rounds_from(given.folder, given.together)
     else:
-        edits = subject.shapes.layers - given.depth
+        edits = subject.opened.num_layers - given.depth
         evaluator = Evaluator(subject.model, subject.windows)
         rounds = rounds_of(mixture, evaluator, edits, given.trials, given.together)
     cost = Cost(subject, singles, rounds)

@@ -5,52 +5,29 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
-import surgeon
-from surgeon.checkpoint.read import Checkpoint, locate
-from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.analysis.subject import Subject, open_subject
 from surgeon.language.program import Program
-from surgeon.models.shapes import ModelShapes
-from surgeon.quality.data import Windows, load_windows, window_for
 from surgeon.searches.edit import Choice, Edit, as_choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.spaces import Searched, parse_spaces
+from surgeon.searches.spaces import parse_spaces
 
 NOISE = 0.7  # of the logarithm of an edit's damage: some choices are near the best guess, some far
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A model and the text to measure it on."""
-
-    folder: Path
-    model: PreTrainedModel
-    windows: Windows
-    shapes: ModelShapes
-
-    @property
-    def model_hash(self) -> str:
-        return Checkpoint(self.folder).model_hash()
-
-    def mixture(self, spaces: str) -> Mixture:
-        return Mixture(parse_spaces(spaces), Searched(self.shapes))
+def mixture_of(subject: Subject, spaces: str) -> Mixture:
+    """Spaces on its model."""
+    return Mixture(parse_spaces(spaces), subject.opened)
 
 
-def opened(model: str, data: str, tokens: int, threads: int | None) -> Opened:
-    """Load both."""
+def opened(model: str, data: str, tokens: int, threads: int | None) -> Subject:
+    """Load a model and the text to measure it on."""
     if threads:
         torch.set_num_threads(threads)
-    folder = locate(model)
-    loaded = surgeon.load(folder)
-    window = window_for(loaded.config, None)
-    windows = load_windows(open_tokenizer(folder), data, window, tokens)
-    return Opened(folder, loaded, windows, ModelShapes.of(folder.name, loaded.config))
+    return open_subject(model, data, tokens)
 
 
 def drawn(mixture: Mixture, evaluator: Evaluator, edits: int, count: int, seed: int) -> dict[Program, Choice]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
-from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.limits import SearchBudget, parse_limits
@@ -28,7 +27,7 @@ from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.search import Search
-from surgeon.searches.spaces import Searched, parse_spaces
+from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial
 
@@ -86,13 +85,12 @@ def main() -> None:
 
 def _known(given: argparse.Namespace) -> Known:
     subject = open_subject(given.model, given.data, given.tokens)
-    shapes = ModelShapes.of(subject.label, subject.model.config)
-    mixture = Mixture(parse_spaces(given.space), Searched(shapes))
+    mixture = Mixture(parse_spaces(given.space), subject.opened)
     evaluator = Evaluator(subject.model, subject.windows)
     terms = measure_terms(evaluator, [mixture.program((edit,)) for edit in mixture.edits])
-    dense = mixture.model.dense
+    dense = mixture.model.program
     deployment = Deployment(2, emulated=parse_link(given.link_delay, None))
-    pricing = open_pricing(shapes, [Aspect("speedup", given.hardware)], deployment, Workload(1, 128, 128))
+    pricing = open_pricing(subject.opened, [Aspect("speedup", given.hardware)], deployment, Workload(1, 128, 128))
     return Known(mixture, terms, evaluator, evaluator.measure([dense])[dense], pricing)
 
 

@@ -27,7 +27,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.read import DEMO, locate
 from surgeon.language.program import Program
-from surgeon.models.shapes import ModelShapes
 from surgeon.searches.edit import ADDITIVE, Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.limits import SearchBudget, parse_limits
@@ -36,7 +35,7 @@ from surgeon.searches.objectives import parse_objectives
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import DEPTH, Question
 from surgeon.searches.search import Search
-from surgeon.searches.spaces import Searched, parse_spaces
+from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import Trial
 
@@ -66,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = _random_model(Path(folder)) if given.model == RANDOM else given.model
         known = _measure(open_subject(model, given.data, given.tokens))
-        layers = known.mixture.model.layers
+        layers = known.mixture.model.num_layers
         depths = given.depths or range(layers - 1, layers - layers // 2 - 1, -1)
         print(_head(), flush=True)
         for depth in depths:
@@ -88,26 +87,25 @@ def _random_model(folder: Path) -> str:
 
 
 def _measure(subject: Subject) -> Measured:
-    shapes = ModelShapes.of(subject.label, subject.model.config)
-    mixture = Mixture(parse_spaces("pair"), Searched(shapes))
+    mixture, layers = Mixture(parse_spaces("pair"), subject.opened), subject.opened.num_layers
     evaluator = Evaluator(subject.model, subject.windows)
     begun = time.monotonic()
     terms = measure_terms(evaluator, [mixture.program((edit,)) for edit in mixture.edits])
     every: dict[str, float] = {}
-    if shapes.layers <= ENUMERATED:
+    if layers <= ENUMERATED:
         programs = [mixture.program(choice) for choice in _every_choice(mixture)]
         for start in range(0, len(programs), TOGETHER):
             found = evaluator.measure(programs[start : start + TOGETHER])
             every |= {str(program): measured.divergence for program, measured in found.items()}
     seconds = time.monotonic() - begun
-    print(f"{subject.label}: {shapes.layers} layers, {subject.windows.predicted:,} tokens; {len(every):,} choices of "
+    print(f"{subject.label}: {layers} layers, {subject.windows.predicted:,} tokens; {len(every):,} choices of "
           f"pairs measured ({seconds:.0f} s)")  # fmt: skip
     return Measured(mixture, evaluator, terms, every)
 
 
 def _every_choice(mixture: Mixture) -> Iterator[Choice]:
     edits = mixture.edits
-    for count in range(1, mixture.model.layers // 2 + 1):
+    for count in range(1, mixture.model.num_layers // 2 + 1):
         for chosen in combinations(edits, count):
             if all(other.first >= one.stop for one, other in pairwise(chosen)):
                 yield chosen
@@ -135,8 +133,8 @@ def _row(known: Measured, depth: int) -> str:
 
 def _search(known: Measured, depth: int) -> list[Trial]:
     """A search at one depth, as `surgeon search --budget depth=N` runs it."""
-    pricing = Pricing(known.mixture.model.shapes, (DEPTH,))
-    dense = known.mixture.model.dense
+    pricing = Pricing(known.mixture.model, (DEPTH,))
+    dense = known.mixture.model.program
     original = known.evaluator.measure([dense])[dense]
     budget = SearchBudget(parse_limits(f"depth={depth}"), pricing)
     question = Question(known.mixture, budget, parse_objectives("divergence"), original)
@@ -151,7 +149,7 @@ def _search(known: Measured, depth: int) -> list[Trial]:
 
 def _windows(known: Measured, depth: int) -> float:
     """The best unbroken window, all of them measured."""
-    count = known.mixture.model.layers - depth
+    count = known.mixture.model.num_layers - depth
     edits = known.mixture.edits
     choices = [edits[start : start + 2 * count : 2] for start in range(len(edits) - 2 * count + 2)]
     programs = [known.mixture.program(choice) for choice in choices]

@@ -24,7 +24,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.search.drawn import drawn, opened
+from scripts.search.drawn import drawn, mixture_of, opened
 from surgeon.quality.summary import Values
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.race import ROUNDING, Race
@@ -139,11 +139,11 @@ def measured(model: str, data: str, tokens: int, programs: int, threads: int | N
     """The kinds, and a line that says what was measured."""
     subject = opened(model, data, tokens, threads)
     evaluator = Evaluator(subject.model, subject.windows)
-    layers, windows = subject.shapes.layers, len(subject.windows.ids)
+    layers, windows = subject.opened.num_layers, len(subject.windows.ids)
     cases = [(spaces, round(layers / part)) for spaces, parts in KINDS.items() for part in parts]
     kinds = []
     for spaces, edits in cases:
-        found = drawn(subject.mixture(spaces), evaluator, edits, programs // len(cases), seed=edits)
+        found = drawn(mixture_of(subject, spaces), evaluator, edits, programs // len(cases), seed=edits)
         values = [evaluator.measure([program])[program] for program in found]
         shaped = np.array([value.blocks or value.divergences for value in values]).reshape(len(values), windows, -1)
         kinds.append(Kind(shaped[np.isfinite(shaped).all((1, 2))]))

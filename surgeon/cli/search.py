@@ -2,34 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.opening import open_measured, warn
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
-from surgeon.cli.search_healing import SearchHealing
-from surgeon.cli.search_question import HeldOutText, PredictedUse, SearchQuestion
-from surgeon.cli.search_results import finish
-from surgeon.cli.search_workers import SearchWorkers
 
 if TYPE_CHECKING:
-    from surgeon.analysis.subject import Subject
-    from surgeon.cost.hardware import Hardware
-    from surgeon.language.program import Program
-    from surgeon.searches.accuracy import TaskAccuracy
-    from surgeon.searches.evaluate import Evaluator
-    from surgeon.searches.mixture import Mixture
-    from surgeon.searches.objectives import Objective
-    from surgeon.searches.question import Question
-    from surgeon.searches.study.rounds import RoundStudy
-    from surgeon.searches.study.storage import StudyStorage
-    from surgeon.searches.terms import Terms
-    from surgeon.searches.trial import Trial
+    from surgeon.library.search import SearchResult
+
+_WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
+_FIXED = "\N{NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True)
+class PredictedUse:
+    """What ranks and times are predicted for, in the user's words; a group of options (see grouped.py)."""
+
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel ranks, for tracks and whatever depends on them.")
+    ] = 2
+    batch: Annotated[int, typer.Option(min=1, help="For a latency or speedup: texts computed together.")] = 1
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="For a latency or speedup: tokens of each prompt. Default: 1024, or half of the model's positions.",
+            show_default=False,
+        ),
+    ] = None
+    new: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="For a latency or speedup: tokens added to each. Default: 512, or a quarter of the model's positions.",
+            show_default=False,
+        ),
+    ] = None
+    link_delay: Annotated[
+        str | None,
+        typer.Option(
+            help="For a latency or speedup: a link on top, how long a collective takes at least, e.g. 1ms.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class SearchQuestion:
+    """What is searched for, in the user's words; a group of options (see grouped.py)."""
+
+    space: Annotated[
+        str,
+        typer.Option(
+            "--space",
+            metavar="NAME[:N],...",
+            help="What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, "
+            "order, tracks, desync, fuse, rank. docs/searching.md describes them.",
+        ),
+    ] = "pair"
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            help="What to come down to, several by commas: depth=12, syncs, params=0.8x, weight_bytes=20MB, kv_bytes, "
+            "wire_bytes, latency=12ms@h100-sxm, speedup>=1.3@h100-sxm; and the quality to keep: divergence<=0.02, "
+            "perplexity<=1.05x. Without one: how deep is this model really?",
+            show_default=False,
+        ),
+    ] = None
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            help="What to make small: divergence, perplexity, accuracy:TASK, or a cost such as depth. Several by "
+            "commas give a Pareto front.",
+        ),
+    ] = "divergence"
+
+
+@dataclass(frozen=True)
+class LastChoice:
+    """How winners are measured again, and healed before, in the user's words; a group of options (see grouped.py)."""
+
+    holdout: Annotated[
+        int | None,
+        typer.Option(
+            "--holdout",
+            min=0,
+            help="Tokens held out from the search, to measure the winner and the runners-up on again: those that "
+            "follow in the data. 0: none. Default: as many as are searched on.",
+            show_default=False,
+        ),
+    ] = None
+    holdout_data: Annotated[
+        str | None,
+        typer.Option("--holdout-data", help="Hold out this text instead, as --data takes it.", show_default=False),
+    ] = None
+    heal: Annotated[
+        int | None,
+        typer.Option(
+            "--heal",
+            min=1,
+            metavar="N",
+            help="Heal the winner and the runners-up for N steps each before the last choice among them: the best "
+            "before need not be the best after. Needs --heal-data.",
+            show_default=False,
+        ),
+    ] = None
+    heal_data: Annotated[
+        str | None,
+        typer.Option(
+            "--heal-data",
+            help="Text to heal on, as --data takes it; none of the text that is searched or judged on.",
+            show_default=False,
+        ),
+    ] = None
+    heal_batch: Annotated[int, typer.Option("--heal-batch", min=1, help="For --heal: windows of text in a step.")] = 8
+
+
+@dataclass(frozen=True)
+class SearchWorkers:
+    """Who works on a search, in the user's words; a group of options (see grouped.py)."""
+
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage",
+            envvar="SURGEON_STORAGE",
+            help="Where the study lies: postgresql://user@host/database for workers on many machines, sqlite:///file "
+            "or journal:file for those of one. Default: a journal, study.log, in the output folder.",
+            show_default=False,
+        ),
+    ] = None
+    study: Annotated[
+        str | None,
+        typer.Option(
+            "--study",
+            help="The study's name in its storage. Default: search, or with --storage one that follows from the model "
+            "and all settings, so that the same command is the same study.",
+            show_default=False,
+        ),
+    ] = None
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="Processes of this machine to work on it; they divide its cores.")
+    ] = 1
 
 
 @grouped
@@ -41,8 +161,7 @@ def search(
     *,
     asked: SearchQuestion,
     use: PredictedUse,
-    held: HeldOutText,
-    healing: SearchHealing,
+    last: LastChoice,
     work: SearchWorkers,
     text: TextArguments,
     memory: MemoryOption = None,
@@ -55,149 +174,43 @@ def search(
     the search did not see, and with --heal once more when they are healed. Interrupted, the same command goes on where
     it was; with more --trials it adds to them.
     """
-    from surgeon.checkpoint.config_only import read_config_only
-    from surgeon.models.edit import restore
-    from surgeon.searches.choosing import compared_by
-    from surgeon.searches.question import Question
-    from surgeon.searches.results import lost_trials
+    from surgeon.library.search import search as run_search
 
-    # What cannot be had is said before a large model is loaded.
-    healing.require_sense(held.holdout)
-    config, own = read_config_only(model)
-    mixture, objectives = asked.mixture(Path(model).name, config, use, own), asked.objectives()
-    if own is not None:
-        healing.require_layers_in_turn()
-    budget = None if asked.is_timed_here else asked.within(mixture, use)
-    storage = work.open(output)
-    subject = open_measured(model, data, text, memory)
-    unseen = held.windows(subject)
-    if unseen is not None:
-        warn(note for note in unseen.notes if note not in subject.windows.notes)
-    healer = healing.healer(subject, unseen, compared_by(objectives), output)
-    if own is not None:
-        restore(subject.model)  # its program is the one that others are compared with
-    evaluator, tasks = _evaluator(subject, output, work.workers, own), _tasks(subject, objectives, output)
-    dense = mixture.model.dense
-    original = evaluator.measure([dense])[dense]
-    settings = {**asdict(asked), **asdict(use)}
-    with work.at_work(output):
-        study = _study(subject, mixture, objectives, work, storage, settings)
-        if work.is_first:
-            warn(lost_trials(output, study.name, storage.place, len(study.finished())))
-        budget = budget or asked.within(mixture, use, _here(study, subject, use))
-        question = Question(mixture, budget, objectives, original)
-        study.values = lambda proposal, measured: question.told(proposal.key, measured)
-        terms = _terms(study, question, evaluator)
-        found = _run(study, question, terms, evaluator, trials, output)
-    if work.is_first:
-        record = subject.provenance(**settings, trials=len(found), study=study.name, storage=study.storage.place)
-        known = found if tasks is None else tasks.of_the_best(found)
-        finish(question, known, unseen, subject, use, record, output, healer)
+    options = vars(asked) | vars(use) | vars(last) | vars(work) | vars(text)
+    _print_found(run_search(model, data, output, trials, **options, memory=memory))
 
 
-def _evaluator(subject: Subject, output: Path, workers: int, own: Program | None) -> Evaluator:
-    """What measures programs; several workers divide the memory that what they keep may take."""
-    from surgeon.memory import free_bytes
-    from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
+def _print_found(found: SearchResult) -> None:
+    """Print what was found, a few lines."""
+    question, winner, trial = found.question, found.winner, found.winner.trial
+    pricing, measured = question.budget.pricing, trial.measured
+    edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)
+    _print("program", trial.proposal.key)
+    _print("edits", ", ".join(edits) or "none")
+    for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
+        cost = aspect.show(question.price(aspect, trial))
+        _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
+    _print("divergence", f"{measured.divergence:.4g} nats per token")
+    _print("perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
+    for curve in found.curves:
+        _print("depth", curve.line())
+    for line in winner.comparison.lines() if winner.comparison else []:
+        _print("held out", line)
+    for line in [*winner.healing.table(), *winner.healing.lines()] if winner.healing else []:
+        _print("healing", line)
+    for line in winner.missed_unseen(question.budget):
+        _print("held out", line)
+    typer.echo(f"{'recipe':<{_KEY}}{found.files[0]}")  # whole, to be copied
 
-    kept = None if workers == 1 else int(KEPT_SHARE * free_bytes() / workers)
-    model, windows, model_hash = subject.model, subject.windows, subject.model_hash
-    return Evaluator(model, windows, subject.memory, output, model_hash=model_hash, kept=kept, own=own)
 
-
-def _tasks(subject: Subject, objectives: Sequence[Objective], output: Path) -> TaskAccuracy | None:
-    """What measures the tasks among the objectives; None if there are none."""
-    if not any(objective.is_of_few for objective in objectives):
-        return None
-    from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
-
-    identity = {"model_hash": subject.model_hash}
-    return TaskAccuracy(subject.model, subject.tokenizer, objectives, identity, output)
-
-
-def _study(
-    subject: Subject,
-    mixture: Mixture,
-    objectives: Sequence[Objective],
-    work: SearchWorkers,
-    storage: StudyStorage,
-    settings: dict[str, Any],
-) -> RoundStudy:
-    """The study in its storage, new or gone on with; ValueError if it is another one."""
-    from surgeon.provenance import FORMAT
-    from surgeon.searches.question import told_names
-    from surgeon.searches.study.rounds import RoundStudy
-
-    known = {"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest, **settings}
-    return RoundStudy(
-        storage,
-        work.name(subject.label, known),
-        known,
-        edits=mixture.edits,
-        objectives=dict.fromkeys(told_names(objectives), "minimize"),
-        workers=work.workers,
+def _print(key: str, text: str) -> None:
+    """A line, or where it is longer than a terminal, several, with the key before the first."""
+    lines = textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=f"{key:<{_KEY}}",
+        subsequent_indent=" " * _KEY,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-
-
-def _here(study: RoundStudy, subject: Subject, use: PredictedUse) -> Hardware:
-    """This machine, calibrated by one worker for all."""
-    from surgeon.cost.hardware_file import parse_hardware
-    from surgeon.searches.here import calibrate_here
-
-    return parse_hardware(study.shared("here", lambda: calibrate_here(subject.folder, use.ranks)))
-
-
-def _terms(study: RoundStudy, question: Question, evaluator: Evaluator) -> Terms:
-    """What edits do alone, measured by one worker for all."""
-    from surgeon.progress import progress
-    from surgeon.searches.terms import Terms, measure_terms, work_of_terms
-
-    mixture = question.mixture
-    programs = [mixture.program((edit,)) for edit in mixture.edits]
-
-    def compute() -> Any:
-        with progress(f"search: {len(programs)} single edits", work_of_terms(evaluator, programs), "sublayers") as ran:
-            evaluator.ran = ran
-            return measure_terms(evaluator, programs).to_json()
-
-    try:
-        return Terms.from_json(study.shared("terms", compute))
-    finally:
-        evaluator.ran = lambda _: None
-
-
-def _run(
-    study: RoundStudy, question: Question, terms: Terms, evaluator: Evaluator, trials: int, output: Path
-) -> list[Trial]:
-    """Run all trials, and keep the tables true meanwhile."""
-    from surgeon.progress import progress
-    from surgeon.searches.results import write_progress
-    from surgeon.searches.search import BATCH, Search
-
-    searching = Search(question, terms, evaluator, trials)
-    # A study of an earlier version may have programs that are none to this one.
-    earlier = [trial for trial in study.finished() if question.mixture.allows(trial.proposal.choice)]
-    found = {trial.proposal.key: trial for trial in earlier}
-
-    with progress("search", trials, "trials", len(found), lambda: _best_so_far(question, found.values())) as ran:
-        for trial in study.run(searching.propose, searching.measure, BATCH):
-            found[trial.proposal.key] = trial
-            ran(1)
-    ended = sorted(found.values(), key=lambda trial: trial.number)
-    write_progress(output, question, terms, ended)
-    return ended
-
-
-def _best_so_far(question: Question, trials: Iterable[Trial]) -> str:
-    """The best trial in a few words, or where there is no single one, how many are on the front."""
-    from surgeon.searches.front import pareto_front
-
-    if question.along is not None and not question.budget.of_quality:
-        whole = [trial for trial in trials if trial.measured.whole]
-        return f"{len(pareto_front(whole, question.traded, question.budget.pricing))} on the front"
-    best = min(trials, key=lambda trial: (question.cost(trial), trial.number), default=None)
-    if best is None or question.cost(best) == float("inf"):
-        return ""
-    if question.along is not None:
-        return f"best {question.along.show(question.price(question.along, best))}"
-    return f"best {question.cost(best):.4g}"
+    typer.echo(lines.replace(_FIXED, " "))

@@ -62,7 +62,7 @@ def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
     if not finite:
         names = ", ".join(map(str, question.objectives))
         raise ValueError(
-            f"of {len(trials)} trials within the budget none has a finite {names}; run more of them (--trials), or "
+            f"of {len(trials)} trials within the budget none has a finite {names}; run more of them, or "
             "look at another objective"
         )
     best: dict[str, Trial] = {}
@@ -102,12 +102,12 @@ def _nearest(question: Question, trials: Sequence[Trial]) -> str:
         return sum(budget.quality_shortfalls(trial.measured, question.original))
 
     if not whole:
-        return f"no trial was measured to its end within {budget}; run more of them (--trials)"
+        return f"no trial was measured to its end within {budget}; run more of them"
     best = min(whole, key=lambda trial: (distance(trial), trial.number))
     had = ", ".join(limit.aspect.show(getattr(best.measured, limit.aspect.name)) for limit in budget.of_quality)
     if not math.isfinite(distance(best)):
         had = "none that predicts anything"
     return (
         f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "
-        "run more trials (--trials)"
+        "run more trials"
     )

@@ -130,9 +130,9 @@ def depth_curves(
 def _curve(
     name: str, trials: Sequence[Trial], original: MeasuredProgram, pricing: Pricing, seed: int, resamples: int
 ) -> DepthCurve:
-    per_layer = pricing.shapes.family.steps_per_layer
+    per_layer = pricing.model.family.steps_per_layer
     depths = np.array(
-        [float(pricing.shapes.layers)]
+        [float(pricing.model.num_layers)]
         + [Program.parse(trial.proposal.key).effective_depth(per_layer) for trial in trials]
     )
     windows = np.array([np.zeros(len(original.divergences))] + [trial.measured.divergences for trial in trials])

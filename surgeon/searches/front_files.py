@@ -54,7 +54,7 @@ def _row(trial: Trial, mixture: Mixture) -> dict[str, float | str]:
     measured, program = trial.measured, Program.parse(trial.proposal.key)
     return {
         "trial": trial.number,
-        "depth": program.effective_depth(mixture.model.shapes.family.steps_per_layer),
+        "depth": program.effective_depth(mixture.model.family.steps_per_layer),
         "divergence": measured.divergence,
         "divergence_low": measured.divergence_low,
         "divergence_high": measured.divergence_high,

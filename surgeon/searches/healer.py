@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import shutil
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.provenance import FORMAT
-from surgeon.quality.data import Windows, shared_windows
+from surgeon.quality.data import Windows, load_windows, shared_windows
 from surgeon.quality.summary import estimate
 from surgeon.searches.healing import HealedProgram
 from surgeon.searches.trial import MeasuredProgram
@@ -28,6 +30,80 @@ from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
+
+
+@dataclass(frozen=True)
+class CandidateHealing:
+    """That candidates are healed before the choice among them, in a user's words; checked as it is made.
+
+    Attributes:
+        steps: of each; None: they are not healed.
+        data: text to heal on, as `load_windows` takes it.
+        batch: windows of text in a step.
+        holdout: tokens that are held out, on which they are compared; None: the default.
+
+    Raises:
+        ValueError: if healing lacks its text, or text lacks the healing, or nothing is held out.
+    """
+
+    steps: int | None = None
+    data: str | None = None
+    batch: int = 8
+    holdout: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is None:
+            if self.data is not None:
+                raise ValueError("text to heal on without a number of steps heals nothing; say how many steps")
+            return
+        if self.data is None:
+            raise ValueError(f"to heal for {self.steps} steps takes text, apart from the one that is searched on")
+        if self.holdout == 0:
+            raise ValueError(
+                f"candidates that are healed ({self.steps} steps) are compared on held-out text, and with 0 tokens "
+                "none is held out; leave that out"
+            )
+
+    def healer(self, subject: Subject, held_out: Windows | None, by: Measured, folder: Path) -> CandidateHealer | None:
+        """What heals a candidate; None if none is to be.
+
+        Args:
+            by: what candidates are compared by.
+            folder: for the checkpoints of runs.
+
+        Raises:
+            FileNotFoundError: if there is no such text.
+            ValueError: if it is too short, or not apart from the text that is searched or judged on; or if the model
+                does not fit into memory.
+        """
+        if self.steps is None or self.data is None or held_out is None:
+            return None
+        searched, window = subject.windows, subject.windows.ids.shape[1]
+        tokens = self.steps * self.batch * window
+        text = load_windows(subject.tokenizer, self.data, window, tokens, searched.separator, at_most=True)
+        if len(text.ids) < self.batch:
+            raise ValueError(
+                f"{self.data} has {len(text.ids)} windows of {window} tokens to heal on, fewer than one batch of "
+                f"{self.batch}; give more text, or a smaller batch or window"
+            )
+        for note in text.notes:
+            warnings.warn(note, stacklevel=2)
+        require_apart(text, searched, held_out)
+        settings = brief_settings(self.steps, self.batch, by)
+        texts = TrainTexts(text, held_out)
+        return CandidateHealer(subject.folder, subject.model_hash, subject.model, texts, settings, folder)
+
+    def require_layers_in_turn(self, own: Program | None) -> None:
+        """Refuse to heal candidates of a model that runs a program of its own.
+
+        Raises:
+            ValueError: if candidates are to be healed.
+        """
+        if self.steps is not None and own is not None:
+            raise ValueError(
+                "candidates are healed of models whose layers run one after the other; search without, and heal what "
+                "the recipe gives: surgeon heal recipe.yaml"
+            )
 
 
 def brief_settings(steps: int, batch: int, by: Measured) -> TrainSettings:
@@ -79,8 +155,8 @@ class CandidateHealer:
     def __post_init__(self) -> None:
         if streamed_layers(self.original) is not None:
             raise ValueError(
-                f"candidates are trained in memory, where {self.source.name} does not fit even once: leave --heal out, "
-                "or search on a machine with more memory"
+                f"candidates are trained in memory, where {self.source.name} does not fit even once: leave healing "
+                "out, or search on a machine with more memory"
             )
 
     @property

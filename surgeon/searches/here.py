@@ -8,7 +8,7 @@ model. Nothing else should run meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,10 @@ from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.limits import Limit
 from surgeon.searches.quantities import HERE, show_seconds
+from surgeon.searches.question import Question
+from surgeon.searches.study.patience import say_aside
+from surgeon.searches.trial import Trial
+from surgeon.searches.winners import RUNNERS_UP
 
 ROUNDS = 5
 
@@ -96,6 +100,41 @@ def measured_here(
 def _summary(own: Sequence[float], dense: Sequence[float]) -> TimeHere:
     speedup = median(first / second for first, second in zip(dense, own, strict=True))
     return TimeHere(median(own), min(own), max(own), speedup)
+
+
+def fast_enough_here(
+    question: Question,
+    ranked: Sequence[Trial],
+    model: str | Path,
+    ranks: int,
+    workload: Workload,
+    say: Callable[[str], None] = say_aside,
+) -> Sequence[Trial]:
+    """A ranking; where time on this machine is limited, of the first few those that are measured to keep the limits.
+
+    Args:
+        model, ranks, workload: as `measured_here` takes them.
+        say: gets a line about each that is measured.
+
+    Raises:
+        ValueError: if none of the first few does.
+    """
+    limits, dense = question.budget.limits, question.mixture.model.program
+    if not any(limit.aspect.on == HERE for limit in limits):
+        return ranked
+    programs = [Program.parse(trial.proposal.key) for trial in ranked[: RUNNERS_UP + 1]]
+    times = measured_here(model, dense, programs, ranks, workload)
+    fast = []
+    for trial, program in zip(ranked, programs, strict=False):
+        missed = missed_here(limits, program, dense, times)
+        say(f"trial {trial.number}: {missed or f'measured {times[program]}'}")
+        fast += [] if missed else [trial]
+    if not fast:
+        raise ValueError(
+            f"none of the best {len(programs)} programs keeps {question.budget} when it is measured here; ask for "
+            "less, or leave more room to the prediction"
+        )
+    return fast
 
 
 def missed_here(limits: Sequence[Limit], program: Program, dense: Program, times: Mapping[Program, TimeHere]) -> str:

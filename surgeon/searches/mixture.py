@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import ATTENTION, Program
 from surgeon.language.recipe import Expect, Recipe
+from surgeon.opened import Model
 from surgeon.searches.edit import Choice, Edit, as_choice
-from surgeon.searches.spaces.base import Claim, Searched, Space
+from surgeon.searches.spaces.base import Claim, Space
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,12 @@ class Mixture:
 
     Attributes:
         spaces: in the order in which they change the program.
+        ranks: tensor-parallel ones, that programs are to run on.
     """
 
     spaces: tuple[Space, ...]
-    model: Searched
+    model: Model
+    ranks: int = 2
 
     @cached_property
     def edits(self) -> tuple[Edit, ...]:
@@ -45,8 +48,8 @@ class Mixture:
         there = {edit.space for edit in self.edits}
         for space in self.spaces:
             if space.name not in there:
-                name, reason = self.model.shapes.name, space.obstacle(self.model)
-                raise ValueError(f"the space {space.name} has no edits of {name}: {reason}; leave it out")
+                reason = space.obstacle(self.model)
+                raise ValueError(f"the space {space.name} has no edits of {self.model.label}: {reason}; leave it out")
 
     def operations(self, choice: Iterable[Edit]) -> tuple[AppliedOperation, ...]:
         """What carries out a choice, in the order of a recipe.
@@ -59,7 +62,7 @@ class Mixture:
 
     def program(self, choice: Iterable[Edit]) -> Program:
         """The program that a choice comes to; ValueError as `operations`."""
-        program = self.model.dense
+        program = self.model.program
         for _, program in self._applied(as_choice(choice)):  # noqa: B007 - the last one is wanted
             pass
         return program
@@ -83,7 +86,7 @@ class Mixture:
             ValueError: as `operations`.
         """
         program = self.program(choice)
-        depth = program.effective_depth(self.model.shapes.family.steps_per_layer)
+        depth = program.effective_depth(self.model.family.steps_per_layer)
         expect = Expect(effective_depth=depth, sync_points=program.sync_points(2))
         return Recipe(model, self.operations(choice), expect, weights)
 
@@ -117,13 +120,13 @@ class Mixture:
     @cached_property
     def attentions_lost(self) -> dict[Edit, int]:
         """How many layers lose their attention by each edit."""
-        there = _attending(self.model.dense)
+        there = _attending(self.model.program)
         return {edit: len(there - _attending(self.program((edit,)))) for edit in self.edits}
 
     @cached_property
     def most_lost(self) -> int:
         """How many layers may lose their attention: one has to keep it."""
-        return len(_attending(self.model.dense)) - 1
+        return len(_attending(self.model.program)) - 1
 
     def is_free(self, choice: Sequence[Edit], edit: Edit) -> bool:
         """Whether an edit can be added to a choice."""
@@ -156,20 +159,19 @@ class Mixture:
     def _changes(self, edit: Edit) -> bool:
         try:
             program = self.program((edit,))
-            program.sync_points(self.model.ranks)  # which a fork may not spread over
+            program.sync_points(self.ranks)  # which a fork may not spread over
         except ValueError:
             return False
-        return program != self.model.dense
+        return program != self.model.program
 
     def _applied(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
         """The operations, each with the program after it."""
         self._require_compatible(choice)
-        program = self.model.dense
-        shapes = self.model.layer_shapes
+        program = self.model.program
         for space in self.spaces:
             edits = [edit for edit in choice if edit.space == space.name]
             for operation in space.operations(edits, program, self.model) if edits else ():
-                program = operation.apply(program, shapes, self.model.own)
+                program = operation.apply(program, self.model.shapes.layer_shapes, self.model.own)
                 yield operation, program
         if not _attending(program):
             raise ValueError(f"{', '.join(map(str, choice))}: no attention is left; a program has to keep one")

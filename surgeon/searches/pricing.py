@@ -24,6 +24,7 @@ from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Node, Program, Step, Sublayer
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, rank_work
@@ -43,19 +44,17 @@ class Pricing:
             "gather" does, since which way ranks take is measured where they run.
         workload: of latency and speedup.
         hardware: what aspects name, by that name.
-        own: the model's program, where that is not its layers one after the other.
 
     Raises:
         ValueError: if the ranks cannot run the unedited model, texts are longer than its positions, no token follows
             the first, or a hardware lacks a figure.
     """
 
-    shapes: ModelShapes
+    model: Model
     aspects: tuple[Aspect, ...]
     deployment: Deployment = field(default_factory=lambda: Deployment(2))
     workload: Workload = field(default_factory=Workload)
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
-    own: Program | None = None
 
     def __post_init__(self) -> None:
         for aspect in self.aspects:
@@ -67,14 +66,16 @@ class Pricing:
     @cached_property
     def dense(self) -> tuple[float, ...]:
         """The unedited model's costs."""
-        return tuple(self._cost(aspect, self._dense_program) for aspect in self.aspects)
+        return tuple(self._cost(aspect, self.model.program) for aspect in self.aspects)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of the hardware, one line each: that the unedited model does not fit into its memory."""
         found = []
         for name, hardware in self.hardware.items():
-            room = predict(self.shapes, self._dense_program, hardware, self.workload, self._deployed(hardware)).memory
+            room = predict(
+                self.model.shapes, self.model.program, hardware, self.workload, self._deployed(hardware)
+            ).memory
             if not room.fits:
                 ranks = self.deployment.ranks
                 each = "one rank" if ranks == 1 else f"each of {ranks} ranks"
@@ -96,7 +97,7 @@ class Pricing:
             return math.inf
 
     def _cost(self, aspect: Aspect, program: Program) -> float:
-        name, shapes = aspect.name, self.shapes
+        name, shapes = aspect.name, self.model.shapes
         if name == "depth":
             return program.effective_depth(shapes.family.steps_per_layer)
         if name == "syncs":
@@ -113,7 +114,7 @@ class Pricing:
     def _parameters(self, program: Program) -> int:
         found, sizes = set(program.sublayers()), self._sizes
         for sublayer in found - sizes.keys():
-            sizes[sublayer] = sublayer.parameters(self.shapes.layer_shapes)
+            sizes[sublayer] = sublayer.parameters(self.model.shapes.layer_shapes)
         return sum(sizes[sublayer] for sublayer in found)
 
     def _seconds(self, on: str, program: Program) -> float:
@@ -122,7 +123,7 @@ class Pricing:
         deployment = self._deployed(hardware)
 
         def seconds(part: Program) -> float:
-            return predict(self.shapes, part, hardware, self.workload, deployment).per_token
+            return predict(self.model.shapes, part, hardware, self.workload, deployment).per_token
 
         if not self._adds_up(program, hardware):
             return self._whole(program).cost(f"whole program@{on}", seconds)
@@ -145,8 +146,8 @@ class Pricing:
 
     def _uneven(self, part: Program) -> float:
         """0 where all ranks do the same; else 1."""
-        plan, forward = self._plan(part), Forward(1, 1, self.shapes.positions)
-        items = RankWork(plan, self.shapes, lambda _: plan.low_rank != "replicate").items
+        plan, forward = self._plan(part), Forward(1, 1, self.model.shapes.positions)
+        items = RankWork(plan, self.model.shapes, lambda _: plan.low_rank != "replicate").items
         done = [
             [
                 (item.operation, item.width, len(item.group)) if isinstance(item, Sent) else item
@@ -158,7 +159,7 @@ class Pricing:
         return float(any(each != done[0] for each in done))
 
     def _deployed(self, hardware: Hardware) -> Deployment:
-        return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.shapes.dtype))
+        return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.model.shapes.dtype))
 
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
         """The sum over a program's stretches of what each costs."""
@@ -181,26 +182,22 @@ class Pricing:
         return Program(tuple(self._twins[node] for node in program.nodes))
 
     def _twin(self, sublayer: Sublayer) -> Sublayer:
-        windows = self.shapes.windows
+        windows = self.model.shapes.windows
         layer = windows.index(windows[sublayer.layers[0]]) if windows else 0
         return replace(sublayer, layers=(layer,))
 
     def _plan(self, program: Program, dtype: str | None = None) -> Plan:
-        deployment, dtype = self.deployment, dtype or self.deployment.dtype or self.shapes.dtype
-        return plan_on_paper(self.shapes, program, deployment.ranks, 1, dtype, deployment.low_rank, deployment.kv)
-
-    @property
-    def _dense_program(self) -> Program:
-        return self.own or Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
+        deployment, dtype = self.deployment, dtype or self.deployment.dtype or self.model.shapes.dtype
+        return plan_on_paper(self.model.shapes, program, deployment.ranks, 1, dtype, deployment.low_rank, deployment.kv)
 
     @cached_property
     def _dense_seconds(self) -> dict[str, float]:
         timed = {aspect.on for aspect in self.aspects if aspect.on is not None}
-        return {on: self._seconds(on, self._dense_program) for on in timed}
+        return {on: self._seconds(on, self.model.program) for on in timed}
 
     @cached_property
     def _stored_bytes(self) -> int:
-        return self._plan(_ONE, self.shapes.dtype).dtype_bytes
+        return self._plan(_ONE, self.model.shapes.dtype).dtype_bytes
 
     @cached_property
     def _sizes(self) -> dict[Sublayer, int]:
@@ -220,18 +217,16 @@ class Pricing:
 
 
 def open_pricing(
-    shapes: ModelShapes,
+    model: Model,
     aspects: Iterable[Aspect],
     deployment: Deployment,
     workload: Workload,
     here: Hardware | None = None,
-    own: Program | None = None,
 ) -> Pricing:
     """A pricing of these aspects, each of them once, with the hardware that they name.
 
     Args:
         here: this machine, as it was calibrated, where an aspect is of it.
-        own: as `Pricing` takes it.
 
     Raises:
         FileNotFoundError: if there is no such hardware file.
@@ -243,7 +238,7 @@ def open_pricing(
     for name in named:
         assert name != HERE or here is not None, "this machine has to be calibrated first"
         hardware[name] = here if name == HERE and here is not None else load_hardware(name)
-    return Pricing(shapes, every, deployment, workload, hardware, own)
+    return Pricing(model, every, deployment, workload, hardware)
 
 
 @dataclass(eq=False)

@@ -267,7 +267,7 @@ class Proposer:
 
     @cached_property
     def _dense(self) -> tuple[float, ...]:
-        return self.prices(self.mixture.model.dense)
+        return self.prices(self.mixture.model.program)
 
     @cached_property
     def _savings(self) -> Numbers:

@@ -3,22 +3,138 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from surgeon.cost.hardware import Hardware
+from surgeon.cost.predict import Deployment
+from surgeon.cost.workload import Workload
+from surgeon.language.operations.within import require_whole_layers
 from surgeon.language.program import Program
+from surgeon.opened import Model
+from surgeon.runtime.comm.link import parse_link
+from surgeon.searches.front import pareto_front
 from surgeon.searches.goals import Focus, Goal, Prices, at_the_edge, evenly
-from surgeon.searches.limits import Limit, SearchBudget
+from surgeon.searches.limits import Limit, SearchBudget, aspects_of, parse_limits
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.objectives import Objective
-from surgeon.searches.quantities import Aspect
-from surgeon.searches.reach import reach
-from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.searches.objectives import Objective, aspects_to_price, parse_objectives
+from surgeon.searches.pricing import open_pricing
+from surgeon.searches.quantities import HERE, Aspect
+from surgeon.searches.reach import reach, require_reachable
+from surgeon.searches.spaces import parse_spaces
+from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
 DEPTH = Aspect("depth")
 _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What is searched for, in a user's words; a study of one setting is not gone on with under another.
+
+    Attributes:
+        space: what may change, as `parse_spaces` takes it.
+        budget: limits, as `parse_limits` takes them; None: how deep is the model really?
+        objective: what is to be small, as `parse_objectives` takes it.
+        ranks: tensor-parallel ranks, for tracks and whatever depends on them.
+        batch: for times, texts computed together.
+        prompt, new: for times, tokens of each prompt, and added to it; by default 1024 and 512, or a half and a quarter
+            of the model's positions.
+        link_delay: for times, how long a collective takes at least, such as 1ms.
+
+    Raises:
+        ValueError: if budget or objectives cannot be read, or neither is of quality.
+    """
+
+    space: str = "pair"
+    budget: str | None = None
+    objective: str = "divergence"
+    ranks: int = 2
+    batch: int = 1
+    prompt: int | None = None
+    new: int | None = None
+    link_delay: str | None = None
+
+    def __post_init__(self) -> None:
+        require_quality(self.limits, self.objectives)
+
+    @cached_property
+    def limits(self) -> tuple[Limit, ...]:
+        """Of the budget."""
+        return () if self.budget is None else parse_limits(self.budget)
+
+    @cached_property
+    def objectives(self) -> tuple[Objective, ...]:
+        """What is to be small."""
+        return parse_objectives(self.objective)
+
+    @property
+    def along(self) -> Aspect | None:
+        """The cost whose levels are looked along; None where limits say what to come down to."""
+        return looked_along(self.limits, self.objectives)
+
+    @property
+    def aspects(self) -> tuple[Aspect, ...]:
+        """The costs that have to be known."""
+        along = (self.along,) if self.along else ()
+        return (*aspects_of(self.limits), *aspects_to_price(self.objectives), *along)
+
+    @property
+    def is_timed_here(self) -> bool:
+        """Whether a cost is a time on this machine."""
+        return any(aspect.on == HERE for aspect in self.aspects)
+
+    def workload(self, positions: int) -> Workload:
+        """What is asked of a model of so many positions."""
+        prompt, new = self.prompt or min(1024, positions // 2), self.new or max(2, min(512, positions // 4))
+        return Workload(self.batch, prompt, new)
+
+    def mixture(self, model: Model) -> Mixture:
+        """The spaces on a model, of which only the configuration has to be there.
+
+        Raises:
+            ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
+        """
+        if model.own is not None:
+            try:
+                require_whole_layers(model.own, model.num_layers)
+            except ValueError as error:
+                raise ValueError(
+                    f"{model.label} is an edited model; search the one that it was made of ({error})"
+                ) from error
+        mixture = Mixture(parse_spaces(self.space, self.ranks), model, self.ranks)
+        mixture.require_edits()
+        return mixture
+
+    def priced(self, mixture: Mixture, here: Hardware | None = None) -> SearchBudget:
+        """The budget for a model.
+
+        Args:
+            here: this machine, if a cost is a time on it.
+
+        Raises:
+            FileNotFoundError, ValueError: if there is no such hardware, the link's delay is no time, the model is
+                within the budget already, the spaces do not bring it there, or lessen nothing of what is looked along.
+        """
+        model = mixture.model
+        deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
+        pricing = open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
+        for note in pricing.notes:
+            warnings.warn(note, stacklevel=2)
+        budget = SearchBudget(self.limits, pricing)
+        if budget.of_programs:
+            for note in budget.require_work():
+                warnings.warn(note, stacklevel=2)
+            require_reachable(budget, mixture)
+        if self.along is not None and not levels_of(self.along, budget, mixture):
+            raise ValueError(
+                f"nothing of the space {self.space} lessens {self.along}, along which this search would look; add a "
+                "space that does, or give a budget"
+            )
+        return budget
 
 
 @dataclass(frozen=True)
@@ -85,7 +201,7 @@ class Question:
             return math.inf
         if self.along is None or not self.budget.of_quality:
             return self.values(trial)[0]
-        dense = self.budget.pricing.price(self.along, self.mixture.model.dense)
+        dense = self.budget.pricing.price(self.along, self.mixture.model.program)
         divergence = trial.measured.divergence
         return self.price(self.along, trial) / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
 
@@ -104,11 +220,21 @@ class Question:
         known = along is None or any(objective.aspect == along for objective in self.objectives)
         return self.objectives if known else (*self.objectives, Objective(along))
 
-    def told(self, key: str, measured: MeasuredProgram) -> tuple[float, ...]:
-        """The values of `told_names` for a program's text and what was measured of it."""
+    def told(self, proposal: Proposal, measured: MeasuredProgram) -> tuple[float, ...]:
+        """The values of `told_names` for a proposal and what was measured of it."""
         known = told(self.objectives)
-        program = Program.parse(key)
+        program = Program.parse(proposal.key)
         return tuple(objective.cost(program, measured, self.budget.pricing) for objective in known)
+
+    def best_in_words(self, trials: Collection[Trial]) -> str:
+        """The best trial in a few words, or where there is no single one, how many are on the front."""
+        if self.along is not None and not self.budget.of_quality:
+            return f"{len(pareto_front([*trials], self.traded, self.budget.pricing))} on the front"
+        best = min(trials, key=lambda trial: (self.cost(trial), trial.number), default=None)
+        if best is None or math.isinf(self.cost(best)):
+            return ""
+        cost = f"{self.cost(best):.4g}" if self.along is None else self.along.show(self.price(self.along, best))
+        return f"best {cost}"
 
     def values(self, trial: Trial) -> tuple[float, ...]:
         """The objectives of a trial, less is better."""
@@ -125,7 +251,7 @@ def require_quality(limits: Sequence[Limit], objectives: Sequence[Objective]) ->
         names = ",".join(map(str, objectives))
         raise ValueError(
             f"objective {names} asks for no quality, and a model that is destroyed has least of it; limit what may be "
-            f"lost, as in --budget 'divergence<=0.02', or look for a front with --objective divergence,{names}"
+            f"lost, as in the budget divergence<=0.02, or look for a front of the objectives divergence,{names}"
         )
 
 
@@ -146,7 +272,7 @@ def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[flo
     There are none where the edits do not lessen it: late steps keep the depth, say.
     """
     nothing = replace(budget, limits=(Limit(cost, 0.0, relative=False, text=f"{cost}=0"),))
-    dense = budget.pricing.price(cost, mixture.model.dense)
+    dense = budget.pricing.price(cost, mixture.model.program)
     least = budget.pricing.price(cost, reach(nothing, mixture).program)
     if cost == DEPTH:
         return tuple(map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1)))

@@ -46,7 +46,7 @@ class Nearest:
 def reach(budget: SearchBudget, mixture: Mixture) -> Nearest:
     """The nearest to a budget's limits on programs, of which the sum of shortfalls is least."""
     if not budget.of_programs:
-        return Nearest((), mixture.model.dense, ())
+        return Nearest((), mixture.model.program, ())
     found = _build(budget, mixture, _by_integers(budget, mixture))
     while not found.met:
         better = _better(budget, mixture, found)
@@ -96,7 +96,7 @@ def _shown(budget: SearchBudget, limits: Sequence[Limit], program: Program | Non
 
 def _by_integers(budget: SearchBudget, mixture: Mixture) -> Choice:
     """The choice of least shortfall if what edits save added up."""
-    dense = np.array([budget.cost(limit, mixture.model.dense) for limit in budget.of_programs])
+    dense = np.array([budget.cost(limit, mixture.model.program) for limit in budget.of_programs])
     most = np.array([budget.most(limit) for limit in budget.of_programs])
     scale = np.where(dense > most, dense - most, most)
     edits, saved = [], []

@@ -14,6 +14,7 @@ import pandas as pd
 
 from surgeon.checkpoint.read import read_json
 from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
 from surgeon.processes.files import write_json, write_table, write_text
 from surgeon.searches.front import DepthCurve
 from surgeon.searches.healing import HealedComparison
@@ -107,7 +108,7 @@ def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
     """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
     mixture, pricing = question.mixture, question.budget.pricing
     aspects = list(dict.fromkeys([DEPTH, *pricing.aspects]))
-    dense = [pricing.price(aspect, mixture.model.dense) for aspect in aspects]
+    dense = [pricing.price(aspect, mixture.model.program) for aspect in aspects]
     rows = []
     for place, edit in enumerate(mixture.edits):
         program = mixture.program((edit,))
@@ -152,8 +153,8 @@ def write_progress(folder: Path, question: Question, terms: Terms, trials: Seque
     write_table(folder / TERMS_FILE, terms_table(question, terms), missing="")
 
 
-def write_winner(folder: Path, question: Question, winner: Winner, model: str, record: Mapping[str, Any]) -> None:
-    """Write the winner as a recipe, with what was measured in comments."""
+def write_winner(folder: Path, question: Question, winner: Winner, recipe: Recipe, record: Mapping[str, Any]) -> None:
+    """Write the winner's recipe, with what was measured in comments."""
     trial, measured, original = winner.trial, winner.trial.measured, question.original
     low, high = measured.divergence_low, measured.divergence_high
     lines = [
@@ -166,7 +167,6 @@ def write_winner(folder: Path, question: Question, winner: Winner, model: str, r
         *(["On text that the search did not see:", *winner.comparison.lines()] if winner.comparison else []),
         *(["On the same text, healed:", *winner.healing.table(), *winner.healing.lines()] if winner.healing else []),
     ]
-    recipe = question.mixture.recipe(trial.proposal.choice, model, str(record["model_hash"]))
     write_text(folder / RECIPE_FILE, "\n".join(map(_comment, lines)) + "\n" + recipe.to_yaml())
 
 

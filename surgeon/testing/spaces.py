@@ -6,37 +6,32 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
-from surgeon.models.families import FAMILIES
-from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model
 from surgeon.searches.edit import Choice, Edit, as_choice
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.spaces import SPACES, Searched, Space, parse_spaces
+from surgeon.searches.spaces import SPACES, Space, parse_spaces
 
-RANKS = 2
 _FAMILIES = ("llama", "gpt_neox")  # layers of two steps, and of one
 
 
-def searched(family: str = "llama", layers: int = 4, ranks: int = RANKS) -> Searched:
-    """A small model to search, without any weights."""
-    shapes = ModelShapes(
-        name=family,
-        family=FAMILIES[family],
-        hidden=32,
-        heads=4,
-        kv_heads=4 if family == "gpt_neox" else 2,
-        neurons=48,
-        head_dim=8,
-        vocabulary=97,
-        tied=False,
-        layers=layers,
-        positions=128,
-    )
-    return Searched(shapes, ranks)
+def small_model(family: str = "llama", layers: int = 4, **config: Any) -> Model:
+    """A small model to search, without any weights.
+
+    Args:
+        config: other sizes, as the architecture's configuration names them.
+    """
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 97}
+    sizes |= {"num_hidden_layers": layers, "max_position_embeddings": 128, "tie_word_embeddings": False}
+    if family == "llama":
+        sizes["num_key_value_heads"] = 2
+    return Model.of_config(AutoConfig.for_model(family, **(sizes | config)), family)
 
 
 class SpaceContract:
@@ -56,17 +51,17 @@ class SpaceContract:
         raise NotImplementedError("give a fixture `space` that returns an object of surgeon.searches.spaces.SPACES")
 
     @pytest.fixture(params=_FAMILIES)
-    def model(self, request: pytest.FixtureRequest) -> Searched:
+    def model(self, request: pytest.FixtureRequest) -> Model:
         """What is searched."""
-        return searched(request.param)
+        return small_model(request.param)
 
     @pytest.fixture
-    def alone(self, space: Space, model: Searched) -> Mixture:
+    def alone(self, space: Space, model: Model) -> Mixture:
         """A search of this space only."""
         return Mixture((space,), model)
 
     @pytest.fixture
-    def mixed(self, space: Space, model: Searched) -> Mixture:
+    def mixed(self, space: Space, model: Model) -> Mixture:
         """A search of this space and all others."""
         others = [other() for name, other in SPACES.items() if name != space.name]
         return Mixture(tuple(sorted((space, *others), key=lambda each: each.place)), model)
@@ -81,29 +76,29 @@ class SpaceContract:
         with pytest.raises(ValueError, match=rf"^[^\n]*\b{space.name}\b[^\n]*$"):
             parse_spaces(f"{space.name}:no-such-thing")
 
-    def test_its_edits_are_its_own(self, space: Space, model: Searched) -> None:
+    def test_its_edits_are_its_own(self, space: Space, model: Model) -> None:
         """Each is there once, lies within the model, and can be written and read."""
         edits = [*space.edits(model)]
-        assert edits or model.shapes.family.steps_per_layer == 1, "it has to have edits of layers of two steps"
+        assert edits or model.family.steps_per_layer == 1, "it has to have edits of layers of two steps"
         assert len(set(edits)) == len(edits)
         for edit in edits:
             assert edit.space == space.name
-            assert 0 <= edit.first < edit.stop <= model.layers
+            assert 0 <= edit.first < edit.stop <= model.num_layers
             assert Edit.parse(str(edit)) == edit
 
-    def test_its_edits_claim_something_of_their_layers(self, space: Space, model: Searched) -> None:
+    def test_its_edits_claim_something_of_their_layers(self, space: Space, model: Model) -> None:
         for edit in space.edits(model):
             claims = space.claims(edit)
             assert claims, f"{edit} goes together with itself"
             assert {layer for _, layer in claims} <= set(edit.layers)
 
     def test_an_edit_changes_its_layers_alone(self, alone: Mixture) -> None:
-        dense = alone.model.dense
+        dense = alone.model.program
         for edit in alone.edits:
             program = alone.program([edit])
             assert program != dense
-            steps = alone.model.shapes.family.steps_per_layer
-            before, after = edit.first * steps, (alone.model.layers - edit.stop) * steps
+            steps = alone.model.family.steps_per_layer
+            before, after = edit.first * steps, (alone.model.num_layers - edit.stop) * steps
             assert program.nodes[:before] == dense.nodes[:before], f"{edit} changes what comes before"
             assert program.nodes[len(program) - after :] == dense.nodes[len(dense) - after :], f"{edit}: what follows"
 
@@ -138,7 +133,7 @@ class SpaceContract:
             assert touched == set(range(min(touched), max(touched) + 1)), "a stretch is unbroken"
             check_choice(alone, stretch)
 
-    def test_what_it_refuses_takes_a_line(self, space: Space, model: Searched, alone: Mixture) -> None:
+    def test_what_it_refuses_takes_a_line(self, space: Space, model: Model, alone: Mixture) -> None:
         """Edits that the model cannot have are no edits of the mixture; why not is said in one line."""
         for edit in set(space.edits(model)) - set(alone.edits):
             assert len(_refusal(alone, edit).splitlines()) <= 1
@@ -170,7 +165,7 @@ def through_a_recipe(mixture: Mixture, choice: Sequence[Edit]) -> Program:
     """The program of the recipe that a choice is written as."""
     recipe = parse_recipe(Recipe("small", mixture.operations(choice)).to_yaml())
     model = mixture.model
-    return recipe.program(model.layers, model.shapes.family.steps_per_layer, model.layer_shapes)
+    return recipe.program(model.num_layers, model.family.steps_per_layer, model.shapes.layer_shapes)
 
 
 def drawn_choices(mixture: Mixture, count: int, among: Sequence[Edit] = ()) -> Iterator[Choice]:
@@ -178,7 +173,7 @@ def drawn_choices(mixture: Mixture, count: int, among: Sequence[Edit] = ()) -> I
     draw = random.Random(0)
     for _ in range(count if mixture.edits else 0):
         found = [draw.choice(among)] if among else []
-        most = draw.randint(1, mixture.model.layers * 3)
+        most = draw.randint(1, mixture.model.num_layers * 3)
         for edit in draw.sample(mixture.edits, len(mixture.edits)):
             if len(found) < most and mixture.is_free(found, edit):
                 found.append(edit)

@@ -183,9 +183,12 @@ def test_candidates_are_healed_before_the_choice(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--heal", "3"), "--heal 3 needs text to heal on, apart from --data; give it with --heal-data"),
-        (("--heal-data", "other.txt"), "--heal-data without --heal heals nothing"),
-        (("--heal", "3", "--heal-data", "other.txt", "--holdout", "0"), "--holdout 0 holds none out; leave it out"),
+        (("--heal", "3"), "to heal for 3 steps takes text, apart from the one that is searched on"),
+        (("--heal-data", "other.txt"), "text to heal on without a number of steps heals nothing"),
+        (
+            ("--heal", "3", "--heal-data", "other.txt", "--holdout", "0"),
+            "with 0 tokens none is held out; leave that out",
+        ),
     ],
 )
 def test_healing_that_makes_no_sense_is_refused_before_a_model_is_loaded(
@@ -209,7 +212,7 @@ def test_text_to_heal_on_is_apart_and_long_enough(
     assert "heal on other text" in capsys.readouterr().err
     short.write_text(tiny_text.read_text()[:250][::-1])
     assert search(tiny_checkpoint, tiny_text, output, "--heal", "3", "--heal-data", str(short)) == 1
-    assert "fewer than one batch of 8; give more text, or lower --heal-batch" in capsys.readouterr().err
+    assert "fewer than one batch of 8; give more text, or a smaller batch" in capsys.readouterr().err
     assert not (output / "trials.csv").exists()
 
 
@@ -376,7 +379,7 @@ def test_a_space_that_saves_nothing_of_what_is_looked_along(
     tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "search", "--space", "ladder") == 1
-    assert "--space ladder: nothing of it lessens depth" in capsys.readouterr().err
+    assert "nothing of the space ladder lessens depth" in capsys.readouterr().err
     assert not (tmp_path / "search").exists()
 
 
@@ -461,7 +464,7 @@ def test_native_tracks(
     capsys.readouterr()
     for more, message in {
         ("--space", "tracks"): "the space tracks has no edits of tiny-llama: the model runs a program of its own",
-        ("--heal", "2", "--heal-data", str(tiny_text)): "--heal heals candidates of models whose layers run one after",
+        ("--heal", "2", "--heal-data", str(tiny_text)): "candidates are healed of models whose layers run one after",
     }.items():
         assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "no", *more) == 1
         assert message in capsys.readouterr().err

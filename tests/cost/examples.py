@@ -52,11 +52,11 @@ SIZES: dict[str, Any] = {
 }
 
 
-def shapes(model_type: str = "llama", **config: Any) -> ModelShapes:
-    """A small model's."""
-    return model(model_type, **config).shapes
-
-
 def model(model_type: str = "llama", **config: Any) -> Model:
     """A small model, by its configuration alone."""
     return Model.of_config(AutoConfig.for_model(model_type, **(SIZES | config)), model_type)
+
+
+def shapes(model_type: str = "llama", **config: Any) -> ModelShapes:
+    """A small model's."""
+    return model(model_type, **config).shapes

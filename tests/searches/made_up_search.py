@@ -11,15 +11,12 @@ import numpy as np
 
 from surgeon.cost.predict import Deployment
 from surgeon.language.program import Program
-from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model
 from surgeon.searches.edit import Edit
-from surgeon.searches.limits import SearchBudget, aspects_of, parse_limits
-from surgeon.searches.mixture import Mixture
-from surgeon.searches.objectives import aspects_to_price, parse_objectives
+from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import Question, looked_along
+from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.search import Search
-from surgeon.searches.spaces import Searched, parse_spaces
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial
 from tests.tiny_models import tiny_model
@@ -54,15 +51,12 @@ class MadeUpEvaluator:
 
 
 def search(spaces: str, budget: str | None, objectives: str = "divergence", trials: int = 30) -> tuple[Search, Any]:
-    shapes = ModelShapes.of("tiny", tiny_model("llama", num_layers=LAYERS).config)
-    mixture = Mixture(parse_spaces(spaces), Searched(shapes))
-    limits = () if budget is None else parse_limits(budget)
-    aims = parse_objectives(objectives)
-    along = looked_along(limits, aims)
-    aspects = (*aspects_of(limits), *aspects_to_price(aims), *([along] if along else []))
-    evaluator = MadeUpEvaluator()
-    pricing = Pricing(shapes, tuple(dict.fromkeys(aspects)), Deployment(2))
-    question = Question(mixture, SearchBudget(limits, pricing), aims, evaluator.measured(0.0))
+    model = Model.of_config(tiny_model("llama", num_layers=LAYERS).config, "tiny")
+    settings, evaluator = SearchSettings(spaces, budget, objectives), MadeUpEvaluator()
+    mixture = settings.mixture(model)
+    pricing = Pricing(model, tuple(dict.fromkeys(settings.aspects)), Deployment(2))
+    budgeted = SearchBudget(settings.limits, pricing)
+    question = Question(mixture, budgeted, settings.objectives, evaluator.measured(0.0))
     alone = np.array([damage([edit]) for edit in mixture.edits])
     made: Any = evaluator
     return Search(question, Terms(alone, np.eye(len(alone))), made, trials), evaluator

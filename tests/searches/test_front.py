@@ -18,12 +18,12 @@ from surgeon.searches.front_files import write_depths, write_front
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.objectives import aspects_to_price, parse_objectives
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.spaces.base import Searched, parse_spaces
+from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
-from tests.cost.examples import shapes
+from tests.cost.examples import model
 
-EIGHT = shapes(num_hidden_layers=8)
-MIXTURE = Mixture(parse_spaces("pair,drop"), Searched(EIGHT))
+EIGHT = model(num_hidden_layers=8)
+MIXTURE = Mixture(parse_spaces("pair,drop"), EIGHT)
 OBJECTIVES = parse_objectives("divergence,depth")
 PRICING = Pricing(EIGHT, aspects_to_price(OBJECTIVES), Deployment(2), Workload(1, 5, 4))
 
@@ -135,7 +135,7 @@ def test_files_of_a_front(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "front").iterdir()) == [f"0{n}-recipe.yaml" for n in (1, 2, 3)]
     for point, name in zip(front, table["recipe"], strict=True):
         recipe = read_recipe(tmp_path / name)
-        assert str(recipe.program(8, shapes=EIGHT.layer_shapes)) == point.trial.proposal.key
+        assert str(recipe.program(8, shapes=EIGHT.shapes.layer_shapes)) == point.trial.proposal.key
         assert recipe.weights == "0" * 64
 
 
@@ -149,6 +149,6 @@ def test_the_table_of_depths(tmp_path: Path) -> None:
 
 
 def test_a_recipe_says_what_it_comes_to() -> None:
-    mixture = Mixture(parse_spaces("par:3"), Searched(EIGHT))
+    mixture = Mixture(parse_spaces("par:3"), EIGHT)
     expect = mixture.recipe((Edit(0, 3, "par"),), "m", "0" * 64).expect
     assert (expect.effective_depth, expect.sync_points) == (6, 11)  # two a layer that is alone, one for the group

@@ -89,5 +89,5 @@ def test_text_that_candidates_are_judged_by_is_refused() -> None:
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     own = healer(tmp_path)
-    with pytest.raises(ValueError, match="leave --heal out"):
+    with pytest.raises(ValueError, match="leave healing out"):
         replace(own, original=load_streamed(own.source))

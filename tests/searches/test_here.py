@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,8 +15,10 @@ from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
-from surgeon.searches.here import TimeHere, _summary, calibrate_here, measured_here, missed_here
+from surgeon.searches import here
+from surgeon.searches.here import TimeHere, _summary, calibrate_here, fast_enough_here, measured_here, missed_here
 from surgeon.searches.limits import parse_limits
+from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 
 ONE_LAYER = Program.parse("A0 F0")
@@ -67,3 +71,33 @@ def test_what_is_missed_is_said() -> None:
 def test_a_time_per_token_needs_tokens() -> None:
     with pytest.raises(ValueError, match="ask for 2 or more, not 1"):
         measured_here("demo", ONE_LAYER, [], 1, Workload(1, 8, 1))
+
+
+FOUR = Program.dense(4)
+TEXTS = ["[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]
+
+
+def trial(number: int) -> Trial:
+    measured = MeasuredProgram(9, 0.1 * number, 0.0, 1.0, 50)
+    return Trial(number, Proposal(TEXTS[number], "window", ()), measured)
+
+
+def test_every_candidate_keeps_its_limits_of_time_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speedups = dict(zip(map(Program.parse, TEXTS), (1.1, 1.4, 1.2), strict=True)) | {FOUR: 1.0}
+    times = {program: TimeHere(0.01 / speed, 0.01, 0.02, speed) for program, speed in speedups.items()}
+    monkeypatch.setattr(here, "measured_here", lambda *_: times)
+    mixture = SimpleNamespace(model=SimpleNamespace(program=FOUR))
+
+    def fast_enough(budget: str) -> list[int]:
+        question: Any = SimpleNamespace(mixture=mixture, budget=SimpleNamespace(limits=parse_limits(budget)))
+        trials = [trial(number) for number in range(3)]
+        return [one.number for one in fast_enough_here(question, trials, "model", 2, Workload(1, 8, 8))]
+
+    assert fast_enough("speedup>=1.15@here") == [1, 2]
+    assert "trial 0: speedup>=1.15@here is missed" in capsys.readouterr().err
+    assert fast_enough("speedup>=1.3@here") == [1], "a runner-up that is too slow would win on held-out text"
+    assert fast_enough("depth=3") == [0, 1, 2]
+    with pytest.raises(ValueError, match="none of the best 3 programs keeps"):
+        fast_enough("speedup>=2@here")

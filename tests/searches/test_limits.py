@@ -11,18 +11,19 @@ from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
+from surgeon.opened import Model
 from surgeon.searches.edit import Edit
 from surgeon.searches.limits import SearchBudget, aspects_of, parse_limits
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.reach import reach, require_reachable
-from surgeon.searches.spaces.base import Claim, Searched, Space, claims_of_shape, parse_spaces
+from surgeon.searches.spaces.base import Claim, Space, claims_of_shape, parse_spaces
 from surgeon.searches.spaces.pair import Pairs
 from surgeon.searches.trial import MeasuredProgram
-from tests.cost.examples import hardware, shapes
+from tests.cost.examples import hardware, model
 
-SIX = shapes(num_hidden_layers=6)
+SIX = model(num_hidden_layers=6)
 PAIR = Program.parse("A0 F0 [A1 A2] [F1 F2] A3 F3 A4 F4 A5 F5")
 
 
@@ -33,7 +34,7 @@ def budget(text: str, ranks: int = 2) -> SearchBudget:
 
 
 def mixture(spaces: str = "pair") -> Mixture:
-    return Mixture(parse_spaces(spaces), Searched(SIX))
+    return Mixture(parse_spaces(spaces), SIX)
 
 
 def measured(perplexity: float, divergence: float) -> MeasuredProgram:
@@ -193,7 +194,9 @@ def test_what_is_out_of_reach(text: str, spaces: str, said: str) -> None:
 
 def test_the_fastest_that_edits_reach_is_said() -> None:
     times = [
-        predict(SIX, Program.parse(text), hardware(launch="0"), Workload(1, 5, 4), Deployment(2, "float32")).per_token
+        predict(
+            SIX.shapes, Program.parse(text), hardware(launch="0"), Workload(1, 5, 4), Deployment(2, "float32")
+        ).per_token
         for text in (str(Program.dense(6)), "[A0 A1] [F0 F1] [A2 A3] [F2 F3] [A4 A5] [F4 F5]")
     ]
     said = f"pair brings the model from speedup 1x@l4 to speedup {times[0] / times[1]:.4g}x@l4 at the most"
@@ -206,18 +209,18 @@ class Thinner(Space):
 
     name, summary, place = "thinner", "", 90
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
-        return (Edit(layer, layer + 1, self.name) for layer in range(model.layers))
+    def edits(self, model: Model) -> Iterator[Edit]:
+        return (Edit(layer, layer + 1, self.name) for layer in range(model.num_layers))
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit)
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return (AppliedOperation("lowrank", tuple(edit.layers for edit in edits), {"keep": 0.5}),)
 
 
 def test_limits_that_exclude_each_other_are_told_from_those_out_of_reach() -> None:
-    both = Mixture((Pairs(), Thinner()), Searched(SIX))
+    both = Mixture((Pairs(), Thinner()), SIX)
     found = require_reachable(budget("depth=5,params=0.7x"), both)
     assert [edit.space for edit in found.choice].count("pair") == 1
     assert len(found.choice) == 1 + 4  # four layers at half their parameters leave two thirds

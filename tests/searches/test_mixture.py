@@ -16,7 +16,7 @@ from surgeon.models.edit import edit as edited
 from surgeon.searches.edit import Choice, Edit, as_choice
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, parse_spaces
-from surgeon.testing.spaces import check_choice, searched
+from surgeon.testing.spaces import check_choice, small_model
 from tests.checkpoint.helpers import IDS, plain_logits, relative_error
 from tests.tiny_models import tiny_model
 
@@ -25,7 +25,7 @@ WIDEST = "pair:4,par:4,ladder:sublayers,drop,order:4,tracks:8,desync,fuse,rank:0
 
 
 def mixture(spaces: str = ALL, family: str = "llama", layers: int = 6, ranks: int = 2) -> Mixture:
-    return Mixture(parse_spaces(spaces), searched(family, layers, ranks))
+    return Mixture(parse_spaces(spaces, ranks), small_model(family, layers), ranks)
 
 
 def choice(*texts: str) -> Choice:
@@ -77,15 +77,15 @@ def test_a_choice_is_a_recipe(edits: tuple[str, ...]) -> None:
     recipe = searching.recipe(choice(*edits), "demo", "ab" * 32)
     read = parse_recipe(recipe.to_yaml())
     assert (read.model, read.weights) == ("demo", "ab" * 32)
-    assert str(read.program(6, shapes=searching.model.layer_shapes)) == program
+    assert str(read.program(6, shapes=searching.model.shapes.layer_shapes)) == program
     assert read.expect.effective_depth == Program.parse(program).effective_depth()
 
 
 def test_no_edits_are_the_unedited_model() -> None:
     searching = mixture()
-    assert searching.program(()) == searching.model.dense
+    assert searching.program(()) == searching.model.program
     assert searching.operations(()) == ()
-    assert searching.recipe((), "demo").program(6) == searching.model.dense
+    assert searching.recipe((), "demo").program(6) == searching.model.program
 
 
 @pytest.mark.parametrize(

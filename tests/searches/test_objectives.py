@@ -14,7 +14,7 @@ from surgeon.searches.objectives import Objective, aspects_to_price, parse_objec
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
-from tests.cost.examples import hardware, shapes
+from tests.cost.examples import hardware, model
 
 PROGRAM = Program.parse("[A0 A1] [F0 F1] A2 F2 A3 F3")
 MEASURED = MeasuredProgram(7.5, 0.03, 0.02, 0.04, 100, more={"accuracy:piqa": 0.7})
@@ -22,7 +22,7 @@ MEASURED = MeasuredProgram(7.5, 0.03, 0.02, 0.04, 100, more={"accuracy:piqa": 0.
 
 def pricing(text: str) -> Pricing:
     aspects = aspects_to_price(parse_objectives(text))
-    return Pricing(shapes(), aspects, Deployment(2), Workload(1, 5, 4), {"l4": hardware()})
+    return Pricing(model(), aspects, Deployment(2), Workload(1, 5, 4), {"l4": hardware()})
 
 
 def test_several_objectives() -> None:

@@ -13,14 +13,14 @@ from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program, Sublayer
-from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model
 from surgeon.runtime.comm.link import Link
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
-from tests.cost.examples import hardware, shapes
+from tests.cost.examples import hardware, model
 from tests.cost.test_passes import counted_bytes
 
-SMALL = shapes()
+SMALL = model()
 LOAD = Workload(2, 5, 4)
 DENSE = Program.dense(4)
 OF_PROGRAMS = ("depth", "syncs", "params", "weight_bytes", "kv_bytes", "wire_bytes")
@@ -35,7 +35,7 @@ MIXED = [
 
 
 def priced(
-    names: tuple[str, ...] = OF_PROGRAMS, of: ModelShapes = SMALL, on: Hardware | None = None, **deployment: object
+    names: tuple[str, ...] = OF_PROGRAMS, of: Model = SMALL, on: Hardware | None = None, **deployment: object
 ) -> Pricing:
     ways = Deployment(**({"ranks": 2} | deployment))  # type: ignore[arg-type]
     aspects = tuple(Aspect(name, "hw" if name in ("latency", "speedup") else None) for name in names)
@@ -65,13 +65,14 @@ def test_edits_by_hand() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "opt", "qwen3", "phi3", "gemma2"])
 def test_families_keep_and_send_what_their_shapes_say(family: str) -> None:
-    of = shapes(family)
-    kv, per_layer = of.matrix(Sublayer("A", (0,)), "k").shape[0], of.family.steps_per_layer
+    of = model(family)
+    kv, per_layer = of.shapes.matrix(Sublayer("A", (0,)), "k").shape[0], of.family.steps_per_layer
     dense = priced(("kv_bytes", "wire_bytes", "params"), of).dense
-    assert dense[0] == of.layers * 2 * kv * 4
+    assert dense[0] == of.num_layers * 2 * kv * 4
     # Norms behind sublayers keep the sums of a step apart.
-    assert dense[1] == of.layers * per_layer * of.hidden * 4
-    assert dense[2] == of.layers * sum(outputs * inputs for outputs, inputs in of.layer_shapes.matrices.values())
+    assert dense[1] == of.num_layers * per_layer * of.shapes.hidden * 4
+    matrices = of.shapes.layer_shapes.matrices.values()
+    assert dense[2] == of.num_layers * sum(outputs * inputs for outputs, inputs in matrices)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -100,7 +101,8 @@ def test_time_adds_up_over_stretches(ranks: int) -> None:
         for program in map(Program.parse, texts):
             latency, share = pricing.prices(program)
             whole, dense = (
-                predict(SMALL, each, hard, LOAD, Deployment(ranks, "float32")).per_token for each in (program, DENSE)
+                predict(SMALL.shapes, each, hard, LOAD, Deployment(ranks, "float32")).per_token
+                for each in (program, DENSE)
             )
             assert latency == pytest.approx(whole, rel=1e-9)
             assert share == pytest.approx(whole / dense, rel=1e-9)
@@ -114,17 +116,17 @@ def test_time_that_does_not_add_up_is_predicted_whole(ways: dict[str, object]) -
     slow = hardware(launch="1e-4", collective="2e-4")
     pricing = priced(("latency",), on=slow, **ways)
     for program in map(Program.parse, [*MIXED, *UNEVEN]):
-        whole = predict(SMALL, program, slow, LOAD, Deployment(2, "float32", **ways))  # type: ignore[arg-type]
+        whole = predict(SMALL.shapes, program, slow, LOAD, Deployment(2, "float32", **ways))  # type: ignore[arg-type]
         assert pricing.prices(program) == (pytest.approx(whole.per_token, rel=1e-9),)
 
 
 def test_layers_with_windows_are_told_apart() -> None:
-    of = shapes("gemma2", sliding_window=3)
-    assert len(set(of.windows)) == 2
+    of = model("gemma2", sliding_window=3)
+    assert len(set(of.shapes.windows)) == 2
     slow, load = hardware(hop="0"), Workload(1, 50, 4)
     pricing = Pricing(of, (Aspect("latency", "hw"),), Deployment(1), load, {"hw": slow})
     for text in ("A0 F0 A2 F2", "A1 F1 A3 F3", "[A0 A1] [F0 F1]"):
-        whole = predict(of, Program.parse(text), slow, load, Deployment(1, "float32")).per_token
+        whole = predict(of.shapes, Program.parse(text), slow, load, Deployment(1, "float32")).per_token
         assert pricing.prices(Program.parse(text)) == (pytest.approx(whole, rel=1e-9),)
     assert pricing.prices(Program.parse("A0 F0 A2 F2")) != pricing.prices(Program.parse("A1 F1 A3 F3"))
 
@@ -171,7 +173,7 @@ def test_hardware_is_opened_by_name() -> None:
     pricing = open_pricing(SMALL, aspects, Deployment(2), LOAD, here=hardware())
     assert pricing.aspects == tuple(aspects[:3])
     assert pricing.hardware["h100-sxm"].name == "h100-sxm"
-    assert pricing.dense[2] == pytest.approx(predict(SMALL, DENSE, hardware(), LOAD, Deployment(2)).per_token)
+    assert pricing.dense[2] == pytest.approx(predict(SMALL.shapes, DENSE, hardware(), LOAD, Deployment(2)).per_token)
     with pytest.raises(ValueError, match="there is no hardware 'h100-sxn'; did you mean 'h100-sxm'"):
         open_pricing(SMALL, [Aspect("latency", "h100-sxn")], Deployment(2), LOAD)
 

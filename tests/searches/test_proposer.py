@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from surgeon.language.program import Program
-from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model
 from surgeon.searches.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
 from surgeon.searches.goals import Goal, evenly
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.spaces import Searched, parse_spaces
+from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
@@ -23,8 +23,8 @@ LAYERS, DEPTH = 10, 7
 
 
 def mixture(spaces: str = "pair") -> Mixture:
-    shapes = ModelShapes.of("tiny", tiny_model("llama", num_layers=LAYERS).config)
-    return Mixture(parse_spaces(spaces), Searched(shapes))
+    model = Model.of_config(tiny_model("llama", num_layers=LAYERS).config, "tiny")
+    return Mixture(parse_spaces(spaces), model)
 
 
 def true_damage(choice: Sequence[Edit]) -> float:

@@ -108,7 +108,7 @@ def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
 
 def test_a_question_without_quality_is_refused() -> None:
     for budget in (None, "depth=7"):
-        with pytest.raises(ValueError, match="--objective divergence,depth,params"):
+        with pytest.raises(ValueError, match="the objectives divergence,depth,params"):
             search("pair", budget, "depth,params")
     for limit, objectives in (
         ("divergence<=0.2", "depth"),

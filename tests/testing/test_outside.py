@@ -22,12 +22,13 @@ from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Var
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.llama import LLAMA
+from surgeon.opened import Model
 from surgeon.searches.edit import Edit
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.spaces import SPACES, Searched, Space, register
+from surgeon.searches.spaces import SPACES, Space, register
 from surgeon.searches.spaces.base import Claim, claims_of_ranks, claims_of_shape
 from surgeon.testing import FamilyContract, FormContract, OperationContract, OwnSublayers, SpaceContract
-from surgeon.testing.spaces import searched
+from surgeon.testing.spaces import small_model
 from tests.tiny_models import disturb
 
 # -- an operation --
@@ -109,13 +110,13 @@ class Merges(Space):
 
     name, summary, place = "merge", "neighbouring layers as one", 28
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
-        return (Edit(first, first + 2, self.name) for first in range(model.layers - 1))
+    def edits(self, model: Model) -> Iterator[Edit]:
+        return (Edit(first, first + 2, self.name) for first in range(model.num_layers - 1))
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit).union(*(claims_of_ranks(edit, kind) for kind in "AF"))
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return tuple(AppliedOperation("merge", (edit.layers,)) for edit in edits)
 
 
@@ -261,24 +262,24 @@ class WithRanks(Merges):
 class Wide(Merges):
     """Edits of one layer that change two."""
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
-        return (Edit(first, first + 1, self.name) for first in range(model.layers - 1))
+    def edits(self, model: Model) -> Iterator[Edit]:
+        return (Edit(first, first + 1, self.name) for first in range(model.num_layers - 1))
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return tuple(AppliedOperation("merge", (range(edit.first, edit.stop + 1),)) for edit in edits)
 
 
 class Unwritable(Merges):
     """Operations with a parameter that no recipe can have."""
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return tuple(AppliedOperation("pair", (edit.layers,), {"form": "side by side"}) for edit in edits)
 
 
 class Overlapping(Merges):
     """Stretches of edits that exclude each other."""
 
-    def stretches(self, model: Searched) -> Iterator[list[Edit]]:
+    def stretches(self, model: Model) -> Iterator[list[Edit]]:
         yield [*self.edits(model)]
 
 
@@ -296,13 +297,13 @@ def test_spaces_that_break_the_contract_fail_it(space: type[Space], test: str, m
     """And `Merges`, which keeps it, passes."""
     monkeypatch.setitem(SPACES, "merge", space)
     (name,) = (name for name in dir(SpaceContract) if name.startswith(test))
-    model = searched()
+    model = small_model()
     run_space_test(name, Merges(), model)
     with pytest.raises(AssertionError):
         run_space_test(name, space(), model)
 
 
-def run_space_test(name: str, space: Space, model: Searched) -> None:
+def run_space_test(name: str, space: Space, model: Model) -> None:
     contract = SpaceContract()
     test = getattr(contract, name)
     alone = Mixture((space,), model)

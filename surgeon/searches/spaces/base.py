@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Program
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Program
 from surgeon.searches.edit import Edit
 
 if TYPE_CHECKING:  # help texts list the spaces, and torch would take seconds
-    from surgeon.models.shapes import ModelShapes
+    from surgeon.opened import Model
 
 S = TypeVar("S", bound="type[Space]")
 Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, say, or whether its attention is late
@@ -28,35 +26,6 @@ Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, 
 SHAPE = "the steps"  # how they stand in the program
 _LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
 _RANKS = {ATTENTION: "the ranks of the attention", FEED_FORWARD: "the ranks of the MLP"}
-
-
-@dataclass(frozen=True)
-class Searched:
-    """The model that is searched.
-
-    Attributes:
-        ranks: tensor-parallel ranks it is to run on, which tracks have a slice for each of.
-        own: its program, where that is not its layers one after the other (native tracks).
-    """
-
-    shapes: ModelShapes
-    ranks: int = 2
-    own: Program | None = None
-
-    @property
-    def layers(self) -> int:
-        """How many it has."""
-        return self.shapes.layers
-
-    @cached_property
-    def layer_shapes(self) -> LayerShapes:
-        """The matrices of a layer."""
-        return self.shapes.layer_shapes
-
-    @cached_property
-    def dense(self) -> Program:
-        """Its unedited program."""
-        return self.own or Program.dense(self.shapes.layers, self.shapes.family.steps_per_layer)
 
 
 class Space(ABC):
@@ -73,8 +42,12 @@ class Space(ABC):
     place: ClassVar[int]
 
     @classmethod
-    def of(cls, argument: str) -> Self:
-        """The space as the user asks for it, with what stands behind the colon (`pair:4`), which may be nothing.
+    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
+        """The space as the user asks for it.
+
+        Args:
+            argument: what stands behind the colon (`pair:4`), which may be nothing.
+            ranks: tensor-parallel ranks that programs are to run on.
 
         Raises:
             ValueError: if it takes no such argument.
@@ -84,7 +57,7 @@ class Space(ABC):
         return cls()
 
     @abstractmethod
-    def edits(self, model: Searched) -> Iterator[Edit]:
+    def edits(self, model: Model) -> Iterator[Edit]:
         """Every edit there is; one whose operations refuse the model is left out by whoever asks."""
 
     @abstractmethod
@@ -92,7 +65,7 @@ class Space(ABC):
         """What the edit wants for itself."""
 
     @abstractmethod
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:
         """The operations that carry out these edits, which do not exclude each other, on a program.
 
         Args:
@@ -100,13 +73,13 @@ class Space(ABC):
             program: what spaces of lower place have made of the model.
         """
 
-    def obstacle(self, model: Searched) -> str:
+    def obstacle(self, model: Model) -> str:
         """Why the model can have none of the edits, where it cannot: what follows on "the space has no edits"."""
         if model.own is not None:
             return "the model runs a program of its own, whose branches have nothing that it could change"
-        return f"the model has {model.layers} layer{'s' * (model.layers != 1)}"
+        return f"the model has {model.num_layers} layer{'s' * (model.num_layers != 1)}"
 
-    def stretches(self, model: Searched) -> Iterator[list[Edit]]:
+    def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """Unbroken stretches, as papers choose them: edits side by side, from every layer on, as far as there are.
 
         As many of each one's first edits as a budget needs are a first proposal.
@@ -142,12 +115,21 @@ class SizedSpace(Space):
         self.largest = self.usual if largest is None else largest
 
     @classmethod
-    def of(cls, argument: str) -> Self:
+    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
+        return cls(cls.read_size(argument))
+
+    @classmethod
+    def read_size(cls, argument: str) -> int | None:
+        """The number behind the colon; None where there is none.
+
+        Raises:
+            ValueError: if it is none that makes sense.
+        """
         if not argument:
-            return cls()
+            return None
         if not argument.isdecimal() or len(argument) > 9 or int(argument) < cls.least:
             raise ValueError(f"{cls.name}:{argument} should say {cls.asked}, as in {cls.name}:{cls.example}")
-        return cls(int(argument))
+        return int(argument)
 
 
 def _way(edit: Edit) -> tuple[str, int]:
@@ -213,8 +195,11 @@ def register(space: S) -> S:
     return space
 
 
-def parse_spaces(text: str) -> tuple[Space, ...]:
+def parse_spaces(text: str, ranks: int = 2) -> tuple[Space, ...]:
     """Spaces as a user writes them: pair, or pair:4,ladder,rank.
+
+    Args:
+        ranks: tensor-parallel ranks that programs are to run on, of which tracks have a slice for each.
 
     Raises:
         ValueError: if one is not known, is named twice, or takes no such argument.
@@ -226,5 +211,5 @@ def parse_spaces(text: str) -> tuple[Space, ...]:
             raise ValueError(f"unknown space {name!r}; {did_you_mean(name, SPACES)}")
         if name in found:
             raise ValueError(f"the space {name} is named twice in {text!r}")
-        found[name] = SPACES[name].of(argument)
+        found[name] = SPACES[name].of(argument, ranks)
     return tuple(sorted(found.values(), key=lambda space: space.place))

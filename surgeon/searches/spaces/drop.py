@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.base import KINDS_OF, Half
@@ -11,7 +11,6 @@ from surgeon.language.program import Program
 from surgeon.searches.edit import Edit
 from surgeon.searches.spaces.base import (
     Claim,
-    Searched,
     Space,
     claims_of_late,
     claims_of_ranks,
@@ -19,6 +18,9 @@ from surgeon.searches.spaces.base import (
     joined,
     register,
 )
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
 
 
 @register
@@ -43,14 +45,14 @@ class Drops(Space):
         self.chosen = self.arguments[what]
 
     @classmethod
-    def of(cls, argument: str) -> Self:
+    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
         if argument not in cls.arguments:
             raise ValueError(f"there is no drop:{argument}; write drop, drop:layers, drop:attention or drop:mlp")
         return cls(argument)
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
+    def edits(self, model: Model) -> Iterator[Edit]:
         for option in self.chosen:
-            for layer in range(model.layers):
+            for layer in range(model.num_layers):
                 yield Edit(layer, layer + 1, self.name, option)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
@@ -58,7 +60,7 @@ class Drops(Space):
         gone = (of(edit, kind) for kind in kinds for of in (claims_of_late, claims_of_ranks))
         return claims_of_shape(edit).union(*gone)
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """One for layers, one for attentions, one for MLPs."""
         found = []
         for option, sublayers in self.options.items():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.searches.edit import Edit
-from surgeon.searches.spaces.base import ONE_STEP, Claim, Searched, Space, claims_of_shape, joined, register
+from surgeon.searches.spaces.base import ONE_STEP, Claim, Space, claims_of_shape, joined, register
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
 
 
 @register
@@ -18,16 +22,16 @@ class FusedLayers(Space):
     summary = "layers whose attention and MLP run side by side (attention || MLP)"
     place = 40
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
-        if model.shapes.family.steps_per_layer > 1:
-            for layer in range(model.layers):
+    def edits(self, model: Model) -> Iterator[Edit]:
+        if model.family.steps_per_layer > 1:
+            for layer in range(model.num_layers):
                 yield Edit(layer, layer + 1, self.name)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit)
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return (AppliedOperation("fuse_attention_mlp", joined(edit.layers for edit in edits)),)
 
-    def obstacle(self, model: Searched) -> str:  # noqa: ARG002
+    def obstacle(self, model: Model) -> str:  # noqa: ARG002
         return ONE_STEP

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.base import KINDS_OF, Half
@@ -11,13 +11,15 @@ from surgeon.language.program import Program, Step
 from surgeon.searches.edit import Edit
 from surgeon.searches.spaces.base import (
     Claim,
-    Searched,
     Space,
     claims_of_late,
     from_every_layer,
     layers_joined,
     register,
 )
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
 
 _HALVES: dict[str, Half] = {"": "both", "attention": "attention", "mlp": "mlp"}  # by an edit's option
 
@@ -40,24 +42,24 @@ class Ladder(Space):
         self.what = what
 
     @classmethod
-    def of(cls, argument: str) -> Self:
+    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
         if argument not in cls.arguments:
             raise ValueError(f"there is no ladder:{argument}; write ladder, ladder:sublayers or ladder:ranges")
         return cls(argument)
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
+    def edits(self, model: Model) -> Iterator[Edit]:
         # Where a layer is one step, its halves are late together.
-        halves = self.what == "sublayers" and model.shapes.family.steps_per_layer > 1
-        longest = model.layers if self.what == "ranges" else 1
+        halves = self.what == "sublayers" and model.family.steps_per_layer > 1
+        longest = model.num_layers if self.what == "ranges" else 1
         for option in ("attention", "mlp") if halves else ("",):
             for size in range(1, longest + 1):
-                for first in range(model.layers - size + 1):
+                for first in range(model.num_layers - size + 1):
                     yield Edit(first, first + size, self.name, option)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return frozenset().union(*(claims_of_late(edit, kind) for kind in KINDS_OF[_HALVES[edit.option]]))
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """Of whole layers, of attentions, of MLPs; with all that share a step with what is chosen."""
         wanted = {(kind, layer) for e in edits for kind in KINDS_OF[_HALVES[e.option]] for layer in e.layers}
         steps = [_parts(node) for node in program.nodes if isinstance(node, Step)]
@@ -76,7 +78,7 @@ class Ladder(Space):
             found += [AppliedOperation("ladder", layers_joined(layers), {"sublayers": half})] if layers else []
         return tuple(found)
 
-    def stretches(self, model: Searched) -> Iterator[list[Edit]]:
+    def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """Layers one by one, from every layer on; attentions alone, MLPs alone, and both."""
         edits = [edit for edit in self.edits(model) if len(edit.layers) == 1]
         options = sorted({edit.option for edit in edits})

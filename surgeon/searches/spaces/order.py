@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.searches.edit import Edit
-from surgeon.searches.spaces.base import Claim, Searched, SizedSpace, claims_of_shape, register
+from surgeon.searches.spaces.base import Claim, SizedSpace, claims_of_shape, register
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
 
 
 @register
@@ -25,17 +28,17 @@ class Orders(SizedSpace):
         "last-to-first": lambda layers: [layers[-1], *layers[:-1]],
     }
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
-        for size in range(2, min(self.largest, model.layers) + 1):
+    def edits(self, model: Model) -> Iterator[Edit]:
+        for size in range(2, min(self.largest, model.num_layers) + 1):
             options = self.orders if size > 2 else ["reversed"]  # of two layers all three are the same
             for option in options:
-                for first in range(model.layers - size + 1):
+                for first in range(model.num_layers - size + 1):
                     yield Edit(first, first + size, self.name, option)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit)
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         return tuple(
             AppliedOperation("reorder", (edit.layers,), {"order": self.orders[edit.option](edit.layers)})
             for edit in edits

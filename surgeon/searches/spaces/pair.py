@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.searches.edit import Edit
-from surgeon.searches.spaces.base import Claim, Searched, SizedSpace, claims_of_shape, joined, register
+from surgeon.searches.spaces.base import Claim, SizedSpace, claims_of_shape, joined, register
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
 
 
 class LayerGroups(SizedSpace):
@@ -21,15 +24,15 @@ class LayerGroups(SizedSpace):
     form: ClassVar[str]
     asked = "how many layers a group has at most, 2 or more"
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
-        for size in range(2, min(self.largest, model.layers) + 1):
-            for first in range(model.layers - size + 1):
+    def edits(self, model: Model) -> Iterator[Edit]:
+        for size in range(2, min(self.largest, model.num_layers) + 1):
+            for first in range(model.num_layers - size + 1):
                 yield Edit(first, first + size, self.name)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit, late=self.form == "par")
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """One of each size, neighbouring groups joined into one stretch."""
         found = []
         for size in sorted({len(edit.layers) for edit in edits}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import rank_for
@@ -12,13 +12,15 @@ from surgeon.language.program import ATTENTION, FEED_FORWARD, ROLES, Program
 from surgeon.searches.edit import Edit
 from surgeon.searches.spaces.base import (
     Claim,
-    Searched,
     Space,
     claims_of_ranks,
     from_every_layer,
     joined,
     register,
 )
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
 
 _KINDS = {"attention": ATTENTION, "mlp": FEED_FORWARD}
 
@@ -42,7 +44,7 @@ class LowRanks(Space):
         self.keeps_chosen = tuple(sorted(set(keeps), reverse=True))
 
     @classmethod
-    def of(cls, argument: str) -> Self:
+    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
         if not argument:
             return cls()
         try:
@@ -56,17 +58,17 @@ class LowRanks(Space):
             )
         return cls(keeps)
 
-    def edits(self, model: Searched) -> Iterator[Edit]:
+    def edits(self, model: Model) -> Iterator[Edit]:
         for kind in _KINDS:
             by_ranks = {tuple(_ranks(model, kind, keep).items()): keep for keep in reversed(self.keeps_chosen)}
             keeps = [keep for ranks, keep in by_ranks.items() if ranks]  # of those that come to the same, the largest
-            for keep, layer in product(reversed(keeps), range(model.layers)):
+            for keep, layer in product(reversed(keeps), range(model.num_layers)):
                 yield Edit(layer, layer + 1, self.name, f"{kind}:{keep!r}")
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_ranks(edit, _KINDS[_read(edit)[0]])
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Searched) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """One for attentions and one for MLPs, of each share."""
         found = []
         for kind, keep in sorted({_read(edit) for edit in edits}):
@@ -74,10 +76,10 @@ class LowRanks(Space):
             found.append(AppliedOperation("lowrank", layers, {"weights": [*_ranks(model, kind, keep)], "keep": keep}))
         return tuple(found)
 
-    def obstacle(self, model: Searched) -> str:  # noqa: ARG002
+    def obstacle(self, model: Model) -> str:  # noqa: ARG002
         return "two factors with such shares of its matrices' parameters save nothing"
 
-    def stretches(self, model: Searched) -> Iterator[list[Edit]]:
+    def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """One share for all, from every layer on: of attentions, of MLPs, and of both."""
         edits = [(edit, *_read(edit)) for edit in self.edits(model)]
         for wanted in dict.fromkeys(keep for _, _, keep in edits):
@@ -91,8 +93,8 @@ def _read(edit: Edit) -> tuple[str, float]:
     return kind, float(keep)
 
 
-def _ranks(model: Searched, kind: str, keep: float) -> Mapping[str, int]:
+def _ranks(model: Model, kind: str, keep: float) -> Mapping[str, int]:
     """The ranks of the matrices that two factors are smaller than."""
-    shapes = model.layer_shapes.matrices
+    shapes = model.shapes.layer_shapes.matrices
     ranks = {role: rank_for(keep, *shapes[role]) for role in ROLES[_KINDS[kind]] if role in shapes}
     return {role: rank for role, rank in ranks.items() if rank is not None}

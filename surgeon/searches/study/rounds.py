@@ -14,9 +14,9 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
@@ -37,7 +37,6 @@ STEPS = 8  # running divergences that are kept of a trial that was stopped
 SECONDS_BETWEEN_WORDS = 30.0
 SECONDS_A_TURN = 1.0
 
-Direction = Literal["minimize", "maximize"]
 Propose = Callable[[Sequence[Trial]], Sequence[Proposal]]
 Measure = Callable[[Sequence[Proposal], Sequence[Trial]], Sequence[MeasuredProgram]]
 Values = Callable[[Proposal, MeasuredProgram], Sequence[float]]
@@ -57,7 +56,7 @@ class RoundStudy:
         settings: what the study is about, as JSON values; a study of this name with others is refused.
         edits: that trials can have. Optuna's tools show each as a parameter, 0 or 1; where there are too many for that,
             as a database takes milliseconds for each, every layer, with how many edits of a trial change it.
-        objectives: "minimize" or "maximize" by name, in the order of what `values` returns.
+        objectives: names of what is to be small.
         workers: how many there are at least.
         say: gets a line about what the user should know: waiting, workers that are lost, a database that is away.
 
@@ -69,8 +68,7 @@ class RoundStudy:
     name: str
     settings: Mapping[str, Any]
     edits: Sequence[Edit] = ()
-    objectives: Mapping[str, Direction] = field(default_factory=lambda: {"divergence": "minimize"})
-    values: Values = divergence_alone
+    objectives: Sequence[str] = ("divergence",)
     workers: int = 1
     say: Say = say_aside
 
@@ -81,7 +79,7 @@ class RoundStudy:
             lambda: optuna.create_study(
                 storage=self.storage.backend,
                 study_name=self.name,
-                directions=[*self.objectives.values()],
+                directions=["minimize"] * len(self.objectives),
                 sampler=optuna.samplers.RandomSampler(seed=0),  # never asked: proposals are ours
                 load_if_exists=True,
             )
@@ -93,7 +91,9 @@ class RoundStudy:
         """The finished trials in the order in which they were asked for, whoever ran them, and whenever."""
         return _trials(self.queue.read().values())
 
-    def run(self, propose: Propose, measure: Measure, together: int = 1) -> Iterator[Trial]:
+    def run(
+        self, propose: Propose, measure: Measure, together: int = 1, values: Values = divergence_alone
+    ) -> Iterator[Trial]:
         """Run until there is nothing left to propose, with all other workers that do.
 
         Yields each trial that is finished from now on, by this worker or others, when this one learns of it.
@@ -104,6 +104,7 @@ class RoundStudy:
                 the search is over when nothing remains.
             measure: measures programs, given the finished trials of all earlier rounds.
             together: how many it is given at most; fewer where that leaves other workers without any.
+            values: of what was measured, in the order of the study's objectives.
         """
         told = {trial.proposal.key for trial in self.finished()}
         with self.queue.working():
@@ -114,7 +115,7 @@ class RoundStudy:
                 fresh = _fresh(propose(earlier), earlier)
                 if not fresh:
                     return
-                for trial in self._run_round(number, fresh, earlier, measure, together):
+                for trial in self._run_round(number, fresh, earlier, measure, together, values):
                     if trial.proposal.key not in told:
                         told.add(trial.proposal.key)
                         yield trial
@@ -137,7 +138,13 @@ class RoundStudy:
                     pause(f"another worker finds out {name}")
 
     def _run_round(
-        self, number: int, fresh: Sequence[Proposal], earlier: Sequence[Trial], measure: Measure, together: int
+        self,
+        number: int,
+        fresh: Sequence[Proposal],
+        earlier: Sequence[Trial],
+        measure: Measure,
+        together: int,
+        values: Values,
     ) -> Iterator[Trial]:
         """Work on one round until it is finished, yielding its trials as they are."""
         first, pause = len(earlier), _Pause(self.storage, self.say)
@@ -160,7 +167,7 @@ class RoundStudy:
             # Ever smaller shares: the last ones to be taken then end at about the same time.
             taken = self.queue.take(waiting, most=min(together, math.ceil(len(waiting) / crew)))
             if taken:
-                self._measure(taken, earlier, measure)
+                self._measure(taken, earlier, measure, values)
                 pause = _Pause(self.storage, self.say)
             elif not self.queue.bury():
                 pause(f"other workers run {len(left)} trials of round {number + 1}")
@@ -176,25 +183,28 @@ class RoundStudy:
             parameters = {f"layer {one:0{digits}}": sum(one in edit.layers for edit in choice) for one in layers}
         self.queue.put(proposal.key, attributes, parameters, highest)
 
-    def _measure(self, taken: Sequence[FrozenTrial], earlier: Sequence[Trial], measure: Measure) -> None:
+    def _measure(
+        self,
+        taken: Sequence[FrozenTrial],
+        earlier: Sequence[Trial],
+        measure: Measure,
+        values: Values = divergence_alone,
+    ) -> None:
         """Measure trials that this worker has taken, and tell."""
         proposals = [_proposal_of(trial) for trial in taken]
         for trial, proposal, measured in zip(taken, proposals, measure(proposals, earlier), strict=True):
-            values = [
-                _tellable(value, way)
-                for value, way in zip(self.values(proposal, measured), self.objectives.values(), strict=True)
-            ]
+            costs = [_tellable(value) for value in values(proposal, measured)]
             state = TrialState.COMPLETE if measured.whole else TrialState.PRUNED
             # As text, because infinities and NaN are nothing that JSON's readers agree on.
             told = {MEASURED: json.dumps(measured.to_json())}
-            self.queue.tell(trial, state, values, told, {} if measured.whole else _running(measured))
+            self.queue.tell(trial, state, costs, told, {} if measured.whole else _running(measured))
 
     def _last_round(self) -> int:
         """The round that was begun last: all before it are finished."""
         return max((trial.user_attrs.get(ROUND, 0) for trial in self.queue.read().values()), default=0)
 
     def _require_same_settings(self) -> None:
-        wanted = json.loads(json.dumps({**self.settings, METRICS: dict(self.objectives)}))
+        wanted = json.loads(json.dumps({**self.settings, METRICS: dict.fromkeys(self.objectives, "minimize")}))
         stored = self.queue.ask(lambda: self.study.user_attrs).get(SETTINGS)
         if stored is None:
             self.queue.ask(lambda: self.study.set_user_attr(SETTINGS, wanted))
@@ -207,7 +217,7 @@ class RoundStudy:
                 raise ValueError(
                     f"the study {self.name!r} in {self.storage.place} has another {name} "
                     f"({stored.get(name)}, not {wanted.get(name)}); give the same settings to go on with it, or "
-                    "another study (--study) or output folder to begin one"
+                    "another name of the study or output folder to begin one"
                 )
 
 
@@ -275,10 +285,9 @@ def _rounded(value: Any) -> Any:
     return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _tellable(value: float, way: str) -> float:
-    """A value as Optuna's tools can show it: one that is not finite is as bad as can be said."""
-    worst = -1e30 if way == "maximize" else 1e30
-    return value if math.isfinite(value) else worst
+def _tellable(value: float) -> float:
+    """A cost as Optuna's tools can show it: one that is not finite is as bad as can be said."""
+    return value if math.isfinite(value) else 1e30
 
 
 def _running(measured: MeasuredProgram) -> dict[int, float]:
@@ -286,4 +295,4 @@ def _running(measured: MeasuredProgram) -> dict[int, float]:
     seen = len(measured.divergences)
     steps = {max(1, round(seen * part / STEPS)) for part in range(1, STEPS + 1)} if seen else set()
     means = {step: math.fsum(measured.divergences[:step]) / step for step in sorted(steps)}
-    return {step: _tellable(mean, "minimize") for step, mean in means.items()}
+    return {step: _tellable(mean) for step, mean in means.items()}

@@ -1,19 +1,20 @@
-"""Several processes of one machine that work on one search: the command starts others like itself.
+"""Several processes of one machine that work on one search: its first one starts the others.
 
 They have nothing to do with each other but the study's storage, as processes on other machines do.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -21,8 +22,8 @@ from surgeon.processes.children import Child, when_parent_ends
 from surgeon.searches.study.patience import Say, say_aside
 from surgeon.threads import threads_per_rank
 
-FLAG = "--worker"  # which of the processes one is; users do not see it
 FOLDER = "workers"  # in the output folder: what they say
+GIVEN = "SURGEON_WORKER"  # of a worker's environment, which others cannot read: addresses may have passwords
 SECONDS_TO_END, SECONDS_TO_STOP = 20.0, 10.0  # when all is done; when they are told to stop
 
 
@@ -35,15 +36,15 @@ class WorkerProcesses:
 
     Args:
         count: of workers, this process among them.
-        program: what the interpreter is to run, as in ["-m", "surgeon.cli"].
-        command: of this process, without the interpreter and program: "search demo --budget depth=12 ...".
+        command: what the interpreter is to run, as in ["-m", "surgeon.library.search_worker"].
+        given: to each of them, as JSON values; `given_to_worker` reads it.
         folder: of the results; each worker writes what it has to say into a file in it.
     """
 
     def __init__(
-        self, count: int, program: Sequence[str], command: Sequence[str], folder: Path, say: Say = say_aside
+        self, count: int, command: Sequence[str], given: Mapping[str, Any], folder: Path, say: Say = say_aside
     ) -> None:
-        self.count, self.program, self.command = count, program, command
+        self.count, self.command, self.given = count, command, given
         self.folder, self.say = folder / FOLDER, say
         self.processes: list[Child] = []
         self._ending = False
@@ -67,18 +68,14 @@ class WorkerProcesses:
         self._stop(SECONDS_TO_END if kind is None else 0.0)
 
     def _start(self, index: int) -> None:
-        self.log(index).unlink(missing_ok=True)  # of an earlier run
-        command = [*self.program, *worker_command(self.command, index)]
-        environment = os.environ | gpu_of(index)
-        process = Child(command, self.log(index), threads_per_rank(self.count), environment=environment)
+        log = self.folder / f"{index}.log"
+        log.unlink(missing_ok=True)  # of an earlier run
+        environment = os.environ | gpu_of(index) | {GIVEN: json.dumps([index, self.given])}
+        process = Child(self.command, log, threads_per_rank(self.count), environment=environment)
         self.processes.append(process)
         watch = threading.Thread(target=self._watch, args=(index, process), daemon=True)
         watch.start()
         self._watches.append(watch)
-
-    def log(self, index: int) -> Path:
-        """What a worker has said."""
-        return self.folder / f"{index}.log"
 
     def _watch(self, index: int, process: Child) -> None:
         if process.wait() and not self._ending:
@@ -86,28 +83,26 @@ class WorkerProcesses:
 
     def _stop(self, seconds: float) -> None:
         """Give them so long to end by themselves, then interrupt them."""
-        _wait(self._watches, seconds)
+        self._wait(seconds)
         self._ending = True
         for process in self.processes:
             process.interrupt()
-        _wait(self._watches, SECONDS_TO_STOP)
+        self._wait(SECONDS_TO_STOP)
         for process in self.processes:
             process.kill()
-        _wait(self._watches, SECONDS_TO_STOP)
+        self._wait(SECONDS_TO_STOP)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait so long for all of them together."""
+        deadline = time.monotonic() + seconds
+        for watch in self._watches:
+            watch.join(max(0.0, deadline - time.monotonic()))
 
 
-def worker_command(command: Sequence[str], index: int) -> list[str]:
-    """The command line of another worker, without the program: the same, and which one it is.
-
-    Raises:
-        ValueError: if it is not one of `surgeon search`, which alone knows workers.
-    """
-    if "search" not in command:
-        raise ValueError(
-            "other workers can only be started from the command line, with surgeon search; use --workers 1"
-        )
-    behind = command.index("search") + 1
-    return [*command[:behind], FLAG, str(index), *command[behind:]]
+def given_to_worker() -> tuple[int, dict[str, Any]]:
+    """In a process that `WorkerProcesses` has started: which of them it is, from 1 on, and what it is given."""
+    index, given = json.loads(os.environ[GIVEN])
+    return index, given
 
 
 def gpu_of(index: int) -> dict[str, str]:
@@ -140,10 +135,3 @@ def interruptible(index: int) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _wait(threads: Sequence[threading.Thread], seconds: float) -> None:
-    """Wait so long for all of them together."""
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))

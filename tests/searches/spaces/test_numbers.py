@@ -11,9 +11,9 @@ from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
-from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.spaces import SPACES, Searched, parse_spaces
+from surgeon.searches.spaces import SPACES, parse_spaces
 from surgeon.testing.spaces import drawn_choices
 from tests.checkpoint.helpers import plain_logits
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -34,7 +34,7 @@ def plain_divergence(model: Any, program: Program) -> torch.Tensor:
 @pytest.mark.parametrize("family", OVERRIDES)
 def test_mixtures_are_measured_as_their_equations_say(family: str) -> None:
     model = tiny_model(family, 4, **OVERRIDES[family])
-    mixture = Mixture(parse_spaces(",".join(SPACES)), Searched(ModelShapes.of("tiny", model.config), 2))
+    mixture = Mixture(parse_spaces(",".join(SPACES)), Model.of_config(model.config, "tiny"))
     programs = list(dict.fromkeys(mixture.program(choice) for choice in drawn_choices(mixture, 10)))
     found = measure(model, IDS, share([program_of(model), *programs]), MeasureOptions(at_once=3))
     measured = {each.program: each.quality.divergence for each in found}

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 
 import pytest
 
 from surgeon.language.program import Program
+from surgeon.opened import Model
 from surgeon.searches.edit import Edit
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.spaces import Searched, parse_spaces
-from surgeon.testing.spaces import searched
+from surgeon.searches.spaces import parse_spaces
+from surgeon.testing.spaces import small_model
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_a_share_is_kept_of_every_matrix(family: str) -> None:
-    model = searched(family, 3)
+    model = small_model(family, 3, **({"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "opt" else {}))
     space = Mixture(parse_spaces("rank:0.5"), model)
-    shapes = model.layer_shapes
-    dense = model.dense.parameters(shapes)
+    shapes = model.shapes.layer_shapes
+    dense = model.program.parameters(shapes)
     left = space.program(space.edits).parameters(shapes)
     assert 0.45 * dense < left <= 0.5 * dense
     halves = [space.program([edit]).parameters(shapes) for edit in space.edits if edit.first == 0]
@@ -29,7 +29,7 @@ def test_a_share_is_kept_of_every_matrix(family: str) -> None:
 
 
 def test_one_operation_for_each_share_and_kind() -> None:
-    space = Mixture(parse_spaces("rank"), searched(layers=4))
+    space = Mixture(parse_spaces("rank"), small_model(layers=4))
     choice = map(Edit.parse, ["rank 0:1 mlp:0.6", "rank 1:2 mlp:0.6", "rank 3:4 mlp:0.6", "rank 1:2 attention:0.4"])
     assert [operation.to_yaml() for operation in space.operations(choice)] == [
         'lowrank: {layers: "1:2", weights: ["q", "k", "v", "o"], keep: 0.4}',
@@ -37,10 +37,9 @@ def test_one_operation_for_each_share_and_kind() -> None:
     ]
 
 
-def narrow(kv_heads: int, head_dim: int, neurons: int, heads: int = 4) -> Searched:
-    model = searched(layers=2)
-    shapes = replace(model.shapes, heads=heads, kv_heads=kv_heads, head_dim=head_dim, neurons=neurons)
-    return replace(model, shapes=shapes)
+def narrow(kv_heads: int, head_dim: int, neurons: int, heads: int = 4) -> Model:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    return small_model(layers=2, intermediate_size=neurons, **sizes)
 
 
 def test_matrices_that_factors_save_nothing_of_stay_whole() -> None:

@@ -9,11 +9,11 @@ import pytest
 from surgeon.searches.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, parse_spaces
-from surgeon.testing.spaces import searched
+from surgeon.testing.spaces import small_model
 
 
 def mixture(spaces: str, family: str = "llama", layers: int = 4, ranks: int = 2) -> Mixture:
-    return Mixture(parse_spaces(spaces), searched(family, layers, ranks))
+    return Mixture(parse_spaces(spaces, ranks), small_model(family, layers), ranks)
 
 
 def shown(edits: Iterable[Edit]) -> list[str]:

@@ -155,17 +155,19 @@ def test_several_objectives_and_what_is_not_finite(address: str, tmp_path: Path)
         open_storage(address or None, tmp_path, QUICK),
         "front",
         {},
-        objectives={"divergence": "minimize", "speedup": "maximize"},
-        values=lambda proposal, found: (found.divergence, math.nan if proposal.level == 1 else proposal.level or 0),
+        objectives=("divergence", "time"),
     )
+
+    def values(proposal: Proposal, found: MeasuredProgram) -> tuple[float, float]:
+        return found.divergence, math.nan if proposal.level == 1 else -(proposal.level or 0)
 
     def broken(proposals: Sequence[Proposal], _: Sequence[Trial]) -> list[MeasuredProgram]:
         infinite = replace(measured(math.inf), divergence_low=math.nan, divergence_high=math.nan)
         return [infinite if p.choice[0].first == 3 else measured(damage(p)) for p in proposals]
 
-    list(made.run(propose, broken, together=2))
+    list(made.run(propose, broken, together=2, values=values))
     stored = {trial.user_attrs["key"]: trial for trial in made.study.get_trials()}
-    assert stored["pair 3:5 lp"].values == [1e30, -1e30]
+    assert stored["pair 3:5 lp"].values == [1e30, 1e30]
     found = {trial.proposal.key: trial.measured for trial in made.finished()}
     assert found["pair 3:5 lp"].divergence == math.inf
     assert math.isnan(found["pair 3:5 lp"].divergence_low)
@@ -183,7 +185,7 @@ def test_other_settings_under_the_same_name_are_refused(address: str, tmp_path: 
     with pytest.raises(ValueError, match="another seeds \\(\\[1, 2\\], not None\\)"):
         RoundStudy(storage, "search", {"model": "a"})
     with pytest.raises(ValueError, match="another objectives"):
-        RoundStudy(storage, "search", {"model": "a", "seeds": [1, 2]}, objectives={"accuracy": "maximize"})
+        RoundStudy(storage, "search", {"model": "a", "seeds": [1, 2]}, objectives=("accuracy",))
 
 
 @on_both

@@ -7,34 +7,36 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from surgeon.searches.study.workers import WorkerProcesses, gpu_of, interruptible, worker_command
+from surgeon.searches.study.workers import WorkerProcesses, gpu_of, interruptible
 from tests.waiting import PATIENCE, wait_until
 
 # What a worker runs in these tests: it writes down what it was given, and that it was interrupted.
 CODE = """
 import os, sys, time
 from pathlib import Path
-folder, index, what = Path(sys.argv[4]), sys.argv[3], sys.argv[5]
-(folder / index).write_text(" ".join([os.environ["OMP_NUM_THREADS"], *sys.argv[1:]]))
+from surgeon.searches.study.workers import given_to_worker
+index, given = given_to_worker()
+folder, what = Path(given["folder"]), given["what"]
+(folder / str(index)).write_text(" ".join([os.environ["OMP_NUM_THREADS"], what, *sys.argv[1:]]))
 try:
     if what == "sleep": time.sleep(60)
-    if what == "fail" and index == "2": sys.exit("error: no such model")
+    if what == "fail" and index == 2: sys.exit("error: no such model")
 except KeyboardInterrupt:
-    (folder / (index + ".interrupted")).touch()
+    (folder / f"{index}.interrupted").touch()
 """
-PROGRAM = ["-c", CODE]
+COMMAND = ["-c", CODE, "a"]
 ORPHAN = """
 import sys, time
 from pathlib import Path
 from surgeon.searches.study import workers
-program = ["-c", Path(sys.argv[2]).read_text()]
-with workers.WorkerProcesses(2, program, ["search", sys.argv[1]], Path(sys.argv[1])):
+with workers.WorkerProcesses(2, ["-c", Path(sys.argv[2]).read_text(), sys.argv[1]], {}, Path(sys.argv[1])):
     time.sleep(60)
 """
 CHILD = """
@@ -43,10 +45,10 @@ from pathlib import Path
 from surgeon.searches.study.workers import interruptible
 try:
     with interruptible(1):
-        Path(sys.argv[4], "started").touch()
+        Path(sys.argv[1], "started").touch()
         time.sleep(60)
 except KeyboardInterrupt:
-    Path(sys.argv[4], "interrupted").touch()
+    Path(sys.argv[1], "interrupted").touch()
 """
 
 
@@ -57,19 +59,23 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
 
-def test_they_are_this_command_with_a_share_of_the_cores(tmp_path: Path) -> None:
+def workers(count: int, folder: Path, what: str, say: Callable[[str], None]) -> WorkerProcesses:
+    return WorkerProcesses(count, COMMAND, {"folder": str(folder), "what": what}, folder, say)
+
+
+def test_they_run_what_they_are_given_with_a_share_of_the_cores(tmp_path: Path) -> None:
     said: list[str] = []
-    with WorkerProcesses(3, PROGRAM, ["search", str(tmp_path), "end"], tmp_path, said.append) as others:
+    with workers(3, tmp_path, "end", said.append) as others:
         pass
     assert [process.returncode for process in others.processes] == [0, 0]
     for index in (1, 2):
-        assert (tmp_path / f"{index}").read_text() == f"2 search --worker {index} {tmp_path} end"
+        assert (tmp_path / f"{index}").read_text() == "2 end a"
     assert said == []
 
 
 def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
-    with WorkerProcesses(4, PROGRAM, ["search", str(tmp_path), "fail"], tmp_path, said.append) as others:
+    with workers(4, tmp_path, "fail", said.append) as others:
         wait_until(lambda: bool(said))
     number = others.processes[1].pid
     assert said == [f"worker 2 (process {number}) ended with exit code 1: error: no such model; the others go on"]
@@ -77,7 +83,7 @@ def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
 
 def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
-    others = WorkerProcesses(3, PROGRAM, ["search", str(tmp_path), "sleep"], tmp_path, said.append)
+    others = workers(3, tmp_path, "sleep", said.append)
     others.__enter__()
     wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "2").exists())
     others.processes[0].kill()
@@ -90,15 +96,9 @@ def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
 
 
 def test_one_alone_starts_nothing(tmp_path: Path) -> None:
-    with WorkerProcesses(1, PROGRAM, ["scan"], tmp_path) as others:
+    with workers(1, tmp_path, "end", print) as others:
         assert others.processes == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_a_search_can_be_started_again(tmp_path: Path) -> None:
-    assert worker_command(["search", "demo", "-o", "x"], 2) == ["search", "--worker", "2", "demo", "-o", "x"]
-    with pytest.raises(ValueError, match="from the command line, with surgeon search; use --workers 1"):
-        WorkerProcesses(2, PROGRAM, ["pytest"], tmp_path).__enter__()
 
 
 def test_they_are_interrupted_when_the_first_is_killed(tmp_path: Path) -> None:

@@ -1,0 +1,362 @@
+"""`surgeon.search`: the best change of a model under a budget, or along one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from surgeon.analysis.subject import Subject
+from surgeon.cost.hardware_file import parse_hardware
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
+from surgeon.library.opening import open_measured, warn
+from surgeon.memory import free_bytes
+from surgeon.models.edit import restore
+from surgeon.opened import Model, open_model
+from surgeon.progress import progress
+from surgeon.provenance import FORMAT
+from surgeon.quality.data import DEFAULT_TOKENS, Windows
+from surgeon.quality.held_out import held_out
+from surgeon.reports.front import draw_depths, draw_front
+from surgeon.reports.search_history import draw_search
+from surgeon.reports.search_trials import SearchedTrials
+from surgeon.searches.choosing import choose, compared_by
+from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
+from surgeon.searches.front import DepthCurve, FrontPoint, depth_curves, pareto_front
+from surgeon.searches.front_files import write_depths, write_front
+from surgeon.searches.healer import CandidateHealer, CandidateHealing
+from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
+from surgeon.searches.here import calibrate_here, fast_enough_here
+from surgeon.searches.question import DEPTH, Question, SearchSettings, told_names
+from surgeon.searches.results import (
+    RECIPE_FILE,
+    RECORD_FILE,
+    TERMS_FILE,
+    TRIALS_FILE,
+    Winner,
+    lost_trials,
+    trials_table,
+    write_progress,
+    write_record,
+    write_winner,
+)
+from surgeon.searches.search import BATCH, Search
+from surgeon.searches.study.patience import say_aside
+from surgeon.searches.study.rounds import RoundStudy
+from surgeon.searches.study.storage import StudyStorage, open_storage
+from surgeon.searches.study.workers import WorkerProcesses, interruptible
+from surgeon.searches.terms import Terms, measure_terms, work_of_terms
+from surgeon.searches.trial import Trial
+from surgeon.searches.winners import RUNNERS_UP, remeasure
+
+DEFAULT_STUDY = "search"
+WORKER = ("-P", "-m", "surgeon.library.search_worker")  # not from the current folder, in which anything may lie
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """All that a search is given beside its model, as `search` describes it; all of its workers have the same."""
+
+    data: str
+    output: str
+    trials: int
+    settings: SearchSettings
+    tokens: int
+    window: int | None
+    separator: str | None
+    memory: int | str | None
+    holdout: int | None
+    holdout_data: str | None
+    healing: CandidateHealing
+    storage: str | None
+    study: str | None
+    workers: int
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SearchOptions:
+        """The inverse of `asdict`."""
+        settings, healing = SearchSettings(**values["settings"]), CandidateHealing(**values["healing"])
+        return cls(**{**values, "settings": settings, "healing": healing})
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has found.
+
+    Attributes:
+        question: that was asked: the spaces on the model, the budget, the objectives.
+        trials: in the order in which they were asked for.
+        winner: the best, with what is known of it and of its runners-up on held-out text.
+        recipe: that makes the winner's program of the model.
+        curves: quality against depth, where that was looked along.
+        front: where there are several objectives, the trials that none is better than in all of them.
+        record: provenance, as in `search.json`.
+        files: what there is to look at, the recipe first, pictures among them.
+    """
+
+    question: Question
+    trials: tuple[Trial, ...]
+    winner: Winner
+    recipe: Recipe
+    curves: tuple[DepthCurve, ...]
+    front: tuple[FrontPoint, ...]
+    record: dict[str, Any]
+    files: tuple[Path, ...]
+
+    @property
+    def program(self) -> Program:
+        """The winner's."""
+        return Program.parse(self.winner.trial.proposal.key)
+
+    @property
+    def runners_up(self) -> tuple[Trial, ...]:
+        """The trials that the winner was compared with on held-out text."""
+        compared = self.winner.comparison
+        finalists = () if compared is None else compared.finalists
+        return tuple(one.trial for one in finalists if one.trial.number != self.winner.trial.number)
+
+    def table(self) -> pd.DataFrame:
+        """One row per trial, as in trials.csv."""
+        return trials_table(self.question, self.trials)
+
+
+def search(
+    model: str | Path | Model,
+    data: str | Path,
+    output: str | Path,
+    trials: int = 60,
+    *,
+    space: str = "pair",
+    budget: str | None = None,
+    objective: str = "divergence",
+    ranks: int = 2,
+    batch: int = 1,
+    prompt: int | None = None,
+    new: int | None = None,
+    link_delay: str | None = None,
+    holdout: int | None = None,
+    holdout_data: str | Path | None = None,
+    heal: int | None = None,
+    heal_data: str | Path | None = None,
+    heal_batch: int = 8,
+    storage: str | None = None,
+    study: str | None = None,
+    workers: int = 1,
+    tokens: int = DEFAULT_TOKENS,
+    window: int | None = None,
+    separator: str | None = None,
+    memory: int | str | None = None,
+) -> SearchResult:
+    """Search for the best change of a model; what the study has already is gone on with.
+
+    Args:
+        model: a folder, a hub name, "demo", or a model that is open.
+        data: text, as `--data` takes it.
+        output: folder for recipe.yaml, trials.csv, terms.csv, search.json and pictures; without a budget, or with
+            several objectives, a recipe for each point of the front, too.
+        trials: how many programs to try in all.
+        space: what may change, one or several by commas: "pair:4,rank"; docs/searching.md has all.
+        budget: what to come down to, several limits by commas: "depth=12"; None: how deep is the model really?
+        objective: what to make small, several by commas give a front.
+        ranks, batch, prompt, new, link_delay: what tracks and times are of, as `SearchSettings` has them.
+        holdout: tokens held out from the search, to measure the winner and the runners-up on again, by default as many
+            as are searched on; 0: none.
+        holdout_data: text to hold out in the place of what follows in the data.
+        heal: steps that the winner and the runners-up are healed for before the last choice among them, on `heal_data`,
+            in batches of `heal_batch` windows; None: they are not.
+        storage: where the study lies, by default a journal in the output folder.
+        study: its name in the storage; by default one that follows from the model and all settings.
+        workers: processes of this machine that work on it.
+        tokens: of the text, in windows of `window`; documents are apart at `separator`.
+        memory: the most that a process may take, in bytes or as text ("2GB").
+
+    Raises:
+        FileNotFoundError, ValueError: if model, text or storage cannot be used; if what is asked for cannot be had, or
+            was not found; or if the study is of something else.
+        OSError: if the folder or the storage cannot be written to.
+    """
+    options = SearchOptions(
+        str(data),
+        str(output),
+        trials,
+        SearchSettings(space, budget, objective, ranks, batch, prompt, new, link_delay),
+        tokens,
+        window,
+        separator,
+        memory,
+        holdout,
+        None if holdout_data is None else str(holdout_data),
+        CandidateHealing(heal, None if heal_data is None else str(heal_data), heal_batch, holdout),
+        storage,
+        study,
+        workers,
+    )
+    found = join_search(model, options, worker=0)
+    assert found is not None
+    return found
+
+
+def join_search(model: str | Path | Model, options: SearchOptions, worker: int) -> SearchResult | None:
+    """Work on a search until there is nothing left to try.
+
+    Args:
+        worker: which of a machine's workers this process is: the first one, 0, starts the others, and ends the search;
+            the others return None.
+    """
+    settings, healing, output = options.settings, options.healing, Path(options.output)
+    # What cannot be had is said before a large model is loaded.
+    opened = model if isinstance(model, Model) else open_model(model, weights=False)
+    mixture, own = settings.mixture(opened), opened.own
+    healing.require_layers_in_turn(own)
+    budget = None if settings.is_timed_here else settings.priced(mixture)
+    storage = open_storage(options.storage, output)
+    subject = open_measured(
+        model,
+        options.data,
+        tokens=options.tokens,
+        window=options.window,
+        separator=options.separator,
+        memory=options.memory,
+    )
+    unseen = _held_out(subject, options)
+    healer = healing.healer(subject, unseen, compared_by(settings.objectives), output / "healing")
+    if own is not None:
+        restore(subject.model)  # its program is the one that others are compared with
+    kept = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
+    evaluator = Evaluator(
+        subject.model, subject.windows, subject.memory, output, model_hash=subject.model_hash, kept=kept, own=own
+    )
+    original = evaluator.measure([mixture.model.program])[mixture.model.program]
+    given = {"model": opened.name, "options": asdict(options)}
+    others = WorkerProcesses(1 if worker else options.workers, WORKER, given, output)
+    with interruptible(worker), others:
+        study = _open_study(subject, mixture.edits, options, storage)
+        if not worker:
+            warn(lost_trials(output, study.name, storage.place, len(study.finished())))
+        if budget is None:
+            here = study.shared("here", lambda: calibrate_here(subject.folder, settings.ranks))
+            budget = settings.priced(mixture, parse_hardware(here))
+        question = Question(mixture, budget, settings.objectives, original)
+        terms = _terms(study, question, evaluator)
+        trials = _try_programs(study, question, terms, evaluator, options.trials)
+    if worker:
+        return None
+    write_progress(output, question, terms, trials)
+    record = subject.provenance(**asdict(settings), trials=len(trials), study=study.name, storage=storage.place)
+    if any(objective.is_of_few for objective in settings.objectives):
+        from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
+
+        identity = {"model_hash": subject.model_hash}
+        tasks = TaskAccuracy(subject.model, subject.tokenizer, settings.objectives, identity, output)
+        trials = tasks.of_the_best(trials)
+    return _end(question, trials, settings, subject, unseen, healer, record, output)
+
+
+def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
+    """The text to measure winners on again, with warnings of what there is to know of it; None if none is wanted."""
+    if options.holdout == 0:
+        return None
+    found = held_out(subject.tokenizer, subject.windows, options.holdout, options.holdout_data)
+    warn(note for note in found.notes if note not in subject.windows.notes)
+    return found
+
+
+def _open_study(subject: Subject, edits: Sequence[Any], options: SearchOptions, storage: StudyStorage) -> RoundStudy:
+    """The study in its storage, new or gone on with."""
+    known = {"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest}
+    known |= asdict(options.settings)
+    name = options.study or DEFAULT_STUDY
+    if options.study is None and options.storage is not None:
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        name = f"{DEFAULT_STUDY} {subject.label} {digest[:8]}"
+    objectives = told_names(options.settings.objectives)
+    return RoundStudy(storage, name, known, edits=edits, objectives=objectives, workers=options.workers)
+
+
+def _terms(study: RoundStudy, question: Question, evaluator: Evaluator) -> Terms:
+    """What edits do alone, measured by one worker for all."""
+    mixture = question.mixture
+    programs = [mixture.program((edit,)) for edit in mixture.edits]
+
+    def compute() -> Any:
+        with progress(f"search: {len(programs)} single edits", work_of_terms(evaluator, programs), "sublayers") as ran:
+            evaluator.ran = ran
+            return measure_terms(evaluator, programs).to_json()
+
+    try:
+        return Terms.from_json(study.shared("terms", compute))
+    finally:
+        evaluator.ran = lambda _: None
+
+
+def _try_programs(
+    study: RoundStudy, question: Question, terms: Terms, evaluator: Evaluator, trials: int
+) -> list[Trial]:
+    """Run all trials, with the other workers; those of earlier commands are among what is returned."""
+    searching = Search(question, terms, evaluator, trials)
+    # A study of an earlier version may have programs that are none to this one.
+    earlier = [trial for trial in study.finished() if question.mixture.allows(trial.proposal.choice)]
+    found = {trial.proposal.key: trial for trial in earlier}
+
+    with progress("search", trials, "trials", len(found), lambda: question.best_in_words(found.values())) as ran:
+        for trial in study.run(searching.propose, searching.measure, BATCH, question.told):
+            found[trial.proposal.key] = trial
+            ran(1)
+    return sorted(found.values(), key=lambda trial: trial.number)
+
+
+def _end(
+    question: Question,
+    trials: Sequence[Trial],
+    settings: SearchSettings,
+    subject: Subject,
+    unseen: Windows | None,
+    healer: CandidateHealer | None,
+    record: dict[str, Any],
+    output: Path,
+) -> SearchResult:
+    """Choose the winner, measure it again, and write and draw what was found.
+
+    Args:
+        unseen: the held-out text, if there is one.
+        healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
+    """
+    along_depth, model = question.along == DEPTH, question.mixture.model
+    curves = depth_curves(trials, question.original, question.budget.pricing) if along_depth else []
+    ranked, why = choose(question, trials, curves)
+    workload = settings.workload(model.positions)
+    first, *others = fast_enough_here(question, ranked, subject.folder, settings.ranks, workload)
+    winner = Winner(first, why)
+    if unseen is not None:
+        evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=model.own)
+        by = compared_by(question.objectives)
+        compared = remeasure(first, others[:RUNNERS_UP], model.program, evaluator.measure, by)
+        winner = Winner(compared.chosen.trial, why, compared, unseen.record())
+        if healer is not None:
+            with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
+                healed = heal_candidates(compared, healer, known, healer.how, say_aside)
+            winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
+    recipe = question.mixture.recipe(winner.trial.proposal.choice, subject.reference, subject.model_hash)
+    write_winner(output, question, winner, recipe, record)
+    write_record(output, question, winner, curves, record)
+    files = [output / name for name in (RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE, "search.png")]
+    searched = SearchedTrials(trials_table(question, trials), compared_by(question.objectives))
+    draw_search(files[-1], searched, model.num_layers, f"{subject.label}: the search")
+    if curves:
+        write_depths(output, curves)
+        files.append(output / "quality-against-depth.png")
+        draw_depths(files[-1], curves, f"{subject.label}: how deep it really is")
+    front: list[FrontPoint] = []
+    objectives, pricing = question.traded, question.budget.pricing
+    if len(objectives) > 1:
+        front = pareto_front(trials, objectives, pricing)
+        write_front(output, front, objectives, question.mixture, subject.reference, subject.model_hash)
+        files.append(output / "front.png")
+        draw_front(files[-1], front, trials, objectives, pricing, subject.label)
+    return SearchResult(question, tuple(trials), winner, recipe, tuple(curves), tuple(front), record, tuple(files))

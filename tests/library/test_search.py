@@ -1,0 +1,65 @@
+"""`surgeon.search`, and what a further worker of a search runs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surgeon
+from surgeon.cli.app import main
+from surgeon.library import search, search_worker
+from surgeon.searches.study.workers import GIVEN
+
+TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
+
+
+def test_a_search_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"budget": "depth=3", "trials": 3}
+    found = surgeon.search(surgeon.open(tiny_checkpoint), tiny_text, tmp_path / "ours", **asked, **TEXT)
+    command = ["search", str(tiny_checkpoint), "--data", str(tiny_text), "--budget", "depth=3", "--trials", "3"]
+    assert main([*command, "--tokens", "128", "--window", "32", "-o", str(tmp_path / "theirs")]) == 0
+    assert (tmp_path / "ours/trials.csv").read_bytes() == (tmp_path / "theirs/trials.csv").read_bytes()
+    assert (tmp_path / "theirs/recipe.yaml").read_text().endswith(found.recipe.to_yaml())
+    assert str(found.recipe.program(4)) == str(found.program) == found.winner.trial.proposal.key
+    assert len(found.table()) == len(found.trials) == 3
+    assert found.runners_up
+    assert found.winner.trial not in found.runners_up
+    assert all(path.is_file() for path in found.files)
+    assert (found.front, found.curves) == ((), ())
+
+
+def ended(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> object:
+    """What a worker ends with, not in the main thread, whose signals it would take."""
+    monkeypatch.setenv(GIVEN, json.dumps([1, given]))
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(search_worker.main()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_worker_joins_a_search_by_what_the_first_one_gives_it(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Noted(search.WorkerProcesses):
+        def __init__(self, _: int, command: tuple[str, ...], what: dict[str, Any], folder: Path) -> None:
+            given.append(what)
+            super().__init__(1, command, what, folder)
+
+    monkeypatch.setattr(search, "WorkerProcesses", Noted)
+    options: dict[str, Any] = {"budget": "depth=3", "trials": 2, "holdout": 0, "workers": 2}
+    found = search.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
+    options["trials"] = 3
+    (what,) = given
+    what["options"]["trials"] = 3
+    assert ended(what, monkeypatch) == 0
+    more = search.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
+    assert (len(found.trials), len(more.trials)) == (2, 3)
+    what["model"] = str(tmp_path / "nowhere")
+    assert str(ended(what, monkeypatch)).startswith(f"error: there is no model folder {tmp_path / 'nowhere'}")
