@@ -19,12 +19,11 @@ import psutil
 import torch
 import yaml
 
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.cost.fit import PRODUCTS, Figures, Fit, rising
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.samples import Round, Typical, measure_ranks, merged, steps_of_measuring
 from surgeon.models.shapes import ModelShapes
+from surgeon.opened import Model, open_model
 from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
 from surgeon.runtime.plan.checks import make_plan
@@ -75,12 +74,12 @@ class MachineCalibration:
 
 
 def plan_calibration(
-    model: str | Path, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
+    model: str | Path | Model, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
 ) -> MachineCalibration:
     """What has to be measured for a hardware file at a model's shapes.
 
     Args:
-        model: a checkpoint folder or a hub name.
+        model: a checkpoint folder, a hub name, or a model that is open.
         counts: numbers of ranks, as `check_ranks` wants them.
         device: "cpu", "cuda", or "auto".
         dtype: as `make_plan` takes it.
@@ -92,17 +91,16 @@ def plan_calibration(
     chosen = choose_device(device, max(counts))
     # What a captured graph does cannot be taken apart; on GPUs the same passes are computed without one.
     decoding = "static" if chosen == "cuda" else "auto"
-    first = make_plan(model, 1, None, device=chosen, dtype=dtype)
-    length = min(LONGEST, first.max_tokens)
+    opened = open_model(model)
+    length = min(LONGEST, make_plan(opened, 1, None, device=chosen, dtype=dtype).max_tokens)
     if length < SHORTEST:
-        raise ValueError(f"{model} takes texts of {length} tokens at most, and measuring needs {SHORTEST}")
-    plans = {count: make_plan(model, count, length, device=chosen, dtype=dtype, decoding=decoding) for count in counts}
-    shapes = ModelShapes.of(Path(model).resolve().name, read_config(Checkpoint(first.folder)))
-    return MachineCalibration(shapes, plans, chosen, rounds, WAYS[chosen])
+        raise ValueError(f"{opened.name} takes texts of {length} tokens at most, and measuring needs {SHORTEST}")
+    plans = {count: make_plan(opened, count, length, device=chosen, dtype=dtype, decoding=decoding) for count in counts}
+    return MachineCalibration(opened.shapes, plans, chosen, rounds, WAYS[chosen])
 
 
 def calibrate(
-    name: str, model: str | Path, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
+    name: str, model: str | Path | Model, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
 ) -> str:
     """A hardware file for this machine, as text; arguments and errors as of `plan_calibration`."""
     calibration = plan_calibration(model, counts, rounds, device, dtype)
@@ -133,8 +131,8 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
 
     whole = {ranks: rising(figures(ranks, merged(each, calibration.typical))) for ranks, each in measured.items()}
     rounds = {ranks: [figures(ranks, one) for one in each] for ranks, each in measured.items()}
-    made = _Document(name, calibration, whole, rounds).made()
-    text = f"{_head(calibration)}\n{yaml.safe_dump(made, sort_keys=False, width=WIDTH, default_flow_style=None)}"
+    content = _Document(name, calibration, whole, rounds).content()
+    text = f"{_head(calibration)}\n{yaml.safe_dump(content, sort_keys=False, width=WIDTH, default_flow_style=None)}"
     parse_hardware(text)
     return text
 
@@ -169,9 +167,12 @@ class _Document:
     rounds: Mapping[int, list[Figures]]
     intervals: dict[str, list[float]] = field(default_factory=dict)
 
-    def made(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """All of it."""
         plan, device = self.calibration.plans[1], self.calibration.device
+        bytes_there = (
+            psutil.virtual_memory().total if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+        )
         flops, bandwidth = self._peak(PRODUCTS), self._peak("shares.bandwidth")
         peaks = {"flops": flops, "attention": flops, "bandwidth": bandwidth, "cache": bandwidth, "copies": bandwidth}
         together = device == "cpu" and len(self.rounds) > 1
@@ -180,7 +181,7 @@ class _Document:
             "note": f"measured at the shapes of {self.calibration.shapes.name}",
             "devices": 1 if device == "cpu" else torch.cuda.device_count(),
             "device": {
-                "memory": self._memory(),
+                "memory": _rounded(float(bytes_there)),
                 "bandwidth": _rounded(bandwidth),
                 "flops": {plan.dtype: _rounded(flops)},
                 "shares": self._shares(1, "device.shares", peaks),
@@ -189,17 +190,15 @@ class _Document:
             "links": {way: self._link(way) for way in self.calibration.ways} if len(self.rounds) > 1 else {},
         }
         if together:
-            found["sharing"] = {ranks: self._sharing(ranks, peaks) for ranks in self.rounds if ranks > 1}
+            found["sharing"] = {
+                ranks: {
+                    "shares": self._shares(ranks, f"sharing.{ranks}.shares", peaks),
+                    "host": self._host(ranks, f"sharing.{ranks}.host"),
+                }
+                for ranks in self.rounds
+                if ranks > 1
+            }
         return found | {"intervals": self.intervals}
-
-    def _sharing(self, ranks: int, peaks: Mapping[str, float]) -> dict[str, Any]:
-        at = f"sharing.{ranks}"
-        return {"shares": self._shares(ranks, f"{at}.shares", peaks), "host": self._host(ranks, f"{at}.host")}
-
-    def _memory(self) -> float:
-        if self.calibration.device == "cpu":
-            return _rounded(float(psutil.virtual_memory().total))
-        return _rounded(float(torch.cuda.get_device_properties(0).total_memory))
 
     def _peak(self, prefix: str) -> float:
         """The most that all ranks together were seen to do."""
