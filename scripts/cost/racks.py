@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from surgeon.cost.hardware_file import load_hardware
-from surgeon.cost.racks import RackTraining, averaging_bytes, bubble, local, pipelined, window_tokens
+from surgeon.cost.racks import RackTraining, local, pipelined
 
 # Layers, hidden size, parameters of a layer in millions, vocabulary: Llama's shapes of the article's sizes.
 SIZES = {
@@ -53,6 +53,22 @@ def case(size: str, racks: int, microbatches: int, coda: int) -> RackTraining:
         latency=max(one.hop.at(2) for one in network.algorithms),
         coda=coda,
     )
+
+
+def bubble(racks: int, microbatches: int) -> float:
+    """The part of a pipeline's turns in which a rack waits: (p - 1) / (m + p - 1)."""
+    return (racks - 1) / (microbatches + racks - 1)
+
+
+def averaging_bytes(training: RackTraining) -> int:
+    """What a rack receives when all average their codas once: a ring's all-reduce, 2 (p - 1) / p of a coda."""
+    coda = training.coda * training.layer_parameters * training.number_bytes
+    return 2 * (training.racks - 1) * coda // training.racks
+
+
+def window_tokens(crossed: float, training: RackTraining, boundaries: int | None = None) -> float:
+    """How many tokens passed while so many bytes of stream crossed the boundaries (all of them by default) each way."""
+    return crossed / ((boundaries or training.racks - 1) * training.hidden * training.number_bytes)
 
 
 def speed_table(microbatches: int, coda: int) -> list[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -67,17 +66,6 @@ class CompressionCost:
         return perplexity(self.exact_nll), perplexity(self.compressed_nll)
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """What one rank found, by window; the numbers are the same on every rank, the bytes need not be."""
-
-    divergences: list[float]
-    exact_nll: list[float]
-    compressed_nll: list[float]
-    exact_bytes: int
-    compressed_bytes: int
-
-
 def random_windows(vocabulary: int, length: int, tokens: int, seed: int) -> list[list[int]]:
     """Windows of random token ids, of about so many tokens in all."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,37 +114,26 @@ def measure_compression(
         raise ValueError(f"there must be windows, each of 2 to {plan.max_tokens} tokens")
     if any(not 0 <= token < plan.vocabulary for window in windows for token in window):
         raise ValueError(f"token ids must lie in 0..{plan.vocabulary - 1}, the model's vocabulary")
-    found: list[_Comparison] = ranks.call(compare_on_rank, name, windows, kind)
-    return CompressionCost(
-        kind,
-        sum(len(window) - 1 for window in windows),
-        np.array(found[0].divergences),
-        np.array(found[0].exact_nll),
-        np.array(found[0].compressed_nll),
-        max(comparison.exact_bytes for comparison in found),
-        max(comparison.compressed_bytes for comparison in found),
-    )
+    found: list[CompressionCost] = ranks.call(compare_on_rank, name, windows, kind)
+    exact, compressed = (max(getattr(one, f"{which}_bytes") for one in found) for which in ("exact", "compressed"))
+    return replace(found[0], exact_bytes=exact, compressed_bytes=compressed)
 
 
 @torch.inference_mode()
-def compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Compression) -> _Comparison:
-    """Runs on a rank: run every window both ways with the weights of an engine that it keeps."""
+def compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Compression) -> CompressionCost:
+    """Runs on a rank: run every window both ways with the weights of an engine that it keeps; bytes are this rank's."""
     engine: RankEngine = rank.kept[name]
     exact = _sending(engine, lambda collectives: collectives.exact)
     compressed = _sending(engine, lambda collectives: Compressed(collectives.exact, kind))
-    divergences, exact_nll, compressed_nll = [], [], []
+    found = []
     for window in windows:
-        tokens = torch.tensor([window], dtype=torch.long, device=rank.device)
         # The last token's prediction has no token to be compared with.
         first, second = (each.text_logits(window)[:-1] for each in (exact, compressed))
-        divergence, nlls = _compare(first, second, tokens[0, 1:])
-        if math.isnan(sum(nlls)):
+        found.append(_compare(first, second, torch.tensor(window[1:], device=rank.device)))
+        if np.isnan(found[-1][1:]).any():
             raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
-        divergences.append(divergence)
-        exact_nll.append(nlls[0])
-        compressed_nll.append(nlls[1])
     sent = (each.figures.prefill.layers.bytes for each in (exact, compressed))
-    return _Comparison(divergences, exact_nll, compressed_nll, *sent)
+    return CompressionCost(kind, sum(len(window) - 1 for window in windows), *np.array(found).T, *sent)
 
 
 def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> RankEngine:
@@ -167,12 +144,13 @@ def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> R
     return other
 
 
-def _compare(exact: Tensor, changed: Tensor, targets: Tensor) -> tuple[float, tuple[float, float]]:
+def _compare(exact: Tensor, changed: Tensor, targets: Tensor) -> tuple[float, float, float]:
     """The mean divergence of predictions, (tokens, vocabulary), and each one's negative log-likelihood."""
-    divergence, nll = 0.0, [0.0, 0.0]
+    totals = [0.0, 0.0, 0.0]
     for rows in torch.arange(len(targets)).split(ROWS):
         both = [logits[rows].double().log_softmax(-1) for logits in (exact, changed)]
-        divergence += float((both[0].exp() * (both[0] - both[1])).sum())
-        for index, log_p in enumerate(both):
-            nll[index] -= float(log_p.gather(-1, targets[rows, None]).sum())
-    return divergence / len(targets), (nll[0] / len(targets), nll[1] / len(targets))
+        totals[0] += float((both[0].exp() * (both[0] - both[1])).sum())
+        for place, log_p in enumerate(both, start=1):
+            totals[place] -= float(log_p.gather(-1, targets[rows, None]).sum())
+    divergence, exact_nll, changed_nll = (total / len(targets) for total in totals)
+    return divergence, exact_nll, changed_nll

@@ -68,7 +68,6 @@ class Exchange:
     Attributes:
         what: the step whose output it sums, or the fork's join, the embedding, the head.
         group: the ranks in it.
-        vocabulary: whether it is one of the embedding or the head.
         gather: whether it is an all-gather.
         bytes: of this rank's operand, as sent.
         began: when it was started.
@@ -79,7 +78,6 @@ class Exchange:
 
     what: Step | str
     group: Group
-    vocabulary: bool
     gather: bool
     bytes: int
     began: float
@@ -200,10 +198,6 @@ class PassRecorder:
             elif what:
                 found[id(what)].waited, found[id(what)].ended = began, ended
 
-    def is_vocabulary(self, counts: Counts) -> bool:
-        """Whether what is counted here belongs to the embedding or the head."""
-        return counts is self.figures.prefill.vocabulary or counts is self.figures.decode.vocabulary
-
 
 class TimedCollectives(Collectives):
     """Other collectives, whose every call is noted."""
@@ -258,11 +252,11 @@ class TimedCollectives(Collectives):
         started = now()
         if counts.bytes == sent:
             return wait
-        vocabulary = recorder.is_vocabulary(counts)
+        figures = recorder.figures
+        vocabulary = counts is figures.prefill.vocabulary or counts is figures.decode.vocabulary
         exchange = Exchange(
             what=vocabulary_name if vocabulary else recorder.what,
             group=self.group,
-            vocabulary=vocabulary,
             gather=counts.all_gathers > gathers,
             bytes=counts.bytes - sent,
             began=began,

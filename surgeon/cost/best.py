@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from surgeon.cost.candidates import Candidate
@@ -75,46 +76,35 @@ def known_programs(model: Model, budget: Allowance, layers: range | None = None)
         )
     pairs = len(middle) // 2 if budget.depth is None else min(len(middle) // 2, int(shapes.layers - budget.depth))
     paired = range(middle.start, middle.start + 2 * pairs)
+    lp = pair(dense, paired) if pairs else dense
 
     def low(program: Program) -> Program:
         with warnings.catch_warnings():  # of matrices that stay whole, once for every program
             warnings.simplefilter("ignore")
             return lowrank(program, range(shapes.layers), shapes.layer_shapes, keep=budget.keep)
 
-    def of(name: str, ranks: int) -> Program:
-        return variant(name, dense, middle, ranks)
+    makers: dict[str, Callable[[int], Program]] = {
+        LP: lambda _: lp,
+        LADDER: lambda ranks: variant(LADDER, dense, middle, ranks),
+        LADDER_LP: lambda ranks: variant(LADDER, lp, paired, ranks),
+        FUSED: lambda ranks: variant(FUSED, dense, middle, ranks),
+        TRACKS: lambda ranks: variant(TRACKS, dense, middle, ranks),
+        LOW_RANK: lambda _: low(dense),
+        LP_LOW_RANK: lambda _: low(lp),
+        LADDER_LOW_RANK: lambda ranks: low(variant(LADDER, dense, middle, ranks)),
+    }
 
-    makers: dict[str, Callable[[int], Program]] = {LADDER: lambda ranks: of(LADDER, ranks)}
-    makers |= {name: lambda ranks, name=name: of(name, ranks) for name in (FUSED, TRACKS)}  # type: ignore[misc]
-    if pairs:
-        lp = pair(dense, paired)
-        makers |= {LP: lambda _: lp, LADDER_LP: lambda ranks: variant(LADDER, lp, paired, ranks)}
-    if budget.keep is not None:
-        makers |= {LOW_RANK: lambda _: low(dense), LADDER_LOW_RANK: lambda ranks: low(of(LADDER, ranks))}
-        if pairs:
-            makers[LP_LOW_RANK] = lambda _: low(lp)
-    chosen = [name for name in SYSTEMS if name in makers and _allowed(name, makers[name], budget, per_layer)]
+    def allowed(name: str) -> bool:
+        if (name in (LP, LADDER_LP, LP_LOW_RANK) and not pairs) or (LOW_RANK in name and budget.keep is None):
+            return False
+        if budget.allowed and name not in budget.allowed:
+            return False
+        return budget.depth is None or makers[name](2).effective_depth(per_layer) >= budget.depth
+
+    chosen = list(filter(allowed, SYSTEMS))
     if not chosen:
         raise ValueError("the budget leaves no program but the dense one; allow more, or less effective depth")
-    return [Candidate(DENSE, model, lambda _: dense)] + [Candidate(name, model, _once(makers[name])) for name in chosen]
-
-
-def _allowed(name: str, make: Callable[[int], Program], budget: Allowance, per_layer: int) -> bool:
-    if budget.allowed and name not in budget.allowed:
-        return False
-    return budget.depth is None or make(2).effective_depth(per_layer) >= budget.depth
-
-
-def _once(make: Callable[[int], Program]) -> Callable[[int], Program]:
-    """Remembers the program of each number of ranks."""
-    made: dict[int, Program] = {}
-
-    def program(ranks: int) -> Program:
-        if ranks not in made:
-            made[ranks] = make(ranks)
-        return made[ranks]
-
-    return program
+    return [Candidate(DENSE, model, lambda _: dense), *(Candidate(name, model, cache(makers[name])) for name in chosen)]
 
 
 @dataclass(frozen=True)
@@ -205,20 +195,14 @@ def reaches(found: Sequence[Choice]) -> list[Extent]:
     """Of every program, link and number of ranks: between which batches it pays."""
     result = []
     for program in dict.fromkeys(name for choice in found for name in choice.by_program):
-        for link, ranks in dict.fromkeys((choice.link, choice.ranks) for choice in found):
-            row = sorted(
-                (choice.batch, choice.by_program[program])
-                for choice in found
-                if (choice.link, choice.ranks) == (link, ranks) and program in choice.by_program
-            )
-            if row:
-                result.append(_reach(program, link, ranks, row))
+        rows: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        for choice in found:
+            if program in choice.by_program:
+                rows.setdefault((choice.link, choice.ranks), []).append((choice.batch, choice.by_program[program]))
+        for (link, ranks), row in rows.items():
+            paying = [batch for batch, speedup in sorted(row) if speedup >= PAYS]
+            starts = paying[0] if paying and paying[0] > min(row)[0] else None
+            stops = min((batch for batch, _ in row if paying and batch > paying[-1]), default=None)
+            best = max(speedup for _, speedup in row)
+            result.append(Extent(program, link, ranks, starts, stops, not paying, best))
     return result
-
-
-def _reach(program: str, link: str, ranks: int, row: Sequence[tuple[int, float]]) -> Extent:
-    paying = [batch for batch, speedup in row if speedup >= PAYS]
-    after = [batch for batch, _ in row if paying and batch > paying[-1]]
-    starts = paying[0] if paying and paying[0] > row[0][0] else None
-    stops = after[0] if after else None
-    return Extent(program, link, ranks, starts, stops, not paying, max(speedup for _, speedup in row))

@@ -57,8 +57,14 @@ class Wiring:
 
     def transfer(self, operation: Operation, size: int, group: Group) -> Transfer:
         """A collective of so many bytes of each rank, in a group of ranks."""
-        line, delay = self._emulated(operation, size, len(group))
-        seconds, writing, reading = self._seconds(operation, size, group)
+        line = delay = 0.0
+        if self.emulated is not None:  # as `EmulatedLink` has ranks send
+            others = len(group) - 1
+            sent = (2 * others / len(group) if operation == "all-reduce" else others) * size
+            line, delay = sent / self.emulated.bandwidth, self.emulated.delay
+        nodes = len({rank // self.node for rank in group})
+        used = [self.within] if nodes == 1 else [self.within, self.across]
+        seconds, writing, reading = self._seconds(operation, size, nodes, -(-len(group) // nodes))
         starting = self.host.graph if self.graphs else self.host.collective
         launched = self.host.asynchronous and not self.graphs  # by a host that goes ahead of the device
         return Transfer(
@@ -68,27 +74,11 @@ class Wiring:
             host=starting if launched else 0.0,
             writing=writing if launched else writing + starting,
             reading=reading,
-            contention=self._contention(group),
+            contention=max((link.contention for link in used if link is not None), default=0.0),
         )
 
-    def _emulated(self, operation: Operation, size: int, ranks: int) -> tuple[float, float]:
-        """Seconds of a rank's own line, and behind it; of what `EmulatedLink` has ranks send."""
-        if self.emulated is None:
-            return 0.0, 0.0
-        sent = 2 * (ranks - 1) / ranks * size if operation == "all-reduce" else (ranks - 1) * size
-        return sent / self.emulated.bandwidth, self.emulated.delay
-
-    def _contention(self, group: Group) -> float:
-        used = [self.within] if self._nodes(group) == 1 else [self.within, self.across]
-        return max((link.contention for link in used if link is not None), default=0.0)
-
-    def _nodes(self, group: Group) -> int:
-        return len({rank // self.node for rank in group})
-
-    def _seconds(self, operation: Operation, size: int, group: Group) -> Seconds:
-        """How long it takes."""
-        nodes = self._nodes(group)
-        local = -(-len(group) // nodes)
+    def _seconds(self, operation: Operation, size: int, nodes: int, local: int) -> Seconds:
+        """How long it takes among so many nodes, with so many ranks on each."""
         if nodes == 1:
             assert self.within is not None
             return best(self.within, operation, size, local)
@@ -115,20 +105,14 @@ def _seconds(algorithm: Algorithm, bandwidth: float, operation: Operation, size:
     once = size / (bandwidth * algorithm.share.at(ranks))  # seconds of sending an operand once
     if algorithm.kind == "shared-memory":
         return Seconds(0.0, once, base + hop * (ranks - 1) + ranks * once)
-    messages, sent = (_reduce if operation == "all-reduce" else _gather)(algorithm.kind, ranks)
+    others, levels = ranks - 1, math.ceil(math.log2(ranks))
+    # Messages that wait for each other, and how often a rank's bytes are sent.
+    reduce = {
+        "ring": (2 * others, 2 * others / ranks),
+        "tree": (2 * levels, 2),
+        "one-shot": (1, others),
+        "sharp": (1, 1),
+    }
+    gather = {"ring": (others, others), "tree": (levels, others), "one-shot": (1, others), "sharp": (1, others)}
+    messages, sent = (reduce if operation == "all-reduce" else gather)[algorithm.kind]
     return Seconds(base + messages * hop + sent * once)
-
-
-def _reduce(kind: str, ranks: int) -> tuple[float, float]:
-    """Messages that wait for each other, and how often a rank's bytes are sent."""
-    if kind == "ring":
-        return 2 * (ranks - 1), 2 * (ranks - 1) / ranks
-    if kind == "tree":
-        return 2 * math.ceil(math.log2(ranks)), 2.0
-    return 1, ranks - 1.0 if kind == "one-shot" else 1.0
-
-
-def _gather(kind: str, ranks: int) -> tuple[float, float]:
-    if kind == "ring":
-        return ranks - 1, ranks - 1.0
-    return math.ceil(math.log2(ranks)) if kind == "tree" else 1, ranks - 1.0

@@ -151,19 +151,3 @@ def local(training: RackTraining) -> Update:
     seconds = training.microbatches * turn
     crossing = training.microbatches * training.message if training.racks > 1 else 0
     return Update(seconds, 1 - computed / turn, crossing, 0, 1)
-
-
-def bubble(racks: int, microbatches: int) -> float:
-    """The part of a pipeline's turns in which a rack waits: (p - 1) / (m + p - 1)."""
-    return (racks - 1) / (microbatches + racks - 1)
-
-
-def averaging_bytes(training: RackTraining) -> int:
-    """What a rack receives when all average their codas once: a ring's all-reduce, 2 (p - 1) / p of a coda."""
-    coda = training.coda * training.layer_parameters * training.number_bytes
-    return 2 * (training.racks - 1) * coda // training.racks
-
-
-def window_tokens(crossed: float, training: RackTraining, boundaries: int | None = None) -> float:
-    """How many tokens passed while so many bytes of stream crossed the boundaries (all of them by default) each way."""
-    return crossed / ((boundaries or training.racks - 1) * training.hidden * training.number_bytes)

@@ -427,7 +427,7 @@ def test_rows_of_a_trace_do_not_overlap(traced: dict[str, Any]) -> None:
 
 
 def exchange(began: float, started: float, ended: float, size: int = 100) -> Exchange:
-    return Exchange("A0", (0, 1), False, False, size, began, started, started, ended)
+    return Exchange("A0", (0, 1), False, size, began, started, started, ended)
 
 
 def with_exchanges(*exchanges: Exchange) -> PassTiming:

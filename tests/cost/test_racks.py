@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from surgeon.cost.racks import BACKWARD, RackTraining, averaging_bytes, bubble, local, pipelined, window_tokens
+from scripts.cost.racks import averaging_bytes, bubble, window_tokens
+from surgeon.cost.racks import BACKWARD, RackTraining, local, pipelined
 from tests.cost.examples import hardware, shapes
 
 # A head of one row costs next to nothing, so that racks are alike.
