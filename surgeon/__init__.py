@@ -3,7 +3,7 @@
     import surgeon
     model = surgeon.open("meta-llama/Llama-2-7b-hf")    # its configuration and the headers of its files, no weights
     scan = surgeon.scan(model, "text.txt", "runs/scan", operations=["lp"])    # what `surgeon scan` does
-    print(scan.table)
+    print(scan.table())
     loaded = surgeon.load("meta-llama/Llama-2-7b-hf")    # a `transformers` model
     surgeon.edit(loaded, pair="1:7")    # or a program's text, or the path of a recipe
     surgeon.restore(loaded)

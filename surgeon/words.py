@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
@@ -41,6 +41,12 @@ def with_intervals(row: Any, names: Iterable[str] = ("perplexity", "divergence")
         if f"{name}_low" in row and f"{name}_high" in row:
             texts.append(interval(row[f"{name}_low"], row[f"{name}_high"]))
     return texts
+
+
+def known(row: Any, name: str) -> str:
+    """A value with its 95% interval in brackets, if the table has one and it is known."""
+    ends = interval(row.get(f"{name}_low"), row.get(f"{name}_high"))
+    return number(row[name]) + (f" (95%: {ends})" if ends else "")
 
 
 def interval_heads(columns: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:
@@ -106,3 +112,25 @@ def listed(parts: Iterable[str], joining: str = "and") -> str:
 def plural(count: int, noun: str) -> str:
     """A count with its noun: "1 layer", "12 layers"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def times(value: float) -> str:
+    """How many times: two decimals; a dash where there is none."""
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def three_digits(value: float) -> str:
+    """Three digits, or more before the point; a dash where there is no number."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.0f}" if value >= 99.95 or value < 1e-6 else f"{value:#.3g}"
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Lines of cells as columns for a terminal, of which some stand on the left and the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def place(cell: str, column: int) -> str:
+        return cell.ljust(widths[column]) if column in left else cell.rjust(widths[column])
+
+    return "\n".join("  ".join(map(place, line, range(len(widths)))).rstrip() for line in lines)

@@ -32,7 +32,7 @@ from surgeon.analysis.factors.calibration import load_calibration
 from surgeon.analysis.factors.corrections import corrected_ranks, ranked
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
-from surgeon.analysis.factors.matrices import Matrices, Matrix, parse_ranks
+from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.factors.rank_recipe import RankBudget, Share
 from surgeon.analysis.spectrum import request, spectrum
@@ -46,6 +46,7 @@ from surgeon.models.weights.whitening import SecondMoment
 from surgeon.processes.files import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import estimate
+from surgeon.results.spectrum import parse_ranks
 
 DAMAGE_RANKS = "1/16,1/8,1/4,3/8,1/2,5/8"
 

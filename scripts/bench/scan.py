@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.cells import Table
 from rich.console import Console
-from rich.table import Table
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional
@@ -42,13 +42,14 @@ from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE
 from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
-from surgeon.analysis.scan import Scan, scan
+from surgeon.analysis.scan import scan
 from surgeon.analysis.screen import HOPELESS
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_inputs
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows, load_windows
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
+from surgeon.results.scan import Scan
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells
@@ -167,13 +168,13 @@ def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: i
     selection = select(list(SCANNED), model.config.num_hidden_layers, every=every)
     found, ours = _timed(lambda: _scan(model, windows, selection, True))
     full = _scan(model, windows, selection, False)
-    good = full.table["perplexity"] < HOPELESS * full.base_perplexity
-    rank = stats.spearmanr(full.table["perplexity"][good], found.table["perplexity"][good]).statistic
-    used = found.table["tokens"].mean() / full.table["tokens"].max()
+    good = full.cells["perplexity"] < HOPELESS * full.base_perplexity
+    rank = stats.spearmanr(full.cells["perplexity"][good], found.cells["perplexity"][good]).statistic
+    used = found.cells["tokens"].mean() / full.cells["tokens"].max()
     record = found.record
     loop_sublayers, sublayers = record["sublayers_of_a_loop"]["total"], record["sublayers_run"]["total"]
     note = f"rank correlation {rank:.4f} over {good.sum()} cells, {used:.0%} of the tokens"
-    return Row("five, --screen", len(found.table), *_loops(rows), ours, loop_sublayers, sublayers, note)
+    return Row("five, --screen", len(found.cells), *_loops(rows), ours, loop_sublayers, sublayers, note)
 
 
 def _scan(model: PreTrainedModel, windows: Windows, selection: Any, screen: bool) -> Scan:

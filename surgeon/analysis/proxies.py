@@ -15,85 +15,51 @@ Every proxy is so made that more of it should mean more damage. A stretch of lay
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from surgeon.analysis.correlation import rank_correlation
-from surgeon.analysis.scan import CELLS
-from surgeon.analysis.scan import RECORD as SCAN_RECORD
-from surgeon.analysis.sensitivity import RECORD as SENSITIVITY_RECORD
-from surgeon.analysis.sensitivity import TABLE as PAIRS
-from surgeon.analysis.similarity import CKA_COLUMNS, Similarity
-from surgeon.checkpoint.read import read_json
-from surgeon.errors import did_you_mean
+from surgeon.analysis.similarity import CKA_COLUMNS
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.processes.files import write_table
+from surgeon.results.scan import Scan
+from surgeon.results.similarity import Similarity
+from surgeon.results.tolerance import ScanTable
 
-PROXIES_TABLE = "proxies.csv"
 DAMAGES = ("divergence", "log_perplexity_ratio")
 PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")  # of sensitivity.csv
 LAYER_SUMS = ("block_influence", "attention_size", "mlp_size")
-_NEEDED = ("operation", "first", "last", "perplexity", "divergence")
 
 Values = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class MeasuredScan:
-    """A finished scan.
-
-    Attributes:
-        cells: `operation`, `first`, `last` and the two damages, `divergence` and `log_perplexity_ratio` (the log of
-            perplexity over that of the unedited model). Left out are stretches on which an operation changes
-            nothing, or the same as on the stretch that is one layer shorter.
-        source: where it is, and the text it was measured on, for a record.
-    """
-
-    cells: pd.DataFrame
-    source: dict[str, Any]
-
-
-def read_scan(folder: Path, model_hash: str) -> MeasuredScan:
-    """Read the results of `surgeon scan`.
+def read_scan(folder: Path, model_hash: str) -> Scan:
+    """Read what `surgeon scan` has found of a model.
 
     Raises:
         FileNotFoundError: if the folder holds none.
-        ValueError: if the scan is of another model, or a file of it is damaged.
+        ValueError: if the scan is of another model, has no map over stretches, or a file of it is damaged.
     """
-    record = read_json(_existing(folder, SCAN_RECORD, "scan"))
-    _check_model(folder, "scan", record, model_hash)
-    cells = _read_table(_existing(folder, CELLS, "scan"), _NEEDED)
-    for name in cells["operation"].unique():
-        if name not in HEATMAPS:
-            raise ValueError(f"{folder / CELLS} has an unknown operation {name!r}; {did_you_mean(str(name), HEATMAPS)}")
+    found = Scan.read(folder, model_hash)
     # Only cells of stretches can be told by what lies between layers.
-    cells = cells[[HEATMAPS[str(name)].varied is None for name in cells["operation"]]].reset_index(drop=True)
-    if cells.empty:
-        raise ValueError(f"{folder / CELLS} has no map over stretches of layers; scan one, such as --operation prune")
-    base = record.get("base_perplexity")
-    if not isinstance(base, int | float) or not base > 0:
-        raise ValueError(f"{folder / SCAN_RECORD} has no base_perplexity above 0; run surgeon scan again")
-    with np.errstate(divide="ignore"):
-        cells["log_perplexity_ratio"] = np.log(cells["perplexity"].to_numpy(np.float64) / base)
-    text = {name: record.get(name) for name in ("data", "data_hash", "window", "tokens")}
-    return MeasuredScan(_changing(cells, base), {"folder": str(folder)} | text)
+    if all(HEATMAPS[str(name)].varied is not None for name in found.cells["operation"]):
+        raise ValueError(
+            f"{folder / 'cells.csv'} has no map over stretches of layers; scan one, such as --operation prune"
+        )
+    return found
 
 
-def read_pairs(folder: Path, model_hash: str) -> pd.DataFrame:
-    """Read the results of `surgeon sensitivity`, one row per pair of neighbouring layers.
+def damages(scan: Scan) -> pd.DataFrame:
+    """The cells of stretches that measure something of their own, with both damages.
 
-    Raises:
-        FileNotFoundError: if the folder holds none.
-        ValueError: if they are of another model, or a file is damaged.
+    Returns:
+        As `ScanTable` has them, with `log_perplexity_ratio`, the log of perplexity over that of the unedited model.
     """
-    record = read_json(_existing(folder, SENSITIVITY_RECORD, "sensitivity"))
-    _check_model(folder, "sensitivity", record, model_hash)
-    return _read_table(_existing(folder, PAIRS, "sensitivity"), ("first", "last", *PAIR_COLUMNS))
+    cells = ScanTable.of(scan).cells.reset_index(drop=True)
+    with np.errstate(divide="ignore"):
+        return cells.assign(log_perplexity_ratio=np.log(cells["ratio"].to_numpy(np.float64)))
 
 
 def readers(operation: str, first: int, last: int, num_layers: int) -> list[int]:
@@ -119,7 +85,7 @@ def proxy_values(
 
     Args:
         cells: with `operation`, `first`, `last`.
-        pairs: as `read_pairs` returns them.
+        pairs: of neighbouring layers, as a `Sensitivity` has them.
 
     Returns:
         Arrays of (cells,); NaN where a stretch has no reader.
@@ -149,8 +115,12 @@ def proxy_values(
     return values
 
 
-def correlate(scan: MeasuredScan, found: Similarity, pairs: pd.DataFrame | None = None) -> pd.DataFrame:
+def correlate(damaged: pd.DataFrame, found: Similarity, pairs: pd.DataFrame | None = None) -> pd.DataFrame:
     """Rank correlation of every proxy with both measured damages, for every operation of a scan.
+
+    Args:
+        damaged: a scan's cells, as `damages` has them.
+        pairs: of neighbouring layers, as a `Sensitivity` has them.
 
     Returns:
         Rows of `proxies.csv`: `operation`, `damage`, `proxy`, `aggregate`, Spearman's `rho`, its `p` and the number
@@ -158,8 +128,8 @@ def correlate(scan: MeasuredScan, found: Similarity, pairs: pd.DataFrame | None 
         stretches overlap, so that p, which takes them for independent, is too small.
     """
     rows = []
-    for operation in scan.cells["operation"].unique():
-        cells = scan.cells[scan.cells["operation"] == operation]
+    for operation in damaged["operation"].unique():
+        cells = damaged[damaged["operation"] == operation]
         values = proxy_values(cells, found, pairs)
         for damage in DAMAGES:
             measured = cells[damage].to_numpy(np.float64)
@@ -170,52 +140,7 @@ def correlate(scan: MeasuredScan, found: Similarity, pairs: pd.DataFrame | None 
     return pd.DataFrame(rows, columns=columns)
 
 
-def write_proxies(table: pd.DataFrame, folder: Path) -> Path:
-    """Write `proxies.csv`; returns its path."""
-    path = folder / PROXIES_TABLE
-    write_table(path, table, digits=6)
-    return path
-
-
-def _changing(cells: pd.DataFrame, base: float) -> pd.DataFrame:
-    """The cells that measure something of their own."""
-    unchanged = (cells["divergence"] == 0) & np.isclose(cells["perplexity"], base, rtol=1e-6)
-    shorter = cells[["operation", "first", "last", *_NEEDED[3:]]].assign(last=cells["last"] + 1)
-    again = cells.merge(shorter, how="left", on=["operation", "first", "last"], suffixes=("", "_shorter"))
-    repeated = np.ones(len(cells), dtype=bool)
-    for name in _NEEDED[3:]:
-        repeated &= (again[name] == again[f"{name}_shorter"]).to_numpy()
-    return cells[~unchanged.to_numpy() & ~repeated].reset_index(drop=True)
-
-
 def _by_last(pairs: pd.DataFrame, name: str, num_layers: int) -> Values:
     column = np.full(num_layers, math.nan)
     column[pairs["last"].to_numpy(int)] = pairs[name].to_numpy(np.float64)
     return column
-
-
-def _existing(folder: Path, name: str, command: str) -> Path:
-    path = folder / name
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {name}; give the output folder of a finished surgeon {command}")
-    return path
-
-
-def _check_model(folder: Path, command: str, record: dict[str, Any], model_hash: str) -> None:
-    held = record.get("model_hash")
-    if held != model_hash:
-        raise ValueError(
-            f"{folder} holds a {command} of another model: {record.get('model')} with the hash {str(held)[:12]}, "
-            f"while this model has {model_hash[:12]}; give a folder made with the same model"
-        )
-
-
-def _read_table(path: Path, needed: tuple[str, ...]) -> pd.DataFrame:
-    try:
-        table = pd.read_csv(path)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no table of comma-separated values ({error}); make it again") from error
-    missing = [name for name in needed if name not in table.columns]
-    if missing:
-        raise ValueError(f"{path} has no column {missing[0]}; make it again with this version of surgeon")
-    return table

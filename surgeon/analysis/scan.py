@@ -26,37 +26,12 @@ from surgeon.language.program import Program
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
-from surgeon.processes.files import write_json, write_table
 from surgeon.progress import Advance, progress
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import Values, perplexity
-
-CELLS = "cells.csv"
-PERMUTATIONS = "permutations.csv"
-RECORD = "scan.json"
+from surgeon.results.scan import Scan
 
 IsDone = Callable[[Program, range], bool]
-
-
-@dataclass(frozen=True)
-class Scan:
-    """The result of a scan.
-
-    Attributes:
-        table: one row per cell, with the columns of `cells.csv`: first and last layer are both included, from 0; then
-            the parameters that maps vary, where some do, each with its value in the cells of its maps;
-            perplexity with its 95% interval as `tables.estimate` says; divergence in nats per token, likewise; tokens
-            are those of the text whose prediction the row rests on; sublayers_run counts what ran for this cell and
-            not already for one before it (a sublayer that ran on half of the windows counts a half).
-        base_perplexity: of the unedited model.
-        record: provenance and counts, as in `scan.json`.
-        files: what there is to look at, pictures among them.
-    """
-
-    table: pd.DataFrame
-    base_perplexity: float
-    record: dict[str, Any]
-    files: tuple[Path, ...] = ()
 
 
 def scan(
@@ -122,7 +97,7 @@ def scan(
 def _recover(journal: ScanJournal, folder: Path, identity: dict[str, Any], selection: Selection) -> None:
     """Have what earlier scans were asked for in the journal, where that has lost it: the tables go by it."""
     try:
-        record = read_json(folder / RECORD)
+        record = read_json(folder / Scan.RECORD)
         said = {"model_hash": "model_hash", "data": "data_hash", "window": "window", "tokens": "tokens", "seed": "seed"}
         if any(record.get(name, identity[key]) != identity[key] for key, name in said.items()):
             return  # of something else, in a folder whose journal was removed to begin again
@@ -132,7 +107,7 @@ def _recover(journal: ScanJournal, folder: Path, identity: dict[str, Any], selec
     for lost in (one for one in asked if one not in (*journal.finished, selection)):
         warnings.warn(
             f"{journal.path} has lost a scan of {', '.join(lost.operations)} on layers {show_range(lost.layers)} that "
-            f"{RECORD} tells of; what it lacks of it is measured again",
+            f"{Scan.RECORD} tells of; what it lacks of it is measured again",
             stacklevel=3,
         )
         journal.finish(lost)
@@ -249,11 +224,9 @@ def _write(folder: Path, run: _Run, measured: list[Outcome], record: dict[str, A
     permutations = permutations_table(measured, base, run.values)
     value = perplexity(base.nll)
     record = record | {"base_perplexity": value, "base_interval": base.interval} | _counts(run.work, table)
-    write_table(folder / CELLS, table, missing="")
-    if len(permutations):
-        write_table(folder / PERMUTATIONS, permutations, missing="")
-    write_json(folder / RECORD, record)
-    return Scan(table, value, record)
+    found = Scan(table, value, permutations, record=record)
+    found.write(folder)
+    return found
 
 
 def _counts(work: _Work, table: pd.DataFrame) -> dict[str, Any]:

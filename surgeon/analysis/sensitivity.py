@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,51 +27,16 @@ from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, differentiab
 from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
 from surgeon.language.operations.pair import pair
 from surgeon.models.edit import program_of, require_unedited
-from surgeon.processes.files import write_json, write_table
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import estimate, perplexity
+from surgeon.results.sensitivity import DAMAGES, PREDICTORS, Sensitivity
 
-TABLE = "sensitivity.csv"
-RECORD = "sensitivity.json"
 JOURNAL = "sensitivity.jsonl"
 DEFAULT_WINDOWS = 4
-# What is compared with damage in the table of correlations.
-PREDICTORS = (
-    "bound",
-    "relative_bound",
-    "log10_output_bound",
-    "first_order",
-    "relative_first_order",
-    "error",
-    "relative_error",
-)
-DAMAGES = ("error", "divergence", "log_perplexity_ratio")
 
 Values = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """The result of `sensitivity`.
-
-    Attributes:
-        table: one row per pair of neighbouring layers, as in `sensitivity.csv`: `first` and `last`, counted from 0;
-            the terms of `lp_error.TERMS`, means over the windows they were computed on; `relative_bound`,
-            `relative_first_order` and `relative_error`, divided by `stream_norm`; `log10_amplification`, of the
-            product in equation 13, and `log10_output_bound`, with the bound; `perplexity` and `divergence` of the
-            model with this pair in parallel, with the divergence's 95% interval, and `log_perplexity_ratio`;
-            `iterations`, the most that an operator norm took, and `converged`, whether all of them did.
-        correlations: rank correlations of `PREDICTORS` with `DAMAGES`: `predictor`, `damage`, `rho`, `p`, `n`.
-        record: provenance, settings and these correlations, as in `sensitivity.json`.
-        files: what there is to look at, pictures among them.
-    """
-
-    table: pd.DataFrame
-    correlations: pd.DataFrame
-    record: dict[str, Any]
-    files: tuple[Path, ...] = ()
 
 
 def sensitivity(
@@ -134,9 +98,9 @@ def sensitivity(
         "errors": len(within),
         "correlations": correlations.replace({math.nan: None}).to_dict("records"),
     }
-    write_table(folder / TABLE, table)
-    write_json(folder / RECORD, record)
-    return Sensitivity(table, correlations, record)
+    found = Sensitivity(table, correlations, record=record)
+    found.write(folder)
+    return found
 
 
 def spread(windows: int, wanted: int) -> list[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +27,12 @@ from surgeon.analysis.engine.walk import layers_run, runs_of, walks
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
-from surgeon.processes.files import write_json, write_table
 from surgeon.progress import progress
 from surgeon.quality.data import Windows
+from surgeon.results.similarity import Similarity
 
-LAYERS_TABLE = "similarity.csv"
-DISTANCES_TABLE = "distances.csv"
-RECORD = "similarity.json"
 CKA_COLUMNS = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")
 _STREAMS_COMPARED = 16  # two passes over a layer, and two outputs in float64 as they are and around their mean
-
-
-@dataclass(frozen=True)
-class Similarity:
-    """The result of `similarity`; layers count from 0.
-
-    Attributes:
-        layers: one row per layer, as in `similarity.csv`: `layer`; `cka_attention`, `cka_attention_debiased`,
-            `cka_mlp`, `cka_mlp_debiased` (NaN where there is no layer before it, as for layer 0); `block_influence`;
-            `attention_size` and `mlp_size`, the mean norm of a sublayer's output relative to the stream it reads.
-        distances: one row per stretch of layers in a row, as in `distances.csv`: `first` and `last`, both included;
-            `angular_distance` between the streams before and after it, averaged over all tokens, and
-            `angular_distance_last_token`, over the last token of each window; `cosine_distance`, 1 - the mean cosine
-            between them.
-        record: provenance and settings, as in `similarity.json`.
-        proxies: how every measure is correlated with a scan's heatmaps, as in `proxies.csv`, if there is a scan.
-        files: what there is to look at, pictures among them.
-    """
-
-    layers: pd.DataFrame
-    distances: pd.DataFrame
-    record: dict[str, Any]
-    proxies: pd.DataFrame | None = None
-    files: tuple[Path, ...] = ()
 
 
 def similarity(
@@ -101,10 +73,9 @@ def similarity(
             cka = counterfactual_cka(model, program, ids, ran, memory)
     layers, distances = _layers_table(cka, streams), _distances_table(streams)
     record = record | {"samples": ids.numel(), "features": model.config.hidden_size}
-    for name, table in ((LAYERS_TABLE, layers), (DISTANCES_TABLE, distances)):
-        write_table(folder / name, table)
-    write_json(folder / RECORD, record)
-    return Similarity(layers, distances, record)
+    found = Similarity(layers, distances, record=record)
+    found.write(folder)
+    return found
 
 
 @torch.inference_mode()

@@ -10,12 +10,11 @@ node, and all of it runs again for each truncation in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,12 +23,10 @@ from surgeon.analysis.factors.allocation import Curve, curves_of
 from surgeon.analysis.factors.matrices import (
     Matrices,
     Matrix,
-    TargetRank,
     check_rank,
     choose_layers,
     choose_weights,
     find_matrices,
-    parse_ranks,
 )
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
 from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
@@ -42,13 +39,10 @@ from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import Decomposition, decompose, truncate
 from surgeon.models.weights.whitening import SecondMoment, Whitening, whiten
-from surgeon.processes.files import write_json, write_table
 from surgeon.progress import Advance, progress
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import perplexity
-
-SPECTRUM_TABLE, VALUES_TABLE, DAMAGE_TABLE = "spectrum.csv", "singular_values.csv", "damage.csv"
-RECORD = "spectrum.json"
+from surgeon.results.spectrum import Spectrum, TargetRank, parse_ranks
 
 Method = Literal["whitened", "plain"]
 DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
@@ -75,23 +69,13 @@ class SpectrumRequest:
 
 
 @dataclass(frozen=True)
-class Spectrum:
-    """The result of `spectrum`; layers count from 0.
+class MeasuredSpectrum(Spectrum):
+    """A spectrum just found.
 
     Attributes:
-        matrices: one row per matrix, as in `spectrum.csv`.
-        values: every singular value, as in `singular_values.csv`.
-        damage: one row per truncation, as in `damage.csv`; no rows if none was measured.
-        record: provenance and settings, as in `spectrum.json`.
-        files: what was written.
         curves: what ranks are shared out by.
     """
 
-    matrices: pd.DataFrame
-    values: pd.DataFrame
-    damage: pd.DataFrame
-    record: dict[str, Any]
-    files: tuple[Path, ...]
     curves: tuple[Curve, ...] = ()
 
 
@@ -123,7 +107,7 @@ def spectrum(
     *,
     model_hash: str,
     record: dict[str, Any] | None = None,
-) -> Spectrum:
+) -> MeasuredSpectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
     What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
@@ -263,7 +247,9 @@ def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whiteni
     return {matrix: factors[source] for matrix, source in sources.items()}
 
 
-def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]) -> Spectrum:
+def _write(
+    folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]
+) -> MeasuredSpectrum:
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
     matrices, values = spectrum_table(spectra), values_table(spectra)
     truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
@@ -271,13 +257,9 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
     base = Base(journal.base_nll, windows.ids.shape[1] - 1)
     measured = {truncation: journal.damage[truncation] for truncation in truncations}
     damage = damage_table(measured, spectra, base)
-    numbers = {"base_perplexity": perplexity(base.nll), "base_interval": base.interval}
-    record = record | work.wanted.to_json() | numbers
-    tables = {SPECTRUM_TABLE: matrices, VALUES_TABLE: values}
-    if len(damage):
-        tables[DAMAGE_TABLE] = damage
-    for name, table in tables.items():
-        write_table(folder / name, table)
-    write_json(folder / RECORD, record)
-    files = tuple(folder / name for name in (*tables, RECORD))
-    return Spectrum(matrices, values, damage, record, files, curves_of(spectra, measured, work.wanted.method))
+    value = perplexity(base.nll)
+    record = record | work.wanted.to_json() | {"base_perplexity": value, "base_interval": base.interval}
+    curves = curves_of(spectra, measured, work.wanted.method)
+    found = MeasuredSpectrum(matrices, damage, values, value, curves, record=record)
+    files = (*found.write(folder), folder / found.RECORD)
+    return replace(found, files=files)

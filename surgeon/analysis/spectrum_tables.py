@@ -12,9 +12,9 @@ from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
 from surgeon.analysis.tables import Base
 from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate
+from surgeon.results.spectrum import METHODS
 
 PERCENTAGES = (90, 95, 99)
-METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end
 DAMAGE_COLUMNS = ["layer", "weight", "method", "rank", "full_rank", "kept", *ESTIMATE_COLUMNS, "tokens"]
 
 

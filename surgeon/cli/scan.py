@@ -131,9 +131,9 @@ def scan(
     ran, loop, predicted = (found.record[key] for key in ("sublayers_run", "sublayers_of_a_loop", "tokens_predicted"))
     typer.echo(f"base perplexity {found.base_perplexity:.4g} over {predicted:,} predicted tokens")
     cells_file, *pictures = found.files
-    typer.echo(f"{len(found.table):,} cells in {cells_file}")
+    typer.echo(f"{len(found.cells):,} cells in {cells_file}")
     typer.echo(f"sublayers run: {ran['total']:,}; a loop over cells would have run {loop['total']:,}")
     if screen:
-        typer.echo(f"screened: a cell rests on {found.table['tokens'].mean() / predicted:.0%} of the tokens on average")
+        typer.echo(f"screened: a cell rests on {found.cells['tokens'].mean() / predicted:.0%} of the tokens on average")
     for picture in pictures:
         typer.echo(str(picture))

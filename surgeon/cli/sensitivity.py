@@ -39,7 +39,6 @@ def sensitivity(
     sensitivity.png. Interrupted, the same command goes on where it was.
     """
     from surgeon.library.sensitivity import sensitivity as measure_sensitivity
-    from surgeon.reports.sensitivity import print_sensitivity
 
     found = measure_sensitivity(
         model,
@@ -51,6 +50,6 @@ def sensitivity(
         **vars(text),
         memory=memory,
     )
-    print_sensitivity(found.correlations, found.table, found.record["errors_within_bound"], found.record["errors"])
+    typer.echo(str(found))
     for path in found.files:
         typer.echo(str(path))

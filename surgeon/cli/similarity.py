@@ -47,11 +47,10 @@ def similarity(
     angular_distance_last_token takes the last token of each window only, as it was first defined.
     """
     from surgeon.library.similarity import similarity as measure_similarity
-    from surgeon.reports.similarity import print_proxies
 
     found = measure_similarity(model, data, output, scan=scan, sensitivity=sensitivity, **vars(text), memory=memory)
-    if found.proxies is not None:
-        print_proxies(found.proxies)
+    if len(found.proxies):
+        typer.echo(f"{found}\n")
         typer.echo("All proxies, and their rho with the perplexity, are in proxies.csv (stretches")
         typer.echo("overlap, so that its p is too small)")
     for path in found.files:

@@ -114,9 +114,7 @@ def spectrum(
     command goes on where it was; other ranks, layers or matrices of the same model and text are added to what the
     folder has.
     """
-    from surgeon.analysis.factors.matrices import parse_ranks
     from surgeon.library.spectrum import spectrum as find_spectrum
-    from surgeon.reports.spectrum import print_spectrum
 
     found = find_spectrum(
         model,
@@ -133,6 +131,6 @@ def spectrum(
     )
     base, predicted = found.record["base_perplexity"], found.record["tokens_predicted"]
     typer.echo(f"base perplexity {base:.4g} over {predicted:,} predicted tokens\n")
-    print_spectrum(found, () if matrices.no_damage else parse_ranks(matrices.ranks))
+    typer.echo(str(found))
     for path in found.files:
         typer.echo(str(path))

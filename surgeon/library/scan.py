@@ -8,14 +8,12 @@ from pathlib import Path
 
 from surgeon.analysis.cells import SCANNED, check_operations, select
 from surgeon.analysis.engine.workers import Workers
-from surgeon.analysis.scan import CELLS, Scan
 from surgeon.analysis.scan import scan as run_scan
 from surgeon.analysis.screen import rounds
 from surgeon.library.opening import as_range, open_measured, warn
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.reports.curves import draw_curves
-from surgeon.reports.heatmap import draw_heatmaps
+from surgeon.results.scan import Scan
 
 
 def scan(
@@ -90,9 +88,4 @@ def scan(
         workers=Workers(workers, subject.folder, batch) if workers > 1 else None,
         record=subject.provenance(seed=seed),
     )
-    drawn = [
-        picture
-        for draw in (draw_heatmaps, draw_curves)
-        for picture in draw(found.table, found.base_perplexity, folder, subject.label)
-    ]
-    return replace(found, files=(folder / CELLS, *drawn))
+    return replace(found, files=(folder / "cells.csv", *found.draw(folder)))

@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from surgeon.analysis.jacobian import PowerIteration
-from surgeon.analysis.sensitivity import Sensitivity
 from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
 from surgeon.library.opening import open_measured, warn
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.reports.sensitivity import draw_sensitivity
+from surgeon.results.sensitivity import Sensitivity
 
 
 def sensitivity(
@@ -55,8 +54,7 @@ def sensitivity(
         memory=subject.memory,
         record=subject.provenance(seed=seed),
     )
-    draw_sensitivity(found.table, folder / "sensitivity.png", subject.label)
-    slow = [f"{row.first}-{row.last}" for row in found.table.itertuples() if not row.converged]
+    slow = [f"{row.first}-{row.last}" for row in found.pairs.itertuples() if not row.converged]
     if slow:
         warn([f"{iterations} iterations were too few for pairs {', '.join(slow)}"])
-    return replace(found, files=(folder / "sensitivity.csv", folder / "sensitivity.png"))
+    return replace(found, files=(folder / "sensitivity.csv", *found.draw(folder)))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from surgeon.analysis.proxies import correlate, read_pairs, read_scan, write_proxies
-from surgeon.analysis.similarity import Similarity
+from surgeon.analysis.proxies import correlate, damages, read_scan
 from surgeon.analysis.similarity import similarity as measure_similarity
 from surgeon.library.opening import open_measured
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.reports.similarity import draw_distances, draw_similarity
+from surgeon.results.sensitivity import Sensitivity
+from surgeon.results.similarity import Similarity
 
 
 def similarity(
@@ -47,15 +48,13 @@ def similarity(
     subject = open_measured(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
     # What is wrong with the folders is said before any work begins.
     measured = None if scan is None else read_scan(Path(scan), subject.model_hash)
-    pairs = None if sensitivity is None else read_pairs(Path(sensitivity), subject.model_hash)
-    inputs = {"scan": measured and measured.source, "sensitivity": sensitivity and str(sensitivity)}
-    record = subject.provenance(**{name: value for name, value in inputs.items() if value})
+    pairs = None if sensitivity is None else Sensitivity.read(Path(sensitivity), subject.model_hash).pairs
+    inputs: dict[str, Any] = {} if sensitivity is None else {"sensitivity": str(sensitivity)}
+    if measured is not None:
+        text = {name: measured.record.get(name) for name in ("data", "data_hash", "window", "tokens")}
+        inputs["scan"] = {"folder": str(scan)} | text
+    record = subject.provenance(**inputs)
     found = measure_similarity(subject.model, subject.windows, folder, record, subject.memory)
-    draw_similarity(found.layers, folder / "similarity.png", subject.label)
-    draw_distances(found.distances, folder / "distances.png", subject.label)
-    names = ("similarity.csv", "distances.csv", "similarity.png", "distances.png")
-    found = replace(found, files=tuple(folder / name for name in names))
-    if measured is None:
-        return found
-    proxies = correlate(measured, found, pairs)
-    return replace(found, proxies=proxies, files=(write_proxies(proxies, folder), *found.files))
+    if measured is not None:
+        found = replace(found, proxies=correlate(damages(measured), found, pairs))
+    return replace(found, files=(*found.write(folder), *found.draw(folder)))

@@ -12,15 +12,15 @@ from typing import Literal
 from surgeon.analysis.factors.allocation import Allocation
 from surgeon.analysis.factors.calibration import load_calibration, recorded
 from surgeon.analysis.factors.corrections import corrected_ranks
-from surgeon.analysis.factors.matrices import parse_ranks, parse_weights
+from surgeon.analysis.factors.matrices import parse_weights
 from surgeon.analysis.factors.rank_recipe import RankBudget, Share, parse_budget, write_recipe
-from surgeon.analysis.spectrum import Spectrum, request
+from surgeon.analysis.spectrum import request
 from surgeon.analysis.spectrum import spectrum as find_spectrum
 from surgeon.analysis.spectrum_tables import notes_on
 from surgeon.library.opening import as_range, open_measured, warn
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.reports.spectrum import draw_spectrum
+from surgeon.results.spectrum import Spectrum, parse_ranks
 
 
 def spectrum(
@@ -92,7 +92,7 @@ def spectrum(
         record=subject.provenance(**text.record("calibration"), calibration_tokens=text.ids.numel()),
     )
     warn(notes_on(found.matrices))
-    files = [*found.files, *draw_spectrum(found, wanted.ranks, folder, subject.label)]
+    files = [*found.files, *found.draw(folder)]
     if share is not None:
         if share.allocation == "damage":  # again, with what the matrices of each layer do together
             scratch, how = folder / "factors", found.record["method"]

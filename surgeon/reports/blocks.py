@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
+from surgeon.results.drawing import Chart
+
 
 @dataclass(frozen=True)
 class Paragraph:
@@ -45,25 +47,6 @@ class Table:
     folded: bool = False
     printed: bool = True
     marked: frozenset[tuple[int, int]] = frozenset()
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A drawing with a caption, and the legend of its axes where more than one thing is drawn.
-
-    Attributes:
-        described: read out for those who do not see it; the title where there is nothing more to say.
-        themed: in the page's colours; else in its own, on a light sheet.
-    """
-
-    kind: ClassVar[str] = "chart"
-    figure: Figure
-    title: str
-    caption: str = ""
-    described: str = ""
-    wide: bool = False
-    themed: bool = True
-    table: Table | None = None
 
 
 @dataclass(frozen=True)

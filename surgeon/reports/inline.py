@@ -12,10 +12,12 @@ from xml.etree.ElementTree import Element
 
 import matplotlib
 from markupsafe import Markup, escape
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
-from surgeon.reports.drawing import COLOURS, GRID, INK, NO_CELL, ORDERED, PAPER, SOFT, TIPS
+from surgeon.results.drawing import COLOURS, GRID, INK, NO_CELL, ORDERED, PAPER, POINTS, SOFT, TIPS
 
 # What style.css has in place of a colour, for light and for dark.
 _OF_THE_PAGE = {"#000000": "currentColor", PAPER: "var(--paper)", INK: "var(--ink)", SOFT: "var(--soft)"}
@@ -124,3 +126,29 @@ def _shortened(text: str, digits: int) -> str:
 def _element(tag: str, attributes: Mapping[str, str], inside: Markup) -> Markup:
     given = Markup("").join(Markup(' {}="{}"').format(Markup(key), value) for key, value in attributes.items())
     return Markup("<{}{}>{}</{}>").format(Markup(tag), given, inside, Markup(tag))
+
+
+def legend_keys(figure: Figure) -> list[tuple[Figure, str]]:
+    """The entries of the legend that its axes have or could have: a sample of each, and its name."""
+    axes = figure.axes[0]
+    legend = axes.get_legend()
+    if legend is None:
+        found = zip(*axes.get_legend_handles_labels(), strict=True)
+        return [(_legend_sample(handle), name) for handle, name in found]
+    own = zip(legend.legend_handles, legend.get_texts(), strict=True)
+    return [(_legend_sample(handle), text.get_text()) for handle, text in own if handle is not None]
+
+
+def _legend_sample(handle: Artist) -> Figure:
+    """A sample of how a line or an area is drawn, for a legend."""
+    figure = Figure(figsize=(26 / POINTS, 14 / POINTS))
+    if isinstance(handle, Line2D):
+        sample = Line2D([0.0, 0.5, 1.0], [0.5] * 3, markevery=[1])
+        for name in ("color", "linestyle", "linewidth", "marker", "markersize"):
+            sample.set(**{name: getattr(handle, f"get_{name}")()})
+        sample.set(markerfacecolor=handle.get_markerfacecolor(), markeredgecolor=handle.get_markeredgecolor())
+        figure.add_artist(sample)
+    else:
+        figure.add_axes((0.1, 0.07, 0.8, 0.86), xticks=[], yticks=[], facecolor=handle.get_facecolor())  # type: ignore[attr-defined]
+        figure.axes[0].spines[:].set_visible(False)
+    return figure

@@ -1,4 +1,4 @@
-"""Maps of cells: values in colours by row and column, their scale, and the numbers behind them for the page."""
+"""Maps as the page has them, their legends, and the numbers behind them."""
 
 from __future__ import annotations
 
@@ -6,73 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.collections import LineCollection
-from matplotlib.colors import Colormap, FuncNorm, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from surgeon.reports.blocks import Table
-from surgeon.reports.drawing import INK, NO_CELL, SOFT, panel
-from surgeon.reports.scale import BEYOND, COLOURS, damage, ratio_of
+from surgeon.results.drawing import INK, SOFT, panel
+from surgeon.results.maps import colour_bar, draw_map, label_map, name_of
 from surgeon.words import TIMES, allowance, number
 
-MARKED = 1.10  # times the base perplexity: cells up to here are fenced in
 MANY_LAYERS = 48  # beyond, a map needs more room on the page
 WIDE, HALF = 800.0, 520.0  # of flat maps of the page, alone and side by side, in points
 _SIDE, _LEFT, _BOTTOM, _TOP, _RIGHT = 320.0, 34.0, 34.0, 6.0, 8.0  # of a square map
 _ROW = 22.0  # of a flat one
 _TICKS = (1.05, 1.10, 1.25, 1.5, 2.0, 3.0)  # of a base perplexity
-
-
-def colours() -> Colormap:
-    """From dark for little to bright for much, and a paler one beyond; where there is no cell the axes are seen."""
-    return matplotlib.colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0), over=BEYOND, under="#2a0134")
-
-
-def damage_scale(base: float, end: float) -> Normalize:
-    """From the base perplexity to `end`, by `surgeon.reports.scale.damage`; better cells have the base's colour."""
-    return FuncNorm((lambda value: damage(value / base), lambda place: base * ratio_of(place)), base, end)
-
-
-def draw_map(
-    axes: Axes, values: pd.DataFrame, scale: Normalize, limit: float = math.nan, aspect: Any = "equal"
-) -> None:
-    """Values by index (down) and columns (across); NaN where there is no cell, infinity beyond the scale.
-
-    Args:
-        limit: a line fences in the cells up to this value.
-    """
-    cells = values.to_numpy(dtype=np.float64)
-    # Infinity would be left blank like a cell that does not exist.
-    shown = np.ma.masked_invalid(np.where(np.isposinf(cells), 1e6 * (scale.vmax or 1.0), cells))
-    axes.set_facecolor(NO_CELL)
-    axes.imshow(shown, cmap=colours(), norm=scale, interpolation="none", aspect=aspect)
-    known, within = ~np.isnan(cells), cells <= limit
-    below = known[:-1] & known[1:] & (within[:-1] != within[1:])
-    beside = known[:, :-1] & known[:, 1:] & (within[:, :-1] != within[:, 1:])
-    edges = [[(column - 0.5, row + 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(below)]
-    edges += [[(column + 0.5, row - 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(beside)]
-    if edges:
-        for colour, width in (("#00000090", 2.2), ("#fefefe", 1.1)):
-            axes.add_collection(LineCollection(edges, colors=colour, lw=width, capstyle="projecting"), autolim=False)
-
-
-def label_map(axes: Axes, values: pd.DataFrame, across: int, down: int, size: float) -> None:
-    """Names of rows and columns, as many as there is room for."""
-    for axis, names, room in ((axes.xaxis, values.columns, across), (axes.yaxis, values.index, down)):
-        step = 1
-        while len(names) / step > room:
-            step *= 2
-        axis.set_ticks(range(0, len(names), step), labels=[_name(name) for name in names[::step]])
-    axes.tick_params(labelsize=size, length=2)
-
-
-def _name(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
 
 
 def map_figure(
@@ -89,7 +37,7 @@ def map_figure(
         flat: for few rows with names: how wide it is, with cells that are wider than high; `WIDE` or `HALF`.
     """
     down, across = values.shape
-    longest = max(len(_name(name)) for name in values.index)
+    longest = max(len(name_of(name)) for name in values.index)
     left = min(14.0 + 6.2 * longest, flat / 2) if flat else _LEFT
     cell = _SIDE / max(down, across)
     width, height = (flat - left, _ROW * down) if flat else (cell * across, cell * down)
@@ -101,16 +49,6 @@ def map_figure(
     axes.set_xlabel(titles[0], fontsize=11, color=INK)
     axes.set_ylabel(titles[1], fontsize=11, color=INK)
     return figure
-
-
-def colour_bar(
-    figure: Figure, axes: Sequence[Axes] | None, scale: Normalize, above: bool, below: bool = False, **place: Any
-) -> Any:
-    """The legend of a map, beside axes or filling its own, with the colours of values above and below its ends."""
-    extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[below, above]
-    bar = figure.colorbar(ScalarMappable(scale, colours()), ax=axes, extend=extend, **place)
-    bar.ax.tick_params(labelsize=8)
-    return bar
 
 
 def legend_figure(scale: Normalize, base: float | None = None, capped: bool = False) -> Figure:
@@ -161,8 +99,8 @@ def map_cells(
         base: what the first field is compared with.
     """
     cells: dict[str, Any] = {
-        "rows": [_name(name) for name in values.index],
-        "columns": [_name(name) for name in values.columns],
+        "rows": [name_of(name) for name in values.index],
+        "columns": [name_of(name) for name in values.columns],
         "at": [int(row * values.shape[1] + column) for row, column in places],
         "fields": [_field(table, name, label) for name, label in fields.items()],
         "title": title,
@@ -196,7 +134,7 @@ def _short_number(value: float) -> float | str | None:
 def cell_table(caption: str, corner: str, values: pd.DataFrame) -> Table:
     """The values of a map, for readers without a pointer."""
     rows = [
-        [_name(name), *("" if math.isnan(value) else number(value) for value in row)]
+        [name_of(name), *("" if math.isnan(value) else number(value) for value in row)]
         for name, row in zip(values.index, values.to_numpy(dtype=np.float64), strict=True)
     ]
-    return Table(caption, [corner, *map(_name, values.columns)], rows, folded=True, printed=False)
+    return Table(caption, [corner, *map(name_of, values.columns)], rows, folded=True, printed=False)

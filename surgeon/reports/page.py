@@ -19,11 +19,11 @@ import surgeon
 from surgeon.named import public
 from surgeon.processes.files import write_text
 from surgeon.reports.blocks import Block, Finding
-from surgeon.reports.drawing import legend_keys
-from surgeon.reports.inline import inline_svg
-from surgeon.reports.runs import SHORT_HASH, Run, read_runs, told_with_files
+from surgeon.reports.inline import inline_svg, legend_keys
+from surgeon.reports.runs import Run, read_runs
 from surgeon.reports.sections import KINDS
-from surgeon.reports.sections.checkpoint import CHECKPOINT
+from surgeon.results.exported import ExportRun
+from surgeon.results.result import SHORT_HASH, named
 from surgeon.words import listed
 
 TEMPLATES = Path(__file__).parent / "html"
@@ -40,7 +40,7 @@ class Section:
         provenance: names and values of its record.
     """
 
-    run: Run
+    run: Run[Any]
     anchor: str
     title: str
     blocks: Sequence[Block]
@@ -88,7 +88,7 @@ def write_page(paths: Iterable[Path], output: Path) -> None:
 
 def render(paths: Iterable[Path]) -> str:
     """The page as text; errors as in `write_page`."""
-    runs: dict[Path, Run] = {}
+    runs: dict[Path, Run[Any]] = {}
     for path in paths:
         for run in read_runs(path, KINDS):
             runs.setdefault(run.file.resolve(), run)
@@ -111,18 +111,18 @@ def render(paths: Iterable[Path]) -> str:
     )
 
 
-def _chapters(runs: Sequence[Run]) -> list[Chapter]:
+def _chapters(runs: Sequence[Run[Any]]) -> list[Chapter]:
     """One for each model, in the order in which they were named."""
     # Records without a hash go by the model's name, and never into a chapter of a model that is known.
     exported: dict[Path, str] = {}
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[Run[Any]]] = {}
     for run in runs:
-        if run.kind is CHECKPOINT:
-            with told_with_files(run):
+        if run.kind.result is ExportRun:
+            with named(run.file, run.kind.result.COMMAND):
                 exported[run.folder.resolve()] = _key(run)
     for run in runs:
         # What was measured on an exported checkpoint belongs to the model it was made of.
-        with told_with_files(run):
+        with named(run.file, run.kind.result.COMMAND):
             groups.setdefault(exported.get(Path(run.model).resolve(), _key(run)), []).append(run)
     return [
         _chapter(number, "" if key.startswith("name ") else key, group)
@@ -130,11 +130,11 @@ def _chapters(runs: Sequence[Run]) -> list[Chapter]:
     ]
 
 
-def _key(run: Run) -> str:
+def _key(run: Run[Any]) -> str:
     return run.model_hash or f"name {run.model}"
 
 
-def _chapter(number: int, model_hash: str, runs: Sequence[Run]) -> Chapter:
+def _chapter(number: int, model_hash: str, runs: Sequence[Run[Any]]) -> Chapter:
     anchor = f"model-{number}"
     ordered = sorted(runs, key=lambda run: KINDS.index(run.kind))
     sections = [_section(f"{anchor}-{place}", run, ordered) for place, run in enumerate(ordered, start=1)]
@@ -142,12 +142,12 @@ def _chapter(number: int, model_hash: str, runs: Sequence[Run]) -> Chapter:
     missing: list[str] = []
     for run in ordered:
         name = _name_if_several(run, runs)
-        with told_with_files(run):
+        with named(run.file, run.kind.result.COMMAND):
             summary += [_named(finding, name) for finding in run.kind.findings(run)]
             missing += [f"{name}: {line}" if name else line for line in run.kind.missing(run)]
-    present = {run.kind.name for run in runs}
+    present = {run.kind.result.COMMAND for run in runs}
     if any(run.kind.of_surgery for run in runs):
-        missing += [kind.without for kind in KINDS if kind.without and kind.name not in present]
+        missing += [kind.without for kind in KINDS if kind.without and kind.result.COMMAND not in present]
     of_original = [run for run in ordered if run.model_hash == model_hash] or ordered
     names = listed(dict.fromkeys(public(run.model) for run in of_original))
     return Chapter(
@@ -160,7 +160,7 @@ def _chapter(number: int, model_hash: str, runs: Sequence[Run]) -> Chapter:
     )
 
 
-def _name_if_several(run: Run, runs: Sequence[Run]) -> str:
+def _name_if_several(run: Run[Any], runs: Sequence[Run[Any]]) -> str:
     return run.name if sum(other.kind is run.kind for other in runs) > 1 else ""
 
 
@@ -169,20 +169,20 @@ def _named(finding: Finding, run: str) -> Finding:
     return replace(finding, lead=f"{finding.lead} ({run})", label=f"{finding.label} ({run})") if run else finding
 
 
-def _section(anchor: str, run: Run, runs: Sequence[Run]) -> Section:
+def _section(anchor: str, run: Run[Any], runs: Sequence[Run[Any]]) -> Section:
     name = _name_if_several(run, runs)
     title = f"{run.kind.title}: {name}" if name else run.kind.title
     of_kind = [other for other in runs if other.kind is run.kind]
-    with told_with_files(run):
+    with named(run.file, run.kind.result.COMMAND):
         blocks = list(run.kind.show(run))
         if run is of_kind[-1]:
             blocks += run.kind.together(of_kind)
         return Section(run, anchor, title, blocks, _provenance(run))
 
 
-def _provenance(run: Run) -> list[tuple[str, str]]:
+def _provenance(run: Run[Any]) -> list[tuple[str, str]]:
     """Names and values of the record, what everyone looks for first."""
-    record = run.kind.provenance(run.record)
+    record = run.found.provenance(run.record)
     names = [name for name in _FIRST if name in record] + [name for name in record if name not in _FIRST]
     return [("file", str(run.file)), *((name, _value(record[name])) for name in names)]
 

@@ -11,9 +11,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from surgeon.reports.drawing import COLOURS, points, save, scale
-from surgeon.reports.maps import colour_bar, draw_map, label_map
 from surgeon.reports.search_trials import SOURCES, SearchedTrials
+from surgeon.results.drawing import COLOURS, points, save, scale
+from surgeon.results.maps import colour_bar, draw_map, label_map
 from surgeon.words import TIMES
 
 UNITS = {"divergence": "divergence (nats per token)", "perplexity": "perplexity"}

@@ -261,14 +261,13 @@ def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[C
     own = record[PROVENANCE_KEY]
     edited = identity.is_edited(file, own["model_hash"], Program.parse(own["program"]))
     for one in scores(record):
-        metric = one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"
         shots = "" if one.shots is None else f"{one.shots}-shot, "
         shown = f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}")
         task = public(one.task)
         on = f"{task}, {shots}{one.rows:,} rows"
         path = record.get("configs", {}).get(one.task, {}).get("dataset_path")
         dataset = None if path is None else _dataset(str(path))
-        yield CardScore(edited, metric, on, on, one.value, shown, task, dataset, one.shots)
+        yield CardScore(edited, one.name, on, on, one.value, shown, task, dataset, one.shots)
 
 
 def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Bench]:

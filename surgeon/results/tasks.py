@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list, sanitize_task_name
+import pandas as pd
 
 from surgeon.processes.files import write_text
+from surgeon.results.result import RunResult
 
 PROVENANCE_KEY = "surgeon"
 _WIDTH = 80
 _NO_FILTER = "none"
+_LM_EVAL = ("lm_eval_version", "model_name", "n-shot", "n-samples", "versions", "task_hashes", "config")
 _HEADS = ("task", "shots", "metric", "value", "stderr", "n")
 _LEFT = (True, False, True, False, False, False)
 
@@ -29,7 +29,7 @@ class Score:
         shots: few-shot examples; None for a group whose tasks have different numbers.
         filter: how the answer was taken out of a generated text; "none" for scored texts.
         stderr: standard error, or None where lm-eval knows none.
-        rows: how many were evaluated.
+        rows: how many were evaluated; None where lm-eval does not say it.
     """
 
     task: str
@@ -38,27 +38,76 @@ class Score:
     filter: str
     value: float
     stderr: float | None
-    rows: int
+    rows: int | None
     higher_is_better: bool | None
+
+    @property
+    def name(self) -> str:
+        """Of the metric, with the filter where there is one."""
+        return self.metric if self.filter == _NO_FILTER else f"{self.metric} ({self.filter})"
+
+
+@dataclass(frozen=True)
+class TaskRun(RunResult):
+    """The result of `evaluate` on tasks: lm-eval's, with our provenance in it.
+
+    Attributes:
+        scores: of each task and metric.
+    """
+
+    COMMAND = "eval"
+    RECORD = "results*.json"
+
+    scores: list[Score]
+
+    @classmethod
+    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
+        return {"scores": scores(record)}
+
+    @classmethod
+    def is_ours(cls, record: dict[str, Any]) -> bool:
+        return isinstance(record.get("results"), dict)
+
+    @classmethod
+    def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """What surgeon wrote, and of lm-eval's much longer record how it was called."""
+        written = record.get(PROVENANCE_KEY)
+        own = dict(written) if isinstance(written, dict) else {}
+        return own | {name: record[name] for name in _LM_EVAL if name in record}
+
+    @classmethod
+    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+        if isinstance(record.get(PROVENANCE_KEY), dict):
+            return super().model_of(record[PROVENANCE_KEY])
+        return str(record.get("model_name") or "a model without a name"), ""
+
+    def table(self) -> pd.DataFrame:
+        """One row per score."""
+        return pd.DataFrame(map(asdict, self.scores), columns=list(Score.__dataclass_fields__))
+
+    def __str__(self) -> str:
+        """The scores as lines of at most 80 characters."""
+        return table(self.scores)
 
 
 def scores(results: dict[str, Any]) -> list[Score]:
     """The numbers of what was asked for: of a group that lm-eval aggregates the group's, not those of its members."""
-    groups = results.get("groups", {})
-    hidden = {child for group in groups for child in results["group_subtasks"].get(group, [])}
+    members = results.get("group_subtasks", {})
+    hidden = {child for group in results.get("groups") or {} for child in members.get(group, [])}
     found = []
     for task, values in results["results"].items():
-        if task in hidden:
+        if task in hidden or not isinstance(values, dict):
             continue
+        rows = values.get("sample_len") or (results.get("n-samples", {}).get(task) or {}).get("effective")
         for key, value in values.items():
             metric, comma, way = key.partition(",")
-            if not comma or metric.endswith("_stderr") or isinstance(value, str):
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             stderr = values.get(f"{metric}_stderr,{way}")
-            better = results["higher_is_better"].get(task, {}).get(metric)
-            shots = results["n-shot"].get(task)
-            error = None if stderr is None or isinstance(stderr, str) else float(stderr)
-            found.append(Score(task, shots, metric, way, float(value), error, int(values["sample_len"]), better))
+            better = results.get("higher_is_better", {}).get(task, {}).get(metric)
+            shots = results.get("n-shot", {}).get(task)
+            error = float(stderr) if isinstance(stderr, int | float) else None
+            found.append(Score(task, shots, metric, way, float(value), error, rows, better))
     return found
 
 
@@ -82,10 +131,10 @@ def _place(text: str, width: int, left: bool) -> str:
 
 
 def _cells(score: Score) -> tuple[str, ...]:
-    metric = score.metric if score.filter == _NO_FILTER else f"{score.metric} ({score.filter})"
     shots = "" if score.shots is None else str(score.shots)
     stderr = "" if score.stderr is None else _number(score.stderr)
-    return score.task, shots, metric, _number(score.value), stderr, f"{score.rows:,}"
+    rows = "" if score.rows is None else f"{score.rows:,}"
+    return score.task, shots, score.name, _number(score.value), stderr, rows
 
 
 def _number(value: float) -> str:
@@ -109,49 +158,32 @@ def write_results(
     Raises:
         OSError: if a file cannot be written.
     """
+    from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list, sanitize_task_name
+
+    def dumps(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
+
     folder.mkdir(parents=True, exist_ok=True)
     moment = datetime.now().isoformat().replace(":", "-")
-    samples: dict[str, list[dict[str, Any]]] = results["samples"]
-    if with_samples:
-        for task, rows in samples.items():
-            lines = "".join(_dumps(_sample(row)) + "\n" for row in rows)
-            write_text(folder / f"samples_{_file_name(task)}_{moment}.jsonl", lines)
-    listed, whole = folder / f"results_{moment}.csv", folder / f"results_{moment}.json"
-    write_text(listed, _csv(scores(results)))
-    content = {key: value for key, value in results.items() if key != "samples"}
-    content |= {"task_hashes": {task: _hash(rows) for task, rows in samples.items()}, PROVENANCE_KEY: record}
-    write_text(whole, _dumps(content, indent=2))
-    return whole, listed
-
-
-def _csv(found: list[Score]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(Score.__dataclass_fields__), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(score) for score in found)
-    return text.getvalue()
-
-
-def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    """One row's record as lm-eval writes it: lists of texts, which `datasets` can load again."""
-    arguments = {
-        f"gen_args_{i}": {f"arg_{j}": part for j, part in enumerate(request)}
-        for i, request in enumerate(row["arguments"])
+    asked: dict[str, list[dict[str, Any]]] = results["samples"]
+    for task, rows in asked.items() if with_samples else ():
+        lines = []
+        for row in rows:  # as lm-eval writes them: lists of texts, which `datasets` can load again
+            requests = {
+                f"gen_args_{i}": {f"arg_{j}": part for j, part in enumerate(request)}
+                for i, request in enumerate(row["arguments"])
+            }
+            texts = {key: sanitize_list(row[key]) for key in ("resps", "filtered_resps")}
+            lines.append(dumps(row | texts | {"arguments": requests, "target": str(row["target"])}))
+        name = sanitize_task_name(task) if "/" in task else task
+        write_text(folder / f"samples_{name}_{moment}.jsonl", "".join(f"{line}\n" for line in lines))
+    hashes = {
+        task: hash_string("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows))
+        for task, rows in asked.items()
     }
-    texts = {key: sanitize_list(row[key]) for key in ("resps", "filtered_resps")}
-    return row | texts | {"arguments": arguments, "target": str(row["target"])}
-
-
-def _hash(rows: list[dict[str, Any]]) -> str:
-    """lm-eval's hash of what a task asked."""
-    hashed: str = hash_string("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows))
-    return hashed
-
-
-def _file_name(task: str) -> str:
-    name: str = task if "/" not in task else sanitize_task_name(task)
-    return name
-
-
-def _dumps(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
+    listed, whole = folder / f"results_{moment}.csv", folder / f"results_{moment}.json"
+    columns = list(Score.__dataclass_fields__)
+    write_text(listed, pd.DataFrame(map(asdict, scores(results)), columns=columns, dtype=object).to_csv(index=False))
+    content = {key: value for key, value in results.items() if key != "samples"}
+    write_text(whole, dumps(content | {"task_hashes": hashes, PROVENANCE_KEY: record}, indent=2))
+    return whole, listed

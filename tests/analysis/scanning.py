@@ -12,9 +12,10 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis.cells import SCANNED, select
 from surgeon.analysis.engine.measure import measure
-from surgeon.analysis.scan import Scan, scan
+from surgeon.analysis.scan import scan
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows
+from surgeon.results.scan import Scan
 from tests.tiny_models import tiny_model
 
 LAYERS = 4

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from surgeon.analysis.factors.matrices import parse_ranks
-from surgeon.analysis.spectrum import Spectrum, request, spectrum
+from surgeon.analysis.spectrum import MeasuredSpectrum, request, spectrum
 from surgeon.quality.data import Windows
+from surgeon.results.spectrum import parse_ranks
 from tests.analysis.texts import random_windows
 from tests.tiny_models import HEADS, HIDDEN, KV_HEADS
 
@@ -39,7 +39,7 @@ def run(
     model_hash: str = "weights",
     record: dict[str, Any] | None = None,
     **wanted: Any,
-) -> Spectrum:
+) -> MeasuredSpectrum:
     asked = request(model.config, ranks=parse_ranks(ranks) if ranks else (), **wanted)
     return spectrum(model, measured, calibration, folder, asked, model_hash=model_hash, record=record)
 

@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 
 from surgeon.analysis.correlation import rank_correlation
-from surgeon.analysis.proxies import MeasuredScan, correlate, proxy_values, read_pairs, read_scan, readers
-from surgeon.analysis.similarity import Similarity
+from surgeon.analysis.proxies import correlate, damages, proxy_values, read_scan, readers
+from surgeon.results.sensitivity import Sensitivity
+from surgeon.results.similarity import Similarity
 
 LAYERS = 4
 BASE = 8.0
@@ -33,12 +34,12 @@ def found() -> Similarity:
     distances = pd.DataFrame(stretches(), columns=["first", "last"])
     for place, name in enumerate(("angular_distance", "angular_distance_last_token", "cosine_distance")):
         distances[name] = distances["first"] * 10 + distances["last"] + place / 10
-    return Similarity(layers, distances, {})
+    return Similarity(layers, distances)
 
 
 def write_scan(folder: Path, cells: list[tuple[Any, ...]], **record: Any) -> None:
     columns = ["operation", "first", "last", "perplexity", "divergence"]
-    pd.DataFrame(cells, columns=columns).to_csv(folder / "cells.csv", index=False, na_rep="nan")
+    pd.DataFrame(cells, columns=columns).assign(tokens=10).to_csv(folder / "cells.csv", index=False, na_rep="nan")
     (folder / "scan.json").write_text(
         json.dumps({"model_hash": "ours", "model": "it", "base_perplexity": BASE} | record)
     )
@@ -91,7 +92,7 @@ def test_the_proxy_that_orders_like_the_damage_wins(found: Similarity, tmp_path:
     divergence = {stretch: float(order[stretch]) ** 3 for stretch in stretches()}  # the same order, another scale
     cells = [("prune", *stretch, BASE * math.exp(-order[stretch]), divergence[stretch] + 1) for stretch in stretches()]
     write_scan(tmp_path, cells)
-    table = correlate(read_scan(tmp_path, "ours"), found).set_index(["damage", "proxy", "aggregate"])
+    table = correlate(damages(read_scan(tmp_path, "ours")), found).set_index(["damage", "proxy", "aggregate"])
     assert table.loc[("divergence", "angular_distance", ""), "rho"] == pytest.approx(1)
     assert table.loc[("log_perplexity_ratio", "angular_distance", ""), "rho"] == pytest.approx(-1)
     assert table.loc[("divergence", "angular_distance", ""), "rho_at_equal_length"] == pytest.approx(1)
@@ -109,10 +110,10 @@ def test_cells_that_measure_nothing_of_their_own_are_left_out(tmp_path: Path) ->
         ("prune", 0, 2, math.inf, math.inf),
     ]
     write_scan(tmp_path, cells)
-    scan = read_scan(tmp_path, "ours")
-    kept = list(zip(scan.cells["operation"], scan.cells["first"], scan.cells["last"], strict=True))
+    own = damages(read_scan(tmp_path, "ours"))
+    kept = list(zip(own["operation"], own["first"], own["last"], strict=True))
     assert kept == [("2-parallel", 0, 1), ("2-parallel", 1, 2), ("prune", 0, 1), ("prune", 0, 2)]
-    ratios = scan.cells["log_perplexity_ratio"].tolist()
+    ratios = own["log_perplexity_ratio"].tolist()
     assert ratios == pytest.approx([math.log(9 / 8)] * 3 + [math.inf])
 
 
@@ -164,13 +165,15 @@ def test_p_of_a_few_values_is_exact() -> None:
 def test_a_scan_with_an_operation_that_is_not_known_is_refused(tmp_path: Path) -> None:
     """Which layers it robs of what the layers before them add cannot be told."""
     write_scan(tmp_path, [("prune", 0, 0, 9.0, 0.5), ("4-parallel", 0, 0, 9.0, 0.5)])
-    with pytest.raises(ValueError, match="cells.csv has an unknown operation '4-parallel'; did you mean '3-parallel'"):
+    with pytest.raises(
+        ValueError, match="cells.csv has '4-parallel' in column operation, line 3; did you mean '3-parallel'"
+    ):
         read_scan(tmp_path, "ours")
 
 
 def test_maps_that_are_not_over_stretches_are_left_out(tmp_path: Path) -> None:
     write_scan(tmp_path, [("prune", 0, 1, 9.0, 0.5), ("lowrank", 1, 1, 8.5, 0.1), ("lowrank", 1, 1, 8.2, 0.05)])
-    assert read_scan(tmp_path, "ours").cells["operation"].tolist() == ["prune"]
+    assert damages(read_scan(tmp_path, "ours"))["operation"].tolist() == ["prune"]
     write_scan(tmp_path, [("lowrank", 1, 1, 8.5, 0.1)])
     with pytest.raises(ValueError, match="has no map over stretches of layers; scan one, such as --operation prune"):
         read_scan(tmp_path, "ours")
@@ -182,14 +185,14 @@ def test_a_scan_of_another_model_is_refused(tmp_path: Path) -> None:
         read_scan(tmp_path, "ours")
     (tmp_path / "sensitivity.json").write_text(json.dumps({"model_hash": "other", "model": "theirs"}))
     with pytest.raises(ValueError, match="sensitivity of another model"):
-        read_pairs(tmp_path, "ours")
+        Sensitivity.read(tmp_path, "ours")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: (folder / "scan.json").unlink(), "has no scan.json; give the output folder of a finished"),
-        (lambda folder: (folder / "cells.csv").unlink(), "has no cells.csv"),
+        (lambda folder: (folder / "cells.csv").unlink(), "but no cells.csv; run surgeon scan to its end"),
         (lambda folder: (folder / "cells.csv").write_text(""), "no table of comma-separated"),
         (lambda folder: (folder / "cells.csv").write_text("operation,first\nprune,0\n"), "has no column last"),
         (lambda folder: (folder / "scan.json").write_text('{"model_hash": "ours"}'), "no base_perplexity"),
@@ -208,7 +211,7 @@ def test_operations_are_told_apart(found: Similarity) -> None:
     length = cells["last"] - cells["first"] + 1.0
     cells["divergence"] = length.where(cells["operation"] == "prune", -length)
     cells["log_perplexity_ratio"] = cells["divergence"]
-    table = correlate(MeasuredScan(cells, {}), found)
+    table = correlate(cells, found)
     rho = table[table["proxy"] == "length"].set_index(["operation", "damage"])["rho"]
     assert rho["prune", "divergence"] == pytest.approx(1)
     assert rho["merge", "divergence"] == pytest.approx(-1)

@@ -65,8 +65,8 @@ def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Pat
     result = run(tmp_path, windows, model, list(HEATMAPS), seed=3)
     steps = family_of(model.config).steps_per_layer
     cells = scan_cells(list(HEATMAPS), LAYERS, 3, steps, family_of(model.config).layer_shapes(model.config))
-    assert len(result.table) == len(cells) == 10 * 10 + LAYERS * 5
-    for row, cell in zip(result.table.itertuples(index=False), cells, strict=True):
+    assert len(result.cells) == len(cells) == 10 * 10 + LAYERS * 5
+    for row, cell in zip(result.cells.itertuples(index=False), cells, strict=True):
         assert (row.operation, row.first, row.last) == (cell.operation, cell.first, cell.last)
         assert row.keep == cell.value or (math.isnan(row.keep) and cell.value is None)
         perplexity, divergence = plain_loop(model, windows.ids, cell.program)
@@ -111,7 +111,7 @@ def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
 
 
 def test_intervals_are_students_over_windows(windows: Windows, tmp_path: Path) -> None:
-    table = run(tmp_path, windows, operations=["prune-mlp"]).table.set_index(["first", "last"])
+    table = run(tmp_path, windows, operations=["prune-mlp"]).cells.set_index(["first", "last"])
     row = table.loc[(1, 2)]
     expected = t_interval(nll_of(Program.parse("A0 F0 A1 A2 A3 F3"), windows.ids))
     assert [row["perplexity_low"], row["perplexity_high"]] == pytest.approx(expected, rel=1e-5)
@@ -127,7 +127,7 @@ def test_one_window_has_no_interval(windows: Windows, tmp_path: Path) -> None:
 
 
 def test_a_cell_of_shuffle_is_the_mean_over_its_permutations(windows: Windows, tmp_path: Path) -> None:
-    table = run(tmp_path, windows, operations=["shuffle"], permutations=3, seed=5).table.set_index(["first", "last"])
+    table = run(tmp_path, windows, operations=["shuffle"], permutations=3, seed=5).cells.set_index(["first", "last"])
     orders = pd.read_csv(tmp_path / "permutations.csv").set_index(["first", "last", "seed"])
     assert len(orders) == 3 * 10
     seeds = permutation_seeds(5, 3)
@@ -160,7 +160,7 @@ def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path) ->
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_windows_in_parts_give_the_same_numbers(batch: int, windows: Windows, tmp_path: Path) -> None:
-    whole, parts = run(tmp_path / "whole", windows).table, run(tmp_path / "parts", windows, batch=batch).table
+    whole, parts = run(tmp_path / "whole", windows).cells, run(tmp_path / "parts", windows, batch=batch).cells
     pd.testing.assert_frame_equal(whole, parts, rtol=1e-6, atol=1e-6)
 
 
@@ -186,7 +186,7 @@ def test_a_cell_that_overflows_is_infinite(windows: Windows, tmp_path: Path) -> 
     expected: list[torch.Tensor] = []
     model.model.layers[3].mlp.register_forward_hook(explode)
     result = run(tmp_path, windows, model, ["prune"])
-    table = result.table.set_index(["first", "last"])
+    table = result.cells.set_index(["first", "last"])
     assert math.isfinite(result.base_perplexity)
     assert table.loc[(1, 1), "perplexity"] == math.inf == table.loc[(1, 1), "divergence"]
     assert math.isfinite(table.loc[(3, 3), "perplexity"])
@@ -226,7 +226,7 @@ def test_native_tracks_are_scanned_from_their_own_program(family: str, windows: 
         },
         "gpt_neox": {(0, 0): "{[A1 F1] | [A2 F2] [A3 F3]}", (2, 3): "{[A0 F0] [A1 F1]}"},
     }[family]
-    table = result.table.set_index(["operation", "first", "last"])
+    table = result.cells.set_index(["operation", "first", "last"])
     assert len(table.loc["prune"]) == len(table.loc["shuffle"]) == 6
     with torch.no_grad():
         reference = surgeon.edit(base, own)(input_ids=windows.ids, use_cache=False).logits[:, :-1].log_softmax(-1)

@@ -36,7 +36,7 @@ def test_what_an_interrupted_scan_was_asked_for_is_not_asked_for_again(
     with pytest.raises(Stopped):
         run(tmp_path, windows)
     monkeypatch.undo()
-    assert len(run(tmp_path, windows, operations=["prune"], every=2).table) == 3
+    assert len(run(tmp_path, windows, operations=["prune"], every=2).cells) == 3
 
 
 @pytest.mark.parametrize("stops", one_in(3, [[0], [1], [17], [40, 10, 3], [20, 20, 20, 20]]))
@@ -54,7 +54,7 @@ def test_interrupted_and_resumed(
     result = run(tmp_path / "stopped", windows, batch=2)
     for name in ("cells.csv", "scan.json"):
         assert (tmp_path / "at-once" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
-    assert len(result.table) == 50
+    assert len(result.cells) == 50
 
 
 def test_what_is_counted_is_what_runs(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,18 +107,18 @@ def test_more_permutations_are_added_to_a_folder(windows: Windows, tmp_path: Pat
     }
     assert sorted(measured) == sorted(different), "each order once, those of the first run not again"
     at_once = run(tmp_path / "at-once", windows, operations=["shuffle"], permutations=3)
-    pd.testing.assert_frame_equal(more.table, at_once.table, rtol=1e-6, atol=1e-6)
+    pd.testing.assert_frame_equal(more.cells, at_once.cells, rtol=1e-6, atol=1e-6)
     again = run(folder, windows, operations=["prune"], permutations=1)
     assert again.record["permutations"] == 3, "what was finer stays finer"
-    shuffled = again.table[again.table["operation"] == "shuffle"]
-    pd.testing.assert_frame_equal(shuffled, at_once.table, rtol=1e-6, atol=1e-6)
+    shuffled = again.cells[again.cells["operation"] == "shuffle"]
+    pd.testing.assert_frame_equal(shuffled, at_once.cells, rtol=1e-6, atol=1e-6)
 
 
 def test_cells_are_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
     run(tmp_path, windows, operations=["prune"], layers=range(0, 2))
     run(tmp_path, windows, operations=["prune", "lp"], layers=range(2, 4))
     grid = run(tmp_path, windows, operations=["lp"], every=2)
-    found = list(grid.table[["operation", "first", "last"]].itertuples(index=False, name=None))
+    found = list(grid.cells[["operation", "first", "last"]].itertuples(index=False, name=None))
     expected = [("prune", 0, 0), ("prune", 0, 1), ("prune", 1, 1), ("prune", 2, 2), ("prune", 2, 3), ("prune", 3, 3)]
     expected += [("lp", 0, 1), ("lp", 0, 3), ("lp", 2, 2), ("lp", 2, 3), ("lp", 3, 3)]
     assert found == expected
@@ -199,7 +199,7 @@ def test_a_record_of_something_else_is_not_recovered(windows: Windows, tmp_path:
     (tmp_path / JOURNAL).unlink()
     with pytest.warns(UserWarning, match="gone or empty"):
         again = run(tmp_path, windows, operations=["merge"], model_hash="other")
-    assert set(again.table["operation"]) == {"merge"}
+    assert set(again.cells["operation"]) == {"merge"}
 
 
 def test_two_scans_do_not_write_to_one_folder(

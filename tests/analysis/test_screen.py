@@ -16,11 +16,12 @@ from scipy import stats
 
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells, select
-from surgeon.analysis.scan import Scan, scan
+from surgeon.analysis.scan import scan
 from surgeon.analysis.scan_journal import JOURNAL
 from surgeon.analysis.screen import HOPELESS, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, spread
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows
+from surgeon.results.scan import Scan
 from tests.analysis.scanning import Stopped, plain_nll, stopping
 from tests.selection import one_in
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -126,7 +127,7 @@ def test_a_screened_scan_against_a_plain_loop(windows: Windows, model: Any, tmp_
     assert result.base_perplexity == pytest.approx(math.exp(base.mean()), rel=1e-5)
     counts = set()
     cells = [cell for cell in scan_cells(OPERATIONS, LAYERS, 0) if cell.program.nodes]
-    table = result.table.set_index(["operation", "first", "last"])
+    table = result.cells.set_index(["operation", "first", "last"])
     for cell in cells:
         row = table.loc[(cell.operation, cell.first, cell.last)]
         nll = np.array(plain_nll(model, windows.ids, cell.program))
@@ -153,7 +154,7 @@ def test_less_is_run_and_counted(windows: Windows, model: Any, tmp_path: Path) -
     screened = run(tmp_path / "screened", windows, model)
     for hook in hooks:
         hook.remove()
-    total = screened.table["sublayers_run"].sum() + screened.record["sublayers_run"]["base"]
+    total = screened.cells["sublayers_run"].sum() + screened.record["sublayers_run"]["base"]
     assert total == pytest.approx(sum(ran) / WINDOWS)
     assert screened.record["sublayers_run"]["total"] == round(total) < 0.8 * full.record["sublayers_run"]["total"]
     assert screened.record["sublayers_of_a_loop"] == full.record["sublayers_of_a_loop"]
@@ -164,13 +165,13 @@ def test_less_is_run_and_counted(windows: Windows, model: Any, tmp_path: Path) -
 def test_screened_numbers_keep_the_order_of_full_ones(windows: Windows, model: Any, tmp_path: Path) -> None:
     full = run(tmp_path / "full", windows, model, False)
     screened = run(tmp_path / "screened", windows, model)
-    good = full.table["perplexity"] < 10 * full.base_perplexity
-    rank = stats.spearmanr(full.table["perplexity"][good], screened.table["perplexity"][good]).statistic
+    good = full.cells["perplexity"] < 10 * full.base_perplexity
+    rank = stats.spearmanr(full.cells["perplexity"][good], screened.cells["perplexity"][good]).statistic
     assert good.sum() > 20
     assert rank > 0.98
-    whole = screened.table["tokens"] == WINDOWS * (TOKENS - 1)
-    numbers = [name for name in full.table.columns if name != "sublayers_run"]
-    pd.testing.assert_frame_equal(full.table[whole][numbers], screened.table[whole][numbers], rtol=1e-6, atol=1e-6)
+    whole = screened.cells["tokens"] == WINDOWS * (TOKENS - 1)
+    numbers = [name for name in full.cells.columns if name != "sublayers_run"]
+    pd.testing.assert_frame_equal(full.cells[whole][numbers], screened.cells[whole][numbers], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("stops", one_in(3, [[0], [30], [70], [20, 60, 1, 40]]))
@@ -202,7 +203,7 @@ def test_a_full_scan_goes_on_from_a_screened_one(windows: Windows, model: Any, t
     run(tmp_path / "both", windows, model)
     lines = (tmp_path / "both" / JOURNAL).read_text().splitlines()
     both = run(tmp_path / "both", windows, model, False)
-    pd.testing.assert_frame_equal(full.table, both.table, rtol=1e-6, atol=1e-6)
+    pd.testing.assert_frame_equal(full.cells, both.cells, rtol=1e-6, atol=1e-6)
     whole = (tmp_path / "both" / JOURNAL).read_text().splitlines()
     seen, again = programs_and_windows(lines), programs_and_windows(whole[len(lines) :])
     assert again
@@ -211,6 +212,6 @@ def test_a_full_scan_goes_on_from_a_screened_one(windows: Windows, model: Any, t
 
 def test_what_is_known_in_full_stays_so(windows: Windows, model: Any, tmp_path: Path) -> None:
     full = run(tmp_path, windows, model, False, operations=["prune"])
-    both = run(tmp_path, windows, model, operations=["lp"]).table
+    both = run(tmp_path, windows, model, operations=["lp"]).cells
     assert (both[both["operation"] == "prune"]["tokens"] == WINDOWS * (TOKENS - 1)).all()
-    assert both[both["operation"] == "prune"]["perplexity"].tolist() == full.table["perplexity"].tolist()
+    assert both[both["operation"] == "prune"]["perplexity"].tolist() == full.cells["perplexity"].tolist()

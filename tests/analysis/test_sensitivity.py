@@ -19,8 +19,9 @@ from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.engine.walk import Walk
 from surgeon.analysis.jacobian import PowerIteration, differentiable
 from surgeon.analysis.lp_error import pair_terms
-from surgeon.analysis.sensitivity import JOURNAL, Sensitivity, SensitivityJournal, sensitivity, spread
+from surgeon.analysis.sensitivity import JOURNAL, SensitivityJournal, sensitivity, spread
 from surgeon.quality.data import Windows
+from surgeon.results.sensitivity import Sensitivity
 from tests.analysis.test_jacobian import dense_jacobian
 from tests.analysis.texts import random_windows
 from tests.reference import Reference
@@ -57,7 +58,7 @@ def test_windows_are_spread_over_the_text() -> None:
 
 
 def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
-    table = run(tmp_path, windows).table
+    table = run(tmp_path, windows).pairs
     assert list(zip(table["first"], table["last"], strict=True)) == [(0, 1), (1, 2), (2, 3)]
     model = tiny_model("llama", LAYERS)
     each = []
@@ -76,7 +77,7 @@ def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
 
 
 def test_the_amplification_is_equation_13(windows: Windows, tmp_path: Path) -> None:
-    table = run(tmp_path, windows, jacobian_windows=1).table
+    table = run(tmp_path, windows, jacobian_windows=1).pairs
     plain = Reference(tiny_model("llama", LAYERS))
 
     def layer(k: int, x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def test_damage_is_that_of_the_edited_model(family: str, programs: list[str], wi
             divergence = functional.kl_div(
                 changed.log_softmax(-1), original.log_softmax(-1), log_target=True, reduction="batchmean"
             )
-            row = found.table.loc[first]
+            row = found.pairs.loc[first]
             assert row["perplexity"] == pytest.approx(float(nll.exp()), rel=1e-4)
             assert row["log_perplexity_ratio"] == pytest.approx(float(nll - base), abs=1e-4)
             assert row["divergence"] == pytest.approx(float(divergence), rel=1e-3)
@@ -126,12 +127,12 @@ def test_damage_is_that_of_the_edited_model(family: str, programs: list[str], wi
 def test_files_and_correlations(windows: Windows, tmp_path: Path) -> None:
     found = run(tmp_path, windows, record={"model": "tiny"})
     assert {path.name for path in tmp_path.iterdir()} == {"sensitivity.csv", "sensitivity.json", JOURNAL}
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "sensitivity.csv"), found.table, rtol=1e-8)
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "sensitivity.csv"), found.pairs, rtol=1e-8)
     record = json.loads((tmp_path / "sensitivity.json").read_text())
     assert (record["model"], record["jacobian_windows"], record["errors"]) == ("tiny", [0, 4], 6)
     assert record["errors_within_bound"] == 6
     by_name = {(one["predictor"], one["damage"]): one for one in record["correlations"]}
-    expected = rank_correlation(found.table["bound"], found.table["divergence"])
+    expected = rank_correlation(found.pairs["bound"], found.pairs["divergence"])
     one = by_name["bound", "divergence"]
     assert (one["rho"], one["n"]) == (pytest.approx(expected.rho), 3)
     assert ("error", "error") not in by_name

@@ -16,11 +16,12 @@ from torch import Tensor
 
 import surgeon
 from surgeon.analysis.engine import memory
-from surgeon.analysis.similarity import CKA_COLUMNS, Similarity, similarity
+from surgeon.analysis.similarity import CKA_COLUMNS, similarity
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.models.edit import program_of
 from surgeon.quality.data import Windows
+from surgeon.results.similarity import Similarity
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
 from tests.reference import Reference
 from tests.tiny_models import save_checkpoint, tiny_model

@@ -32,7 +32,7 @@ def surgeon(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
 def test_its_help_names_all_that_it_shows(surgeon: Callable[..., Result]) -> None:
     code, out, _ = surgeon("report", "--help")
     assert code == 0
-    assert [kind.name for kind in KINDS if not re.search(rf"\b{kind.name}\b", out)] == []
+    assert [name for kind in KINDS if not re.search(rf"\b{(name := kind.result.COMMAND)}\b", out)] == []
 
 
 @pytest.mark.thorough

@@ -38,8 +38,8 @@ def test_a_scan_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: Pat
     command = ["scan", str(tiny_checkpoint), "--data", str(tiny_text), "--operation", "prune", "--layers", "1:4"]
     assert main([*command, *ARGUMENTS, "-o", str(tmp_path / "theirs")]) == 0
     assert (tmp_path / "ours/cells.csv").read_bytes() == (tmp_path / "theirs/cells.csv").read_bytes()
-    assert list(found.table["operation"].unique()) == ["prune"]
-    assert len(found.table) == 6
+    assert list(found.cells["operation"].unique()) == ["prune"]
+    assert len(found.cells) == 6
     assert [path.name for path in found.files] == ["cells.csv", "heatmap-prune.png"]
 
 

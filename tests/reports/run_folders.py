@@ -186,7 +186,8 @@ def make_spectrum(folder: Path, num_layers: int = 6, **more: Any) -> Path:
         for part in (8, 2)
     ]  # fmt: skip
     write_csv(folder / "damage.csv", damage)
-    (folder / "spectrum.json").write_text(json.dumps(record(**({"base_perplexity": BASE} | more))))
+    own = {"base_perplexity": BASE, "ranks": ["1/8", "1/2"]}
+    (folder / "spectrum.json").write_text(json.dumps(record(**(own | more))))
     return folder
 
 

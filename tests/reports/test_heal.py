@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from surgeon.reports.healed import Healing
 from surgeon.reports.page import render
+from surgeon.results.training import Healing
 from tests.reports.read_page import drawing_of, marks_in, page_of
 from tests.reports.run_folders import make_healing, read_csv, state, write_csv
 

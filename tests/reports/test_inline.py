@@ -13,10 +13,10 @@ import pytest
 from matplotlib.colors import Normalize
 
 from surgeon.language.program import Program
-from surgeon.reports.drawing import COLOURS, chart, layers_across, legend_keys, points, save, scale
-from surgeon.reports.inline import inline_svg
+from surgeon.reports.inline import inline_svg, legend_keys
 from surgeon.reports.maps import map_figure
 from surgeon.reports.program import program_figure
+from surgeon.results.drawing import COLOURS, chart, layers_across, points, save, scale
 from tests.reports.read_page import marks_in
 
 PROGRAM = Program.parse("A0 F0 [A1 A2] [F1 F2] >A3 >F3 {A4 F4 | A5 F5} F6")

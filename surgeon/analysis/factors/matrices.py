@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -19,6 +18,8 @@ from surgeon.models.weights import Dense, ModelWeights, ModuleStore
 
 if TYPE_CHECKING:  # takes seconds, and who only names matrices does without
     from transformers import PreTrainedModel
+
+    from surgeon.results.spectrum import TargetRank
 
 
 @dataclass(frozen=True, order=True)
@@ -52,26 +53,6 @@ class Matrix:
     def inputs(self) -> tuple[Sublayer, bool]:
         """The same for matrices that get the same inputs: whose, and whether they read the stream, as q and up do."""
         return self.sublayer, self.role not in WRITING
-
-
-@dataclass(frozen=True)
-class TargetRank:
-    """A rank as the user asks for it.
-
-    Attributes:
-        number: of singular values, or a share of all that a matrix has.
-        is_share: which of the two.
-    """
-
-    number: Fraction
-    is_share: bool
-
-    def __str__(self) -> str:
-        return f"{self.number.numerator}/{self.number.denominator}" if self.is_share else str(self.number)
-
-    def of(self, full_rank: int) -> int:
-        """The rank for a matrix with this many singular values; a share is rounded, to at least 1."""
-        return max(1, int(self.number * full_rank + Fraction(1, 2))) if self.is_share else int(self.number)
 
 
 class Matrices:
@@ -190,31 +171,6 @@ def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list
 def parse_weights(text: str) -> list[str]:
     """Names of weights from a list such as "q,k"."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def parse_ranks(text: str) -> tuple[TargetRank, ...]:
-    """Ranks from a list such as "1/8,0.5,32", each once.
-
-    Raises:
-        ValueError: naming what is no rank, and why.
-    """
-    ranks = [_parse_rank(part.strip()) for part in text.split(",") if part.strip()]
-    if not ranks:
-        raise ValueError("no rank is given; write shares of the full rank such as 1/8,1/2, or whole numbers")
-    return tuple(dict.fromkeys(ranks))
-
-
-def _parse_rank(text: str) -> TargetRank:
-    is_share = "." in text or "/" in text
-    try:
-        number = Fraction(text) if is_share else Fraction(int(text))
-    except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{text!r} is no rank; write a share such as 1/8 or 0.5, or a whole number") from error
-    if number <= 0:
-        raise ValueError(f"rank {text} must be more than 0")
-    if is_share and number > 1:
-        raise ValueError(f"rank {text} is above the full rank; a share is at most 1.0, a whole number has no point")
-    return TargetRank(number, is_share)
 
 
 def check_rank(rank: TargetRank, matrix: Matrix, full_rank: int) -> None:

@@ -20,7 +20,7 @@ from surgeon.analysis.factors.allocation import (
     total_cost,
     wire_values,
 )
-from surgeon.analysis.spectrum import Spectrum
+from surgeon.analysis.spectrum import MeasuredSpectrum
 from surgeon.analysis.subject import Subject
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
@@ -122,7 +122,7 @@ class Share:
 
 
 def write_recipe(
-    folder: Path, subject: Subject, found: Spectrum, share: Share, ranks: Ranks, calibration: Calibration
+    folder: Path, subject: Subject, found: MeasuredSpectrum, share: Share, ranks: Ranks, calibration: Calibration
 ) -> Path:
     """Write recipe.yaml with the ranks that a spectrum gives, bound to the model; returns its path.
 

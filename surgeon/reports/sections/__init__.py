@@ -1,5 +1,7 @@
 """The sections of the page, one file for each kind of run; a new kind is a file here and a line in `KINDS`."""
 
+from typing import Any
+
 from surgeon.reports.runs import Kind
 from surgeon.reports.sections.checkpoint import CHECKPOINT
 from surgeon.reports.sections.evaluation import EVALUATION
@@ -13,7 +15,7 @@ from surgeon.reports.sections.spectrum import SPECTRUM
 from surgeon.reports.sections.train import SCRATCH
 
 # In the order of the page.
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[Kind[Any], ...] = (
     SCAN,
     SIMILARITY,
     SENSITIVITY,

@@ -7,11 +7,11 @@ from typing import Any
 
 from surgeon.reports.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.reports.runs import Kind, Run
-from surgeon.reports.sections.train import from_scratch
+from surgeon.results.exported import ExportRun
 from surgeon.words import number, plural
 
 
-def _show(run: Run) -> Iterator[Block]:
+def _show(run: Run[ExportRun]) -> Iterator[Block]:
     record = run.record
     yield Paragraph(f"A checkpoint in {record['form']} form: {record.get('reason', '')}.")
     layers = record["source"].get("num_layers")
@@ -49,7 +49,7 @@ def _proof(proof: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _findings(run: Run) -> Iterator[Finding]:
+def _findings(run: Run[ExportRun]) -> Iterator[Finding]:
     record = run.record
     depth, layers = record.get("effective_depth"), record["source"].get("num_layers")
     if isinstance(depth, int | float) and layers:
@@ -59,23 +59,4 @@ def _findings(run: Run) -> Iterator[Finding]:
         yield Finding("Exported", text)
 
 
-def _is_export(record: dict[str, Any]) -> bool:
-    return isinstance(record.get("form"), str) and isinstance(record.get("source"), dict)
-
-
-def _model_of(record: dict[str, Any]) -> tuple[str, str]:
-    source, trained = record["source"], record.get("trained")
-    if "model" in source and source["model"] is None and isinstance(trained, dict):
-        return from_scratch(trained.get("data")), ""
-    return str(source.get("model") or "a model without a name"), str(source.get("model_hash") or "")
-
-
-CHECKPOINT = Kind(
-    name="export",
-    title="Checkpoint",
-    record="surgeon.json",
-    show=lambda run: list(_show(run)),
-    findings=lambda run: list(_findings(run)),
-    is_ours=_is_export,
-    model_of=_model_of,
-)
+CHECKPOINT = Kind(ExportRun, "Checkpoint", _show, _findings)

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from surgeon.reports.blocks import Block, Code, Finding, Gallery, Paragraph, Table
-from surgeon.reports.healed import Healing, OnHeldOut, Regained, WithInterval
 from surgeon.reports.runs import Kind, Run
-from surgeon.reports.sections.training_charts import HeldOutCurve, held_out_charts, loss_chart, rate_chart
-from surgeon.reports.trained import HELD_OUT, TRAINING, TRAINING_TABLES, duration, require_ended, settings_table
+from surgeon.reports.settings import duration, settings_table
+from surgeon.results.training import Healing, HealRun, OnHeldOut, Regained, WithInterval, held_out_charts
 from surgeon.words import NO_VALUE, interval, listed, number, plural
 
 _HEAD = ["perplexity", "95% interval", "regained", "divergence", "95% interval", "regained"]
@@ -28,20 +27,11 @@ _UNTOLD_NOTE = (
 )
 
 
-def _healing(run: Run) -> Healing:
-    require_ended(run, "healed")
-    return Healing.of(run.record)
-
-
-def _show(run: Run) -> Iterator[Block]:
-    record, healing = run.record, _healing(run)
+def _show(run: Run[HealRun]) -> Iterator[Block]:
+    record, healing = run.record, run.found.healing
     yield Paragraph(_what(record))
     yield _states(healing)
-    charts = list(held_out_charts([_curve(run)]))
-    training = run.tables[TRAINING]
-    if len(training):
-        charts += [loss_chart(training), rate_chart(training)]
-    yield Gallery(charts)
+    yield Gallery(list(run.found.charts(run.name)))
     yield from settings_table(record.get("settings"))
     if record.get("program"):
         yield Code("The program that was healed", str(record["program"]))
@@ -95,48 +85,40 @@ def _percent(share: float) -> str:
     return text if share >= 0 or text == "0%" else f"\N{MINUS SIGN}{text}"
 
 
-def _curve(run: Run) -> HeldOutCurve:
-    steps = float(run.record["steps"])
-    per_step = float(run.record["tokens"]) / steps if steps > 0 else math.nan
-    original = _healing(run).original
-    perplexity = None if original is None else original.perplexity.value
-    return HeldOutCurve(run.name, run.tables[HELD_OUT], perplexity, per_step)
-
-
-def _together(runs: Sequence[Run]) -> list[Block]:
+def _together(runs: Sequence[Run[HealRun]]) -> list[Block]:
     """All healings of a model side by side, and their curves in one picture."""
     if len(runs) < 2:
         return []
     same_text = len({run.record.get("held_out_hash") for run in runs}) == 1
-    original = _healing(runs[0]).original if same_text else None
+    original = runs[0].found.healing.original if same_text else None
     rows = [["original", "", *_cells(original, divergence=False)]] if original else []
     marked: list[tuple[int, int]] = []
     edits = _by_edit(runs)
     for of_one_edit in edits:
         which = f", for {listed(run.name for run in of_one_edit)}" if len(edits) > 1 else ""
-        rows.append([f"edited{which}", "", *_cells(_healing(of_one_edit[0]).edited)])
+        rows.append([f"edited{which}", "", *_cells(of_one_edit[0].found.healing.edited)])
         for run in of_one_edit:
-            healing = _healing(run)
+            healing = run.found.healing
             back = _share(healing.of_perplexity), _share(healing.of_divergence)
             marked += [(len(rows), 4), (len(rows), 7)]
             rows.append([run.name, f"{int(run.record['tokens']):,}", *_cells(healing.healed, *back)])
     note = _note([row[place] for row in rows for place in (4, 7) if len(row) > place])
     note += "" if same_text else " The runs were measured on different texts: only shares can be compared."
     table = Table("All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=frozenset(marked))
-    return [table, Gallery(list(held_out_charts([_curve(run) for run in runs], ", all healings")))]
+    return [table, Gallery(list(held_out_charts({run.name: run.found for run in runs}, ", all healings")))]
 
 
-def _by_edit(runs: Sequence[Run]) -> list[list[Run]]:
+def _by_edit(runs: Sequence[Run[HealRun]]) -> list[list[Run[HealRun]]]:
     """Runs of the same edited model on the same text together."""
-    groups: dict[tuple[str, ...], list[Run]] = {}
+    groups: dict[tuple[str, ...], list[Run[HealRun]]] = {}
     for run in runs:
         edited = [str(run.record.get(name)) for name in ("program", "recipe", "held_out_hash", "edited")]
         groups.setdefault(tuple(edited), []).append(run)
     return list(groups.values())
 
 
-def _findings(run: Run) -> Iterator[Finding]:
-    record, healing = run.record, _healing(run)
+def _findings(run: Run[HealRun]) -> Iterator[Finding]:
+    record, healing = run.record, run.found.healing
     steps, time = plural(int(record["steps"]), "step"), duration(float(record["seconds"]))
     text = (
         f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
@@ -178,9 +160,9 @@ def _in_words(name: str, regained: Regained) -> str:
     return f"{_percent(regained.share)} of what was lost in {name} is back"
 
 
-def _went_too_far(run: Run) -> str:
+def _went_too_far(run: Run[HealRun]) -> str:
     """What to say where it was better before the end."""
-    table = run.tables[HELD_OUT]
+    table = run.found.held_out
     if table["divergence"].isna().any():
         return ""
     best, last = table.iloc[int(table["divergence"].argmin())], table.iloc[-1]
@@ -193,13 +175,10 @@ def _went_too_far(run: Run) -> str:
 
 
 HEALING = Kind(
-    name="heal",
-    title="Healing",
-    record="run.json",
-    is_ours=lambda record: record.get("identity", {}).get("task", "heal") == "heal",
-    show=lambda run: list(_show(run)),
-    tables=TRAINING_TABLES,
-    findings=lambda run: list(_findings(run)),
+    HealRun,
+    "Healing",
+    _show,
+    _findings,
     together=_together,
     without="No healing: how much of what an edit loses comes back with training is not known (surgeon heal).",
 )

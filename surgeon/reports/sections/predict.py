@@ -7,23 +7,19 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Paragraph, Table
-from surgeon.reports.drawing import chart, points, scale
+from surgeon.reports.blocks import Block, Finding, Gallery, Paragraph, Table
 from surgeon.reports.predict import drawn_axes, swept_axes, words_of
-from surgeon.reports.runs import Kind, Run, TableFile
+from surgeon.reports.runs import Kind, Run
+from surgeon.results.drawing import Chart, chart, points, scale
+from surgeon.results.prediction import PredictRun
 from surgeon.words import NO_VALUE, TIMES, number, plural
 
-TABLE = "predict.csv"
-_NUMBERS = (
-    *("ranks", "batch", "prompt", "new", "first_token_ms", "per_token_ms", "tokens_per_second", "communication_share"),
-    *("needed_bytes", "there_bytes", "fits", "first_token_speedup", "per_token_speedup", "tokens_per_second_speedup"),
-)
 _GIB = 1 << 30
 _MOST_CHARTS = 8
 
 
-def _show(run: Run) -> Iterator[Block]:
-    table = run.tables[TABLE]
+def _show(run: Run[PredictRun]) -> Iterator[Block]:
+    table = run.found.cells
     hardware = run.record.get("hardware", "hardware that has no name")
     yield Paragraph(
         f"What programs would cost on {hardware}, from its figures and the model's shapes: nothing was run. Speedups "
@@ -92,8 +88,8 @@ def _cells(table: pd.DataFrame) -> Table:
     return Table("Every prediction", head, rows, note, folded=len(rows) > 24)
 
 
-def _findings(run: Run) -> Iterator[Finding]:
-    table = run.tables[TABLE]
+def _findings(run: Run[PredictRun]) -> Iterator[Finding]:
+    table = run.found.cells
     fitting = table[(table["fits"] == 1) & (table["program"] != table["program"].iloc[0])]
     hardware = run.record.get("hardware", "hardware")
     if fitting["tokens_per_second_speedup"].notna().any():
@@ -104,11 +100,4 @@ def _findings(run: Run) -> Iterator[Finding]:
         yield Finding("Predicted", text, speedup, f"predicted on {hardware}")
 
 
-PREDICTION = Kind(
-    name="predict",
-    title="Predictions",
-    record="predict.json",
-    show=lambda run: list(_show(run)),
-    tables=(TableFile(TABLE, _NUMBERS, ("program",)),),
-    findings=lambda run: list(_findings(run)),
-)
+PREDICTION = Kind(PredictRun, "Predictions", _show, _findings)

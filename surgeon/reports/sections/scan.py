@@ -9,11 +9,11 @@ import pandas as pd
 
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.reports.blocks import Block, Finding, Paragraph, Table
-from surgeon.reports.heatmap import title_of, varied_by
-from surgeon.reports.runs import Kind, Run, TableFile
+from surgeon.reports.runs import Kind, Run
 from surgeon.reports.sections.scan_charts import charts, reach_table
 from surgeon.reports.sections.scan_maps import heatmaps, ribbon
-from surgeon.reports.tolerance import (
+from surgeon.results.scan import Scan, title_of, varied_by
+from surgeon.results.tolerance import (
     PAIRS,
     PAIRS_OF_STREAMS,
     TOLERANCES,
@@ -35,34 +35,24 @@ from surgeon.words import (
     with_intervals,
 )
 
-CELLS, PERMUTATIONS = "cells.csv", "permutations.csv"
-_ENDS = ("first", "last")
-_KNOWN = {"operation": HEATMAPS}
 _NAMED = 3  # layers that the summary names as the cheapest and as the dearest
 _LIMIT = TOLERANCES[-1]
 
 
-def _scan_of(run: Run) -> ScanTable:
-    try:
-        return ScanTable.of(run.tables[CELLS], run.record)
-    except ValueError as error:
-        raise ValueError(f"{run.folder}: {error}") from error
-
-
-def _show(run: Run) -> Iterator[Block]:
-    table, scan = run.tables[CELLS], _scan_of(run)
+def _show(run: Run[Scan]) -> Iterator[Block]:
+    table, scan = run.found.cells, ScanTable.of(run.found)
     yield Paragraph(_what_was_measured(run, scan))
     if len(scan.cells):
         yield ribbon(scan, table)
         yield reach_table(scan)
         yield from charts(scan)
-    yield from heatmaps(table, scan, run.tables.get(PERMUTATIONS))
-    if PERMUTATIONS in run.tables and (words := _spread_of_orders(run.tables[PERMUTATIONS])):
+    yield from heatmaps(table, scan, run.found.permutations)
+    if len(run.found.permutations) and (words := _spread_of_orders(run.found.permutations)):
         yield Paragraph(words)
 
 
-def _what_was_measured(run: Run, scan: ScanTable) -> str:
-    table, record = run.tables[CELLS], run.record
+def _what_was_measured(run: Run[Scan], scan: ScanTable) -> str:
+    table, record = run.found.cells, run.record
     tokens = record.get("tokens_predicted") or int(table["tokens"].max())
     source = record.get("data", "text")
     parts = [
@@ -116,8 +106,8 @@ def _spread_of_orders(orders: pd.DataFrame) -> str:
     )
 
 
-def _findings(run: Run) -> Iterator[Finding]:
-    scan = _scan_of(run)
+def _findings(run: Run[Scan]) -> Iterator[Finding]:
+    scan = ScanTable.of(run.found)
     yield _base(run, scan)
     pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(scan.of_operation(name))), None)
     if pairs is not None and not scan.edited:  # which is about effective depths
@@ -128,10 +118,10 @@ def _findings(run: Run) -> Iterator[Finding]:
         yield _untouchable(scan)
 
 
-def _base(run: Run, scan: ScanTable) -> Finding:
+def _base(run: Run[Scan], scan: ScanTable) -> Finding:
     known = run.record.get("base_interval")
     ends = f", 95% interval {interval(*known)}" if isinstance(known, list) and len(known) == 2 else ""
-    tokens = run.record.get("tokens_predicted") or int(run.tables[CELLS]["tokens"].max())
+    tokens = run.record.get("tokens_predicted") or int(run.found.cells["tokens"].max())
     what = "model as it runs" if scan.edited else "unedited model"
     text = (
         f"The {what} has {scan.num_layers} layers and a perplexity of {number(scan.base)}{ends}, over "
@@ -251,9 +241,9 @@ def _untouchable_sentence(layers: list[int], names: tuple[str, ...], operations:
     return f"{which}: no {change_words} that includes {it} stays within {allowance(_LIMIT)} of the perplexity."
 
 
-def _missing(run: Run) -> Iterator[str]:
-    scan = _scan_of(run)
-    absent = [title_of(name) for name in HEATMAPS if name not in set(run.tables[CELLS]["operation"])]
+def _missing(run: Run[Scan]) -> Iterator[str]:
+    scan = ScanTable.of(run.found)
+    absent = [title_of(name) for name in HEATMAPS if name not in set(run.found.cells["operation"])]
     if absent:
         yield f"Not scanned, so nothing is said about it: {listed(absent)} (surgeon scan --operation)."
     if part := _only_part(run.record, scan):
@@ -261,15 +251,10 @@ def _missing(run: Run) -> Iterator[str]:
 
 
 SCAN = Kind(
-    name="scan",
-    title="Scan",
-    record="scan.json",
-    show=lambda run: list(_show(run)),
-    tables=(
-        TableFile(CELLS, ("perplexity", "divergence", "tokens"), ("operation",), _ENDS, _KNOWN),
-        TableFile(PERMUTATIONS, ("perplexity",), ("operation", "order"), _ENDS, _KNOWN, optional=True),
-    ),
-    findings=lambda run: list(_findings(run)),
-    missing=lambda run: list(_missing(run)),
+    Scan,
+    "Scan",
+    _show,
+    _findings,
+    _missing,
     without="No scan: what stretches of layers tolerate is not known (surgeon scan).",
 )

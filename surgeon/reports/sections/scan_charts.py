@@ -11,12 +11,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.reports.blocks import Block, Chart, Gallery, Table
-from surgeon.reports.curves import draw_lengths
-from surgeon.reports.drawing import ORDERED, SOFT, chart, layers_across, points, scale
-from surgeon.reports.heatmap import title_of
-from surgeon.reports.scale import CAP, LEAST_CAP
-from surgeon.reports.tolerance import (
+from surgeon.reports.blocks import Block, Gallery, Table
+from surgeon.results.drawing import ORDERED, Chart, chart, layers_across, points, rule, scale
+from surgeon.results.maps import CAP, LEAST_CAP
+from surgeon.results.scan import draw_lengths, title_of
+from surgeon.results.tolerance import (
     PAIRS,
     TOLERANCES,
     ScanTable,
@@ -112,7 +111,7 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
     figure, axes = chart("effective depth (layers one after the other)", "perplexity")
     layers_across(axes, math.floor(every["depth"].min()), scan.num_layers)
     scale(axes, "y", [scan.base, *values], log=True, end=_end_of_axis(scan, values))
-    axes.axhline(scan.base, color=SOFT, lw=1.2, ls=(0, (4, 3)), zorder=1, clip_on=False)
+    rule(axes, scan.base)
     for name, cells in best.items():
         tips = [_tip(cell) for _, cell in cells.iterrows()]
         points(axes, cells["depth"], cells["perplexity"], tips, _style(name), title_of(name))

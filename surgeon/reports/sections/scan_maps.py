@@ -10,9 +10,10 @@ from matplotlib.colors import Normalize
 
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.reports.blocks import Gallery, Legend, Map, Table
-from surgeon.reports.heatmap import grid, scale_of, title_of, varied_by
-from surgeon.reports.maps import HALF, MANY_LAYERS, MARKED, WIDE, cell_table, legend_figure, map_cells, map_figure
-from surgeon.reports.tolerance import ScanTable, changed_layers, cheapest_with, group_size, shown_stretch
+from surgeon.reports.maps import HALF, MANY_LAYERS, WIDE, cell_table, legend_figure, map_cells, map_figure
+from surgeon.results.maps import MARKED
+from surgeon.results.scan import grid, scale_of, title_of, varied_by
+from surgeon.results.tolerance import ScanTable, changed_layers, cheapest_with, group_size, shown_stretch
 from surgeon.words import allowance, change, number, stretch
 
 _ORDERS_SHOWN = 12  # layers of a random order, before it is cut short
@@ -34,12 +35,12 @@ def _scale(maps: dict[str, pd.DataFrame], base: float) -> tuple[Normalize, Legen
     return scale, Legend(legend_figure(scale, base, capped), title)
 
 
-def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame | None = None) -> Iterator[Gallery]:
+def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame) -> Iterator[Gallery]:
     """One map for every operation of a scan: those over stretches on one scale, then the others on another one.
 
     Args:
         table: all of `cells.csv`.
-        orders: `permutations.csv`, where there is one.
+        orders: `permutations.csv`.
     """
     colours = (
         f"Colour: perplexity over that of the unedited model, {number(scan.base)}. The line fences in the cells within "
@@ -58,9 +59,7 @@ def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame | None =
         yield Gallery(drawn, f"Each layer alone, with every value of a parameter. {colours}", legend, wide=True)
 
 
-def _heatmap(
-    operation: str, cells: pd.DataFrame, scan: ScanTable, scale: Normalize, orders: pd.DataFrame | None
-) -> Map:
+def _heatmap(operation: str, cells: pd.DataFrame, scan: ScanTable, scale: Normalize, orders: pd.DataFrame) -> Map:
     values = grid(cells)
     rows, columns = list(values.index), list(values.columns)
     places = [(rows.index(f), columns.index(e)) for f, e in zip(cells["first"], cells["last"], strict=True)]
@@ -71,7 +70,7 @@ def _heatmap(
         spans = zip(cells["first"], cells["last"], strict=True)
         lengths = {changed_layers(operation, first, last) for first, last in spans} - {0}
         data |= {"programs": _programs(operation, lengths, scan.steps_per_layer), "group": group_size(operation)}
-    if _is_random(operation) and orders is not None:
+    if _is_random(operation) and len(orders):
         data["notes"] = _orders(cells, orders[orders["operation"] == operation])
     return Map(
         map_figure(values, scale, ("last layer", "first layer"), scan.base * MARKED),

@@ -8,10 +8,9 @@ from typing import Any
 import pandas as pd
 
 from surgeon.language.program import Program
-from surgeon.reports.blocks import Block, Chart, Code, Finding, Gallery, Heading, Paragraph, Table
-from surgeon.reports.drawing import MOST_LAYERS
+from surgeon.reports.blocks import Block, Code, Finding, Gallery, Heading, Paragraph, Table
 from surgeon.reports.program import program_figure
-from surgeon.reports.runs import Kind, Run, TableFile
+from surgeon.reports.runs import Kind, Run
 from surgeon.reports.search_trials import SearchedTrials, objective_of
 from surgeon.reports.sections.search_charts import (
     against_depth,
@@ -21,9 +20,10 @@ from surgeon.reports.sections.search_charts import (
     layers_touched,
     objectives_of,
 )
+from surgeon.results.drawing import MOST_LAYERS, Chart
+from surgeon.results.search import SearchRun
 from surgeon.words import interval, interval_heads, number, plural, with_intervals
 
-TRIALS, TERMS, FRONT, DEPTHS, RECIPE = "trials.csv", "terms.csv", "front.csv", "depths.csv", "recipe.yaml"
 _NEW = ("level", "edits", "whole", "within", "program")  # columns that earlier versions did not write
 _SHOWN = 10  # rows in a table
 _EARLIER = (
@@ -32,45 +32,44 @@ _EARLIER = (
 )
 
 
-def _show(run: Run) -> Iterator[Block]:
+def _show(run: Run[SearchRun]) -> Iterator[Block]:
     if _is_earlier(run):
         yield Paragraph(_EARLIER)
         return
-    trials, held = _trials(run), run.record.get("held_out")
+    found, trials, held = run.found, _trials(run), run.record.get("held_out")
     if held and held["overturned"]:
         yield Paragraph(held["sentences"][-1] + ".")
     charts = [history(trials)]
-    if DEPTHS in run.tables:
-        charts.append(against_depth(run.tables[DEPTHS]))
-    if FRONT in run.tables:
-        shown = {"depth"} if DEPTHS in run.tables else set()
-        charts += front_charts(run.tables[FRONT], trials, without=shown)
+    if len(found.depths):
+        charts.append(against_depth(found.depths))
+    if len(found.front):
+        charts += front_charts(found.front, trials, without={"depth"} if len(found.depths) else set())
     yield Gallery(charts)
     yield from _winner(run)
     if held:
         yield _on_held_out_text(held)
     if run.record.get("healing"):
         yield _healed(run.record["healing"])
-    yield _best_trials(trials) if FRONT not in run.tables else _front_table(run.tables[FRONT], trials)
+    yield _front_table(found.front, trials) if len(found.front) else _best_trials(trials)
     if any(trials.choices):
         yield layers_touched(trials, _layers(run, trials))
-    if TERMS in run.tables:
+    if len(found.terms):
         yield Heading("What single edits do")
-        yield Gallery(edits_alone(run.tables[TERMS]))
-    yield from _what_goes_with_edits(trials, run.tables.get(TERMS))
+        yield Gallery(edits_alone(found.terms))
+    yield from _what_goes_with_edits(trials, found.terms)
 
 
-def _is_earlier(run: Run) -> bool:
-    return not set(_NEW) <= set(run.tables[TRIALS])
+def _is_earlier(run: Run[SearchRun]) -> bool:
+    return not set(_NEW) <= set(run.found.trials)
 
 
-def _trials(run: Run) -> SearchedTrials:
-    table = run.tables[TRIALS]
+def _trials(run: Run[SearchRun]) -> SearchedTrials:
+    table = run.found.trials
     texts = {name: table[name].fillna("").astype(str) for name in ("edits", "program")}
     return SearchedTrials(table.assign(**texts), objective_of(run.record))
 
 
-def _layers(run: Run, trials: SearchedTrials) -> int:
+def _layers(run: Run[SearchRun], trials: SearchedTrials) -> int:
     """Of the unedited model; where the record does not say it, as far as edits reach."""
     reached = max((edit.stop for choice in trials.choices for edit in choice), default=1)
     layers = max(int(run.record.get("num_layers") or 0), reached)
@@ -79,7 +78,7 @@ def _layers(run: Run, trials: SearchedTrials) -> int:
     return layers
 
 
-def _winner(run: Run) -> Iterator[Block]:
+def _winner(run: Run[SearchRun]) -> Iterator[Block]:
     """The program that won, drawn, and its recipe."""
     best, record = run.record.get("best"), run.record
     if best and record.get("num_layers") and record.get("steps_per_layer"):
@@ -87,8 +86,8 @@ def _winner(run: Run) -> Iterator[Block]:
         program = Program.parse(best["program"])
         figure = program_figure(program, int(record["num_layers"]), int(record["steps_per_layer"]))
         yield Chart(figure, title, f"{best['why']}.", described=f"{title}: {program}", wide=True, themed=False)
-    if RECIPE in run.texts:
-        yield Code("The recipe that was found (recipe.yaml)", run.texts[RECIPE])
+    if run.found.recipe:
+        yield Code("The recipe that was found (recipe.yaml)", run.found.recipe)
 
 
 def _on_held_out_text(held: dict[str, Any]) -> Table:
@@ -180,11 +179,11 @@ def _front_table(front: pd.DataFrame, trials: SearchedTrials) -> Table:
     return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}))
 
 
-def _what_goes_with_edits(trials: SearchedTrials, terms: pd.DataFrame | None) -> Iterator[Block]:
+def _what_goes_with_edits(trials: SearchedTrials, terms: pd.DataFrame) -> Iterator[Block]:
     effects = trials.effects()[:_SHOWN]
     if not effects:
         return
-    alone = {} if terms is None else dict(zip(terms["edit"], terms["divergence"], strict=True))
+    alone = {} if terms.empty else dict(zip(terms["edit"], terms["divergence"], strict=True))
     rows = [
         [str(one.edit), str(one.trials), number(alone.get(str(one.edit), float("nan"))), number(one.ratio, 3),
          interval(one.low, one.high, 3)]
@@ -201,7 +200,7 @@ def _what_goes_with_edits(trials: SearchedTrials, terms: pd.DataFrame | None) ->
     yield Table(f"Importance: what goes with single edits among {len(trials)} trials", head, rows, note, marked=marked)
 
 
-def _findings(run: Run) -> Iterator[Finding]:
+def _findings(run: Run[SearchRun]) -> Iterator[Finding]:
     best = run.record.get("best")
     if _is_earlier(run) or not best:
         return
@@ -222,10 +221,10 @@ def _findings(run: Run) -> Iterator[Finding]:
         yield Finding("How deep it really is", f"By {'; '.join(knees)}.")
 
 
-def _what_won(run: Run, trials: SearchedTrials, best: dict[str, Any], held: dict[str, Any] | None) -> str:
+def _what_won(run: Run[SearchRun], trials: SearchedTrials, best: dict[str, Any], held: dict[str, Any] | None) -> str:
     row = next((row for row in range(len(trials)) if trials.table["trial"].iloc[row] == best["trial"]), None)
     if row is None:
-        raise ValueError(f"{run.folder / TRIALS} has no trial {best['trial']}, which its record calls the best")
+        raise ValueError(f"{run.folder / 'trials.csv'} has no trial {best['trial']}, which its record calls the best")
     edits = trials.table["edits"].iloc[row] or "no edits"
     depth = trials.table["depth"].iloc[row]
     known = interval(best.get("divergence_low"), best.get("divergence_high"))
@@ -254,7 +253,7 @@ def _shortened(edits: Sequence[str], most: int = 12) -> str:
     return ", ".join(edits[:most]) + (f" and {len(edits) - most} more" if len(edits) > most else "")
 
 
-def _finalist(run: Run, held: dict[str, Any]) -> dict[str, Any]:
+def _finalist(run: Run[SearchRun], held: dict[str, Any]) -> dict[str, Any]:
     """The winner on held-out text, as it is before any healing."""
     chosen = run.record.get("healing", held)["winner"]
     found: dict[str, Any] = next(one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen)
@@ -281,17 +280,9 @@ def _of(count: int, verdicts: Sequence[str]) -> str:
 
 
 SEARCH = Kind(
-    name="search",
-    title="Search",
-    record="search.json",
-    show=lambda run: list(_show(run)),
-    tables=(
-        TableFile(TRIALS, ("trial", "depth", "perplexity", "divergence"), ("source",)),
-        TableFile(TERMS, ("divergence",), ("edit", "space"), layers=("first", "last"), optional=True),
-        TableFile(FRONT, ("point", "trial", "divergence"), ("edits",), optional=True, may_be_empty=True),
-        TableFile(DEPTHS, ("depth", "divergence"), ("space", "edits"), optional=True, may_be_empty=True),
-    ),
-    texts=(RECIPE,),
-    findings=lambda run: list(_findings(run)),
+    SearchRun,
+    "Search",
+    _show,
+    _findings,
     without="No search: whether scattered edits do better than one stretch is not known (surgeon search).",
 )

@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.reports.blocks import Chart, Legend, Map
-from surgeon.reports.drawing import chart, layers_across, points, scale
+from surgeon.reports.blocks import Legend, Map
 from surgeon.reports.maps import WIDE, cell_table, legend_figure, map_cells, map_figure
 from surgeon.reports.search_history import STOPPED, UNITS, draw_history
 from surgeon.reports.search_trials import SearchedTrials
+from surgeon.results.drawing import Chart, chart, layers_across, points, scale
 from surgeon.words import interval, number, plural
 
 

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Paragraph, Table
-from surgeon.reports.drawing import chart, layers_across, points, scale
-from surgeon.reports.runs import Kind, Run, TableFile
+from surgeon.reports.blocks import Block, Finding, Gallery, Paragraph, Table
+from surgeon.reports.runs import Kind, Run
+from surgeon.results.drawing import Chart, chart, layers_across, points, scale
+from surgeon.results.sensitivity import DAMAGES, PREDICTORS, RELATIVE, Sensitivity
 from surgeon.words import interval_heads, listed, number, plural, with_intervals
 
-TABLE = "sensitivity.csv"
-_LINES = {
-    "relative_bound": ("bound (equation 12)", 0),
-    "relative_first_order": ("first order", 2),
-    "relative_error": ("measured", 1),
-}
+# What is drawn of each column: its words and its style.
+_LINES = dict(zip(RELATIVE, (("bound (equation 12)", 0), ("first order", 2), ("measured", 1)), strict=True))
 _NAMED = 3  # pairs that the summary names
-_PREDICTORS = {
-    "bound": "bound",
-    "relative_bound": "bound / stream",
-    "log10_output_bound": "bound on the output",
-    "first_order": "first order",
-    "relative_first_order": "first order / stream",
-    "error": "measured error",
-    "relative_error": "measured error / stream",
-}
-_DAMAGES = {"error": "measured error", "divergence": "divergence", "log_perplexity_ratio": "log perplexity ratio"}
+_DAMAGES = dict(zip(DAMAGES, ("measured error", "divergence", "log perplexity ratio"), strict=True))
 
 
-def _show(run: Run) -> Iterator[Block]:
-    table = run.tables[TABLE].sort_values("first")
+def _show(run: Run[Sensitivity]) -> Iterator[Block]:
+    table = run.found.pairs.sort_values("first")
     yield Paragraph(
         "Each pair of neighbouring layers alone as an LP pair: the bound on its local error from appendix A of the "
         "Layer Parallelism paper, its first-order size, what it is, and what it does to the predictions."
     )
     yield Gallery([_errors(table), _bound_and_damage(table)])
-    if isinstance(run.record.get("correlations"), list):
-        yield _correlations(run.record["correlations"])
+    if len(run.found.correlations):
+        yield _correlations(run.found.correlations)
     yield _pairs(table)
 
 
@@ -72,23 +62,20 @@ def _bound_and_damage(table: pd.DataFrame) -> Chart:
     return Chart(figure, "What the bound says of the damage", "One point for each pair. Bars: 95% intervals.")
 
 
-def _correlations(rows: list[dict[str, Any]]) -> Table:
-    found: dict[tuple[str, str], float | None] = {
-        (str(row.get("predictor")), str(row.get("damage"))): row.get("rho") for row in rows if isinstance(row, dict)
-    }
-    predictors = [name for name in _PREDICTORS if any(key[0] == name for key in found)]
-    damages = [name for name in _DAMAGES if any(key[1] == name for key in found)]
-    body, marked = [], set[tuple[int, int]]()
-    for row, predictor in enumerate(predictors):
-        values = [found.get((predictor, damage)) for damage in damages]
-        body.append([_PREDICTORS[predictor], *("" if v is None else number(float(v), 3) for v in values)])
-        for column, (value, damage) in enumerate(zip(values, damages, strict=True), start=1):
-            others = [rho for (_, of), rho in found.items() if of == damage and rho is not None]
-            if value is not None and value == max(others):
-                marked.add((row, column))
-    head = ["rank correlation of", *(f"with {_DAMAGES[name]}" for name in damages)]
+def _correlations(found: pd.DataFrame) -> Table:
+    rho = found.pivot_table(index="predictor", columns="damage", values="rho", dropna=False)
+    rho = rho.reindex(
+        index=[name for name in PREDICTORS if name in rho.index], columns=[name for name in _DAMAGES if name in rho]
+    )
+    rows = [
+        [PREDICTORS[str(name)][1], *("" if math.isnan(value) else number(value, 3) for value in values)]
+        for name, values in rho.iterrows()
+    ]
+    best = np.argwhere((rho == rho.max()).to_numpy())
+    head = ["rank correlation of", *(f"with {_DAMAGES[str(name)]}" for name in rho)]
     note = "Spearman's, over all pairs. Marked: the best for each damage."
-    return Table("What orders the pairs as their damage does", head, body, note, marked=frozenset(marked))
+    marked = frozenset((int(row), int(column) + 1) for row, column in best)
+    return Table("What orders the pairs as their damage does", head, rows, note, marked=marked)
 
 
 def _pairs(table: pd.DataFrame) -> Table:
@@ -106,8 +93,8 @@ def _pairs(table: pd.DataFrame) -> Table:
     return Table("Every pair", head, rows, note, folded=True)
 
 
-def _findings(run: Run) -> Iterator[Finding]:
-    table = run.tables[TABLE].sort_values("divergence", kind="stable")
+def _findings(run: Run[Sensitivity]) -> Iterator[Finding]:
+    table = run.found.pairs.sort_values("divergence", kind="stable")
     count = min(_NAMED, len(table) // 2)
     if count:
         least = listed(f"{_pair(row)} ({number(row['divergence'], 2)})" for _, row in table.head(count).iterrows())
@@ -127,11 +114,9 @@ def _findings(run: Run) -> Iterator[Finding]:
 
 
 SENSITIVITY = Kind(
-    name="sensitivity",
-    title="Sensitivity",
-    record="sensitivity.json",
-    show=lambda run: list(_show(run)),
-    tables=(TableFile(TABLE, ("bound", "error", *_LINES, "perplexity", "divergence"), (), ("first", "last")),),
-    findings=lambda run: list(_findings(run)),
+    Sensitivity,
+    "Sensitivity",
+    _show,
+    _findings,
     without="No sensitivity: the error bound of single pairs is not known (surgeon sensitivity).",
 )

@@ -7,22 +7,21 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.reports.blocks import Block, Chart, Finding, Gallery, Legend, Map, Paragraph, Table
-from surgeon.reports.drawing import chart, layers_across
-from surgeon.reports.heatmap import title_of
+from surgeon.reports.blocks import Block, Finding, Gallery, Legend, Map, Paragraph, Table
 from surgeon.reports.maps import MANY_LAYERS, cell_table, legend_figure, map_cells, map_figure
-from surgeon.reports.runs import Kind, Run, TableFile
-from surgeon.reports.similarity import CKA, SIZES, distance_map, draw_measures
+from surgeon.reports.runs import Kind, Run
+from surgeon.results.drawing import Chart, chart, layers_across
+from surgeon.results.scan import title_of
+from surgeon.results.similarity import CKA, SIZES, Similarity, distance_map, draw_measures
 from surgeon.words import MINUS, layer_list, listed, number
 
-LAYERS, DISTANCES, PROXIES = "similarity.csv", "distances.csv", "proxies.csv"
 _DAMAGE = "divergence"
 _SHOWN = 5  # proxies in the short table that are there for their average
 _NAMED = 3  # layers that the summary names
 
 
-def _show(run: Run) -> Iterator[Block]:
-    layers = run.tables[LAYERS]
+def _show(run: Run[Similarity]) -> Iterator[Block]:
+    layers = run.found.layers
     yield Paragraph(
         "CKA compares what a sublayer adds with what it adds when the contribution of the layer before is taken out of "
         "its input: near 1, the layer hardly needs the one before it (Layer Parallelism, figure 5). Layer 0 has no "
@@ -35,11 +34,11 @@ def _show(run: Run) -> Iterator[Block]:
             _chart(layers, SIZES, "share of the stream", "How much a layer changes the stream", influence),
         ]
     )
-    if DISTANCES in run.tables:
-        distances = _distances(run.tables[DISTANCES])
+    if len(run.found.distances):
+        distances = _distances(run.found.distances)
         yield Gallery([distances], many=len(distances.cells["rows"]) > MANY_LAYERS)
-    if PROXIES in run.tables:
-        yield from _proxies(run.tables[PROXIES])
+    if len(run.found.proxies):
+        yield from _proxies(run.found.proxies)
 
 
 def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
@@ -103,8 +102,8 @@ def _rho_table(caption: str, shown: pd.DataFrame, every: pd.DataFrame, folded: b
     return Table(caption, head, rows, "" if folded else note, folded=folded, marked=frozenset(marked))
 
 
-def _findings(run: Run) -> Iterator[Finding]:
-    layers = run.tables[LAYERS].dropna(subset=["cka_attention_debiased", "cka_mlp_debiased"])
+def _findings(run: Run[Similarity]) -> Iterator[Finding]:
+    layers = run.found.layers.dropna(subset=["cka_attention_debiased", "cka_mlp_debiased"])
     if len(layers) > 1:
         least = layers.set_index("layer")[["cka_attention_debiased", "cka_mlp_debiased"]].min(axis=1)
         order = least.sort_values(ascending=False, kind="stable")
@@ -115,7 +114,7 @@ def _findings(run: Run) -> Iterator[Finding]:
             f"{named[0][1]}), layers {named[1][0]} most (down to {named[1][1]})."
         )
         yield Finding("Who needs the layer before", text)
-    if PROXIES in run.tables and len(rho := _ranked(run.tables[PROXIES])):
+    if len(run.found.proxies) and len(rho := _ranked(run.found.proxies)):
         yield _best_proxy(rho)
 
 
@@ -137,22 +136,16 @@ def _best_proxy(rho: pd.DataFrame) -> Finding:
     )
 
 
-def _missing(run: Run) -> Iterator[str]:
-    if PROXIES not in run.tables:
+def _missing(run: Run[Similarity]) -> Iterator[str]:
+    if run.found.proxies.empty:
         yield "Which cheap measure predicts a scan is not known: surgeon similarity --scan compares them."
 
 
 SIMILARITY = Kind(
-    name="similarity",
-    title="Similarity",
-    record="similarity.json",
-    show=lambda run: list(_show(run)),
-    tables=(
-        TableFile(LAYERS, (*CKA, *SIZES), (), ("layer",)),
-        TableFile(DISTANCES, ("angular_distance", "angular_distance_last_token"), (), ("first", "last"), optional=True),
-        TableFile(PROXIES, ("rho",), ("operation", "damage", "proxy", "aggregate"), optional=True),
-    ),
-    findings=lambda run: list(_findings(run)),
-    missing=lambda run: list(_missing(run)),
+    Similarity,
+    "Similarity",
+    _show,
+    _findings,
+    _missing,
     without="No similarity: how much layers depend on each other is not known (surgeon similarity).",
 )

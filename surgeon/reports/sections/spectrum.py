@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 
 import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 
 from surgeon.reports.blocks import Block, Finding, Gallery, Legend, Map, Paragraph, Table
-from surgeon.reports.heatmap import scale_of
 from surgeon.reports.maps import HALF, cell_table, legend_figure, map_cells, map_figure
-from surgeon.reports.runs import Kind, Run, TableFile
+from surgeon.reports.runs import Kind, Run
+from surgeon.results.scan import scale_of
+from surgeon.results.spectrum import METHODS, Spectrum
 from surgeon.words import change, listed, number
 
-MATRICES, DAMAGE = "spectrum.csv", "damage.csv"
-_METHODS = {"": "of the matrix itself (plain)", "_whitened": "of the matrix on its inputs (whitened)"}
 
-
-def _show(run: Run) -> Iterator[Block]:
-    matrices = run.tables[MATRICES]
+def _show(run: Run[Spectrum]) -> Iterator[Block]:
     yield Paragraph(
         "The rank that holds 95% of a matrix's energy (the sum of its squared singular values), as a share of its full "
         "rank. Two factors of rank r have fewer parameters than the matrix only below about half of the full rank of a "
         "square one."
     )
-    yield _ranks(matrices)
-    damage = run.tables.get(DAMAGE)
-    if damage is not None and len(damage):
-        yield _damage_maps(damage, _base_of(run))
-
-
-def _base_of(run: Run) -> float:
-    base = run.record.get("base_perplexity")
-    if not isinstance(base, int | float) or not base > 0:
-        raise ValueError(f"{run.file} has no base_perplexity above 0; run surgeon spectrum again")
-    return float(base)
+    yield _ranks(run.found)
+    if len(run.found.damage):
+        yield _damage_maps(run.found)
 
 
 def _map(
@@ -59,72 +47,52 @@ def _map(
     return Map(figure, title, "", cells, cell_table(f"{title}: {what}", "", values), wide=True)
 
 
-def _ranks(matrices: pd.DataFrame) -> Gallery:
+def _ranks(spectrum: Spectrum) -> Gallery:
     scale, maps = Normalize(0, 1), []
-    for ending, words in _METHODS.items():
-        share = f"share{ending}"
-        table = matrices.assign(**{share: matrices[f"rank95{ending}"] / matrices["full_rank"]})
-        fields = {share: "share of the full rank", f"rank95{ending}": "rank", f"kept95{ending}": "parameters kept"}
-        title = f"Rank with 95% of the energy {words}"
-        maps.append(_map(table, share, scale, fields, title, "share of the full rank"))
+    for method, ending in METHODS.items():
+        fields = {"share": "share of the full rank", f"rank95{ending}": "rank", f"kept95{ending}": "parameters kept"}
+        title = (
+            f"Rank with 95% of the energy of the matrix {'itself' if method == 'plain' else 'on its inputs'} ({method})"
+        )
+        maps.append(_map(spectrum.shares(method), "share", scale, fields, title, "share of the full rank"))
     return Gallery(maps, legend=Legend(legend_figure(scale), "Colours: share of the full rank"), wide=True)
 
 
-def _by_rank(damage: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The truncations, from the lowest rank to the highest: one of each matrix in every part."""
-    order = damage.groupby(["layer", "weight", "method"])["rank"].rank(method="first").astype(int)
-    parts = []
-    for method in dict.fromkeys(damage["method"]):
-        for place in sorted(order.unique()):
-            part = damage[(order == place) & (damage["method"] == method)]
-            if len(part):
-                parts.append((f"{_rank_name(part)} ({method})", part))
-    return parts
+def _by_rank(spectrum: Spectrum) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The truncations with the name of their rank."""
+    for rank, part in spectrum.truncations():
+        name = f"{rank} of the rank" if rank.is_share else f"rank {rank}"
+        yield f"{name} ({part['method'].iloc[0]})", part
 
 
-def _rank_name(part: pd.DataFrame) -> str:
-    shares, ranks = (part["rank"] / part["full_rank"]).unique(), sorted({int(rank) for rank in part["rank"]})
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    share = Fraction(float(shares[0])).limit_denominator(64)
-    same = all(abs(float(other) - share) < 1e-9 for other in shares)
-    return f"{share} of the rank" if same else f"ranks {ranks[0]} to {ranks[-1]}"
-
-
-def _damage_maps(damage: pd.DataFrame, base: float) -> Gallery:
-    scale, capped = scale_of([damage[["perplexity"]]], base)
+def _damage_maps(spectrum: Spectrum) -> Gallery:
+    base = spectrum.base_perplexity
+    scale, capped = scale_of([spectrum.damage[["perplexity"]]], base)
     fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
     maps = [
         _map(part, "perplexity", scale, fields, f"One matrix cut down to {name}", "perplexity", base)
-        for name, part in _by_rank(damage)
+        for name, part in _by_rank(spectrum)
     ]
     caption = f"Perplexity with one matrix alone at a lower rank, over that of the unedited model, {number(base)}."
     legend = Legend(legend_figure(scale, base, capped), f"Colours: perplexity over {number(base)}")
     return Gallery(maps, caption, legend, wide=True)
 
 
-def _findings(run: Run) -> Iterator[Finding]:
-    matrices = run.tables[MATRICES]
-    share = (
-        (matrices["rank95_whitened"] / matrices["full_rank"])
-        .groupby(matrices["weight"], sort=False)
-        .mean()
-        .sort_values()
-    )
+def _findings(run: Run[Spectrum]) -> Iterator[Finding]:
+    share = run.found.shares("whitened").groupby("weight", sort=False)["share"].mean().sort_values()
     text = (
         f"On the inputs it gets, {share.index[0]} needs least rank for 95% of its energy "
         f"({share.iloc[0]:.0%} of the full rank on average), {share.index[-1]} most ({share.iloc[-1]:.0%})."
     )
     yield Finding("Low rank", text)
-    damage = run.tables.get(DAMAGE)
-    if damage is not None and len(damage):
-        yield _cutting_down(damage, _base_of(run))
+    if len(run.found.damage):
+        yield _cutting_down(run.found)
 
 
-def _cutting_down(damage: pd.DataFrame, base: float) -> Finding:
+def _cutting_down(spectrum: Spectrum) -> Finding:
     rows, sentences = [], []
-    for name, part in _by_rank(damage):
-        ratio = (part["perplexity"] / base).to_numpy()
+    for name, part in _by_rank(spectrum):
+        ratio = (part["perplexity"] / spectrum.base_perplexity).to_numpy()
         worst = part.iloc[int(ratio.argmax())]
         where = f"layer {int(worst['layer'])}, {worst['weight']}"
         rows.append([name, change(float(np.median(ratio))), change(float(ratio.max())), where])
@@ -134,32 +102,18 @@ def _cutting_down(damage: pd.DataFrame, base: float) -> Finding:
     return Finding("Cutting one matrix down", text, table=table)
 
 
-def _missing(run: Run) -> Iterator[str]:
-    damage = run.tables.get(DAMAGE)
-    if damage is None or damage.empty:
+def _missing(run: Run[Spectrum]) -> Iterator[str]:
+    if run.found.damage.empty:
         yield "What lower ranks cost was not measured (surgeon spectrum without --no-damage)."
     else:
         yield "Each matrix was cut down alone: what several at once cost is not known."
 
 
-_RANKS = tuple(f"{name}95{ending}" for ending in _METHODS for name in ("rank", "kept"))
 SPECTRUM = Kind(
-    name="spectrum",
-    title="Spectrum",
-    record="spectrum.json",
-    show=lambda run: list(_show(run)),
-    tables=(
-        TableFile(MATRICES, ("full_rank", *_RANKS), ("weight",), ("layer",)),
-        TableFile(
-            DAMAGE,
-            ("rank", "full_rank", "kept", "perplexity", "divergence", "tokens"),
-            ("weight", "method"),
-            ("layer",),
-            optional=True,
-            may_be_empty=True,
-        ),
-    ),
-    findings=lambda run: list(_findings(run)),
-    missing=lambda run: list(_missing(run)),
+    Spectrum,
+    "Spectrum",
+    _show,
+    _findings,
+    _missing,
     without="No spectrum: how low the rank of matrices can be is not known (surgeon spectrum).",
 )

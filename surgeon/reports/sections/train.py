@@ -9,39 +9,22 @@ from statistics import fmean
 from typing import Any
 
 from surgeon.reports.blocks import Block, Code, Finding, Gallery, Paragraph, Table
-from surgeon.reports.drawing import COLOURS
 from surgeon.reports.runs import Kind, Run
-from surgeon.reports.sections.training_charts import (
-    HeldOutCurve,
-    held_out_charts,
-    loss_chart,
-    losses_chart,
-    rate_chart,
-)
-from surgeon.reports.trained import HELD_OUT, TRAINING, TRAINING_TABLES, duration, require_ended, settings_table
+from surgeon.reports.settings import duration, settings_table
+from surgeon.results.drawing import COLOURS
+from surgeon.results.training import ScratchRun, held_out_charts, losses_chart
 from surgeon.words import interval, number, plural
 
-RANDOM = "the model with random weights"
-LOG_FROM = 2.0  # from this ratio on perplexity is drawn on a logarithmic axis: its first value is far above all others
 _LONGEST_PROGRAM = 28  # characters of it in a table
 
 
-def from_scratch(data: Any) -> str:
-    """What models from scratch go by where others go by their original: the text that they were trained on."""
-    return f"models from scratch on {data}"
-
-
-def _show(run: Run) -> Iterator[Block]:
-    require_ended(run, "trained")
-    record, training = run.record, run.tables[TRAINING]
+def _show(run: Run[ScratchRun]) -> Iterator[Block]:
+    record = run.record
     yield Paragraph(_what(record))
     rows = [[name, *_cells(record[stage])] for stage, name in (("untrained", "untrained"), ("trained", "trained"))]
     yield Table("Before and after", ["", "loss", "perplexity", "95% interval"], rows, "Loss in nats per token.")
     yield from _racks(record.get("racks"))
-    charts = list(held_out_charts([_curve(run)], "", RANDOM, LOG_FROM))
-    if len(training):
-        charts += [loss_chart(training), rate_chart(training)]
-    yield Gallery(charts)
+    yield Gallery(list(run.found.charts(run.name)))
     yield from settings_table(record.get("settings"))
     yield Code("Program", str(record["program"]))
     yield Code("Configuration", str(record["configuration"]))
@@ -81,13 +64,7 @@ def _cells(quality: dict[str, Any]) -> list[str]:
     return [number(math.log(perplexity)), number(perplexity), interval(low, high)]
 
 
-def _curve(run: Run, name: str = "") -> HeldOutCurve:
-    steps = float(run.record["steps"])
-    per_step = float(run.record["tokens"]) / steps if steps > 0 else math.nan
-    return HeldOutCurve(name or run.name, run.tables[HELD_OUT], None, per_step)
-
-
-def _together(runs: Sequence[Run]) -> list[Block]:
+def _together(runs: Sequence[Run[ScratchRun]]) -> list[Block]:
     """All models side by side, and their curves in one picture."""
     models = _by_model(runs)
     if len(runs) < 2:
@@ -101,23 +78,22 @@ def _together(runs: Sequence[Run]) -> list[Block]:
     note += "" if len(texts) == 1 else " The runs were measured on different texts, and cannot be compared."
     shown = list(models.items())[: len(COLOURS)]
     several = any(len(same) > 1 for same in models.values())
-    charts = [*held_out_charts([_curve(same[0], name) for name, same in shown], ", side by side", RANDOM, LOG_FROM)]
-    trained = {name: same[0].tables[TRAINING] for name, same in shown if len(same[0].tables[TRAINING])}
+    charts = [*held_out_charts({name: same[0].found for name, same in shown}, ", side by side")]
+    trained = {name: same[0].found.training for name, same in shown if len(same[0].found.training)}
     charts += [losses_chart(trained, ", side by side")] if trained else []
     caption = "Of each model the run with the first seed." if several else ""
     caption += f" The first {len(COLOURS)} models are drawn." if len(models) > len(COLOURS) else ""
     return [Table("Side by side", head, rows, note, left=frozenset({1})), Gallery(charts, caption.strip())]
 
 
-def _by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def _by_model(runs: Sequence[Run[ScratchRun]]) -> dict[str, list[Run[ScratchRun]]]:
     """Runs that differ in their seed alone together, by a name for each."""
-    groups: dict[tuple[str, ...], list[Run]] = {}
+    groups: dict[tuple[str, ...], list[Run[ScratchRun]]] = {}
     for run in runs:
-        require_ended(run, "trained")
         settings = {**run.record["settings"], "seed": None}
         known = (run.record["program"], run.record.get("identity", {}).get("model"), settings, run.record["data_hash"])
         groups.setdefault(tuple(map(str, known)), []).append(run)
-    named: dict[str, list[Run]] = {}
+    named: dict[str, list[Run[ScratchRun]]] = {}
     for same in groups.values():
         same.sort(key=lambda run: int(run.record["settings"]["seed"]))
         common = _beginning([run.name for run in same]) if len(same) > 1 else ""
@@ -131,12 +107,12 @@ def _beginning(names: Sequence[str]) -> str:
     return "".join(letters[0] for letters in alike).rstrip("-_. ")
 
 
-def _loss(same: Sequence[Run]) -> float:
+def _loss(same: Sequence[Run[ScratchRun]]) -> float:
     """The mean of their losses on held-out text."""
     return fmean(math.log(float(run.record["trained"]["perplexity"])) for run in same)
 
 
-def _row(name: str, same: Sequence[Run], base: float | None) -> list[str]:
+def _row(name: str, same: Sequence[Run[ScratchRun]], base: float | None) -> list[str]:
     record, loss = same[0].record, _loss(same)
     program = str(record["program"])
     cut = program if len(program) <= _LONGEST_PROGRAM else f"{program[: _LONGEST_PROGRAM - 1]}…"
@@ -147,8 +123,7 @@ def _row(name: str, same: Sequence[Run], base: float | None) -> list[str]:
     return [name, cut, *sizes, number(loss), spread, number(math.exp(loss)), apart]
 
 
-def _findings(run: Run) -> Iterator[Finding]:
-    require_ended(run, "trained")
+def _findings(run: Run[ScratchRun]) -> Iterator[Finding]:
     record = run.record
     before, after = (float(record[stage]["perplexity"]) for stage in ("untrained", "trained"))
     text = (
@@ -158,20 +133,4 @@ def _findings(run: Run) -> Iterator[Finding]:
     yield Finding("Trained from scratch", text, number(after), "held-out perplexity")
 
 
-def _is_ours(identity: dict[str, Any]) -> bool:
-    """Whether it is of a whole model's run; each of a model's racks has one of its own beside."""
-    return identity.get("task") == "train" and "rack" not in identity
-
-
-SCRATCH = Kind(
-    name="train",
-    title="Training from scratch",
-    record="run.json",
-    is_ours=lambda record: _is_ours(record.get("identity", {})),
-    show=lambda run: list(_show(run)),
-    tables=TRAINING_TABLES,
-    findings=lambda run: list(_findings(run)),
-    together=_together,
-    model_of=lambda record: (from_scratch(record.get("data")), ""),
-    of_surgery=False,
-)
+SCRATCH = Kind(ScratchRun, "Training from scratch", _show, _findings, together=_together, of_surgery=False)

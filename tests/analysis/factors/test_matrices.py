@@ -10,14 +10,13 @@ import torch
 
 from surgeon.analysis.factors.matrices import (
     Matrices,
-    TargetRank,
     choose_layers,
     choose_weights,
     find_matrices,
-    parse_ranks,
     parse_weights,
 )
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.results.spectrum import TargetRank, parse_ranks
 from tests.tiny_models import tiny_model
 
 

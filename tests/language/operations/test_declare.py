@@ -20,9 +20,8 @@ from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Var
 from surgeon.language.operations.variants import is_variant, variant, variant_names
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
-from surgeon.reports.curves import draw_curves
-from surgeon.reports.heatmap import title_of
-from surgeon.reports.tolerance import changed_layers, group_size
+from surgeon.results.scan import Scan, title_of
+from surgeon.results.tolerance import changed_layers, group_size
 from tests.reports.read_page import page_of
 from tests.reports.run_folders import make_scan
 
@@ -127,7 +126,7 @@ def test_one_declaration_is_all_a_report_needs(tmp_path: Path) -> None:
         [("rotate-pairs", 0, last, 10.0 + last) for last in range(4)],
         columns=["operation", "first", "last", "perplexity"],
     )
-    assert [path.name for path in draw_curves(cells, 9.0, tmp_path, "a model")] == ["curves-rotate-pairs.png"]
+    assert "curves-rotate-pairs" in Scan(cells, 9.0).pictures()
 
 
 @pytest.mark.usefixtures("rotate")

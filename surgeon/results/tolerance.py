@@ -11,7 +11,7 @@ import pandas as pd
 
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import Program
-from surgeon.reports.heatmap import varied_by
+from surgeon.results.scan import Scan, varied_by
 
 PAIRS, PAIRS_OF_STREAMS, PRUNE = "lp", "2-parallel", "prune"  # what the summary asks about by name
 TOLERANCES = (1.05, 1.10, 1.25)  # of the base perplexity, that tables and maps speak of
@@ -41,22 +41,16 @@ class ScanTable:
     edited: bool = False
 
     @classmethod
-    def of(cls, table: pd.DataFrame, record: dict[str, Any]) -> ScanTable:
-        """From `cells.csv` and `scan.json`.
-
-        Raises:
-            ValueError: if the record has no base perplexity.
-        """
-        base = record.get("base_perplexity")
-        if not isinstance(base, int | float) or not base > 0:
-            raise ValueError("scan.json has no base_perplexity above 0; run surgeon scan again")
+    def of(cls, scan: Scan) -> ScanTable:
+        """Ready a scan to be asked."""
+        record, base = scan.record, scan.base_perplexity
         # A model runs each of its layers' two sublayers once.
         known = record.get("num_layers") or record.get("sublayers_run", {}).get("base", 0) // 2
-        num_layers = max(int(known), int(table["last"].max()) + 1)
+        num_layers = max(int(known), int(scan.cells["last"].max()) + 1)
         steps = record.get("steps_per_layer")
-        over_stretches = table[[varied_by(str(name)) is None for name in table["operation"]]]
-        steps = steps if steps in (1, 2) else None
-        return cls(_changing(over_stretches, float(base)), float(base), num_layers, steps, "program" in record)
+        over_stretches = scan.cells[[varied_by(str(name)) is None for name in scan.cells["operation"]]]
+        cells = _changing(over_stretches, base)
+        return cls(cells, base, num_layers, steps if steps in (1, 2) else None, "program" in record)
 
     @property
     def operations(self) -> list[str]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from surgeon.processes.files import whole_file
@@ -45,6 +45,26 @@ POINTS = 72.0  # to the inch
 MOST_LAYERS = 10_000  # a number beyond is damage
 
 TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()  # what is said of each of a line's points
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing with a caption, and the legend of its axes where more than one thing is drawn.
+
+    Attributes:
+        described: read out for those who do not see it; the title where there is nothing more to say.
+        themed: in the page's colours; else in its own, on a light sheet.
+        table: the page's, of its numbers.
+    """
+
+    kind: ClassVar[str] = "chart"
+    figure: Figure
+    title: str
+    caption: str = ""
+    described: str = ""
+    wide: bool = False
+    themed: bool = True
+    table: Any = None
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -190,27 +210,15 @@ def points(
         TIPS[hollow] = [tip for tip, here in zip(said, inside, strict=True) if not here]
 
 
-def legend_keys(figure: Figure) -> list[tuple[Figure, str]]:
-    """The entries of the legend that its axes have or could have: a sample of each, and its name."""
-    axes = figure.axes[0]
-    legend = axes.get_legend()
-    if legend is None:
-        found = zip(*axes.get_legend_handles_labels(), strict=True)
-        return [(_legend_sample(handle), name) for handle, name in found]
-    own = zip(legend.legend_handles, legend.get_texts(), strict=True)
-    return [(_legend_sample(handle), text.get_text()) for handle, text in own if handle is not None]
+def rule(axes: Axes, value: float) -> None:
+    """A dashed line across: the unedited model's value."""
+    axes.axhline(value, color=SOFT, lw=1.2, ls=(0, (4, 3)), zorder=1, clip_on=False)
 
 
-def _legend_sample(handle: Artist) -> Figure:
-    """A sample of how a line or an area is drawn, for a legend."""
-    figure = Figure(figsize=(26 / POINTS, 14 / POINTS))
-    if isinstance(handle, Line2D):
-        sample = Line2D([0.0, 0.5, 1.0], [0.5] * 3, markevery=[1])
-        for name in ("color", "linestyle", "linewidth", "marker", "markersize"):
-            sample.set(**{name: getattr(handle, f"get_{name}")()})
-        sample.set(markerfacecolor=handle.get_markerfacecolor(), markeredgecolor=handle.get_markeredgecolor())
-        figure.add_artist(sample)
-    else:
-        figure.add_axes((0.1, 0.07, 0.8, 0.86), xticks=[], yticks=[], facecolor=handle.get_facecolor())  # type: ignore[attr-defined]
-        figure.axes[0].spines[:].set_visible(False)
-    return figure
+def finish(axes: Axes, layers: bool = False) -> None:
+    """What charts in files have in common: a faint grid, small labels, no box; whole layers on the x axis."""
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", labelsize=8, length=2)
+    if layers:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))

@@ -1,4 +1,4 @@
-"""What sections on training runs have in common: their tables, their settings, how long they took."""
+"""What sections on training runs have in common: their settings, and how long they took."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from surgeon.reports.blocks import Table
-from surgeon.reports.runs import Run, TableFile
 from surgeon.words import number
-
-TRAINING, HELD_OUT = "training.csv", "held_out.csv"
-_INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
-TRAINING_TABLES = (
-    TableFile(TRAINING, ("step", "tokens", "seconds", "loss", "learning_rate"), may_be_empty=True),
-    TableFile(HELD_OUT, ("step", "seconds", "perplexity", "divergence", *_INTERVALS)),
-)
-
-
-def require_ended(run: Run, last: str) -> None:
-    """Refuse a run whose record has not its last entry yet.
-
-    Raises:
-        ValueError: saying how it goes on.
-    """
-    if "identity" in run.record and last not in run.record:
-        raise ValueError(
-            f"{run.file} is of a run that has not ended; give the same surgeon {run.kind.name} command again, which "
-            "goes on where it was"
-        )
 
 
 def settings_table(settings: Any) -> Iterator[Table]:

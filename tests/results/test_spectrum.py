@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
-from surgeon.analysis.factors.matrices import parse_ranks
-from surgeon.analysis.spectrum import Spectrum
-from surgeon.reports import spectrum as report
+from surgeon.results.drawing import save
+from surgeon.results.spectrum import Spectrum, parse_ranks
 from tests.selection import case
 
-RANKS = parse_ranks("1/4,1/2,3")
+RANKS = "1/4,1/2,3"
 SIZES = {"q": (16, 16), "k": (8, 16)}
 
 
-def example(layers: int = 3, damage: bool = True) -> Spectrum:
+def example(layers: int = 3, damage: bool = True, asked: str = RANKS) -> Spectrum:
     """A spectrum whose numbers tell layer, weight and rank."""
     matrices, values, rows = [], [], []
     for layer in range(layers):
@@ -34,7 +32,7 @@ def example(layers: int = 3, damage: bool = True) -> Spectrum:
                 for index in range(full):
                     value = 0.0 if index == full - 1 else 10.0 ** -(index * (layer + 1) / 8)
                     values.append(about | {"method": method, "index": index, "value": value})
-            for rank in sorted({rank.of(full) for rank in RANKS}):
+            for rank in sorted({rank.of(full) for rank in parse_ranks(RANKS)}):
                 divergence = (layer + 1) / rank**2 / (10 if weight == "k" else 1)
                 kept = (outputs + inputs) * rank / (outputs * inputs)
                 rows.append(
@@ -42,77 +40,61 @@ def example(layers: int = 3, damage: bool = True) -> Spectrum:
                     | {"divergence": divergence}
                 )  # fmt: skip
     table = pd.DataFrame(rows if damage else [], columns=list(rows[0]))
-    return Spectrum(pd.DataFrame(matrices), pd.DataFrame(values), table, {}, ())
+    record = {"model": "tiny", "ranks": asked.split(",") if damage else []}
+    return Spectrum(pd.DataFrame(matrices), table, pd.DataFrame(values), record=record)
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved."""
-    kept: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(self: Figure, *arguments: Any, **options: Any) -> None:
-        kept.append(self)
-        save(self, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return kept
-
-
-def test_damage_is_shown_at_its_layer_and_matrix(figures: list[Figure], tmp_path: Path) -> None:
-    found = example()
-    report.draw_damage(found.damage, RANKS, tmp_path / "damage.png", "tiny")
-    panels = [axes for axes in figures[0].axes if axes.images]
+def test_damage_is_shown_at_its_layer_and_matrix() -> None:
+    figure = example().plot("damage")
+    panels = [axes for axes in figure.axes if axes.images]
     assert [panel.get_title() for panel in panels] == ["rank 1/4 of full", "rank 1/2 of full", "rank 3"]
-    for panel, rank in zip(panels, RANKS, strict=True):
+    for panel, rank in zip(panels, parse_ranks(RANKS), strict=True):
         shown = panel.images[0].get_array()
         for layer in range(3):
             for column, (weight, size) in enumerate(SIZES.items()):
                 expected = (layer + 1) / rank.of(min(size)) ** 2 / (10 if weight == "k" else 1)
                 assert shown[layer, column] == pytest.approx(expected)
     assert [label.get_text() for label in panels[0].get_xticklabels()] == ["q\n50%", "k\n38%"]
-    assert (tmp_path / "damage.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("ranks", ["1/4", "1/4,1/2,3"])
-def test_a_long_title_fits(ranks: str, figures: list[Figure], tmp_path: Path) -> None:
+def test_a_long_title_fits(ranks: str) -> None:
     label = "a-model-with-a-very-long-name-70b-instruct"
-    report.draw_damage(example().damage, parse_ranks(ranks), tmp_path / "damage.png", label)
-    (figure,) = figures
+    found = example(asked=ranks)
+    figure = replace(found, record=found.record | {"model": label}).plot("damage")
+    figure.draw_without_rendering()
     box = figure._suptitle.get_window_extent()  # type: ignore[attr-defined]
     assert box.x0 >= 0
     assert box.x1 <= figure.get_figwidth() * figure.dpi
 
 
-def test_zero_and_infinite_damage_are_not_blank(figures: list[Figure], tmp_path: Path) -> None:
-    damage = example().damage
+def test_zero_and_infinite_damage_are_not_blank() -> None:
+    found = example()
+    damage = found.damage
     damage.loc[0, "divergence"], damage.loc[1, "divergence"] = 0.0, math.inf
-    damage = damage.drop(index=2)
-    report.draw_damage(damage, RANKS, tmp_path / "damage.png", "tiny")
-    images = [axes.images[0] for axes in figures[0].axes if axes.images]
+    figure = replace(found, damage=damage.drop(index=2)).plot("damage")
+    images = [axes.images[0] for axes in figure.axes if axes.images]
     blank = [int(np.ma.getmaskarray(image.get_array()).sum()) for image in images]
     assert sum(blank) == 1, "only what was not measured"
 
 
 def test_nothing_but_zeros_or_infinity_can_be_drawn(tmp_path: Path) -> None:
     for value in (0.0, math.inf, 0.3):
-        path = tmp_path / f"{value}.png"
-        report.draw_damage(example().damage.assign(divergence=value), RANKS, path, "tiny")
-        assert path.stat().st_size > 10_000
+        found = example()
+        figure = replace(found, damage=found.damage.assign(divergence=value)).plot("damage")
+        assert save(figure, tmp_path / f"{value}.png").stat().st_size > 10_000
 
 
-def test_ranks_are_shares_of_the_full_one(figures: list[Figure], tmp_path: Path) -> None:
-    report.draw_ranks(example().matrices, tmp_path / "rank95.png", "tiny")
-    plain, whitened = (axes.images[0].get_array() for axes in figures[0].axes if axes.images)
+def test_ranks_are_shares_of_the_full_one() -> None:
+    figure = example().plot("rank95")
+    plain, whitened = (axes.images[0].get_array() for axes in figure.axes if axes.images)
     np.testing.assert_allclose(plain, [[1, 1], [15 / 16, 7 / 8], [14 / 16, 6 / 8]])
     np.testing.assert_allclose(whitened, [[1 / 16, 1 / 8], [2 / 16, 2 / 8], [3 / 16, 3 / 8]])
-    assert {text.get_text() for text in figures[0].axes[0].texts} >= {"100", "94", "88", "75"}
+    assert {text.get_text() for text in figure.axes[0].texts} >= {"100", "94", "88", "75"}
 
 
-def test_a_line_for_each_layer(figures: list[Figure], tmp_path: Path) -> None:
-    values = example().values
-    report.draw_values(values[values["method"] == "plain"], tmp_path / "values.png", "tiny")
-    panels = [axes for axes in figures[0].axes if axes.lines]
+def test_a_line_for_each_layer() -> None:
+    panels = [axes for axes in example().plot("singular-values-plain").axes if axes.lines]
     assert [panel.get_title() for panel in panels] == ["q", "k"]
     for panel, full in zip(panels, (16, 8), strict=True):
         assert len(panel.lines) == 3
@@ -127,13 +109,12 @@ def test_a_line_for_each_layer(figures: list[Figure], tmp_path: Path) -> None:
     ("layers", "damage"),
     [case(n, damage, default=damage or n == 3) for n in (1, 3, 70) for damage in (True, False)],
 )
-def test_all_files(layers: int, damage: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, ranks = example(layers, damage), RANKS if damage else ()
-    written = report.draw_spectrum(found, ranks, tmp_path, "tiny")
+def test_all_files(layers: int, damage: bool, tmp_path: Path) -> None:
+    found = example(layers, damage)
+    written = found.draw(tmp_path)
     assert written == [path for path in written if path.stat().st_size > 5000]
     assert len(written) == (4 if damage else 3)
-    report.print_spectrum(found, ranks)
-    lines = capsys.readouterr().out.splitlines()
+    lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
     row = next(line.split() for line in lines if line.startswith("k "))
     assert row[1:4] == ["8", "x", "16"]
@@ -143,9 +124,8 @@ def test_all_files(layers: int, damage: bool, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.thorough
-def test_many_ranks_take_several_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    report.print_spectrum(example(), [*RANKS, *parse_ranks("8,0.4999,2")])
-    lines = capsys.readouterr().out.splitlines()
+def test_many_ranks_take_several_tables() -> None:
+    lines = str(example(asked=f"{RANKS},8,0.4999,2")).splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[6:] for line in lines if line.startswith("k ")] == [
         ["0.05", "0.0125", "0.0222", "nan"], ["0.0125", "0.05"]
