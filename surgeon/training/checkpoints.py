@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import DistNetworkError
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surgeon.errors import first_line
 from surgeon.processes.files import HALF_WRITTEN, check_space, sync_tree
@@ -185,6 +185,20 @@ class RunCheckpoints(TrainerCallback):
         newest = [step for step in reversed(there) if step not in best]
         for step in newest[max(1, self.most - len(best)) :]:
             remove_checkpoint(there[step])
+
+
+class EarlyEnd(EarlyStoppingCallback):
+    """Early stopping that a run which goes on takes up where it was; also where it was at its end."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
+        states: Any = state.stateful_callbacks
+        stored = states[type(self).__name__]["attributes"]
+        self.early_stopping_patience_counter = stored["early_stopping_patience_counter"]
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
 
 
 def trained_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -19,8 +19,7 @@ from surgeon.models.edit import program_of
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
-from surgeon.training.callbacks import EarlyEnd, Recorder
-from surgeon.training.checkpoints import step_of
+from surgeon.training.checkpoints import EarlyEnd, step_of
 from surgeon.training.distill.distiller import Distiller
 from surgeon.training.distill.kept_logits import KeptIdentity, keep_logits
 from surgeon.training.held_out import HeldOutQuality, Measure
@@ -173,23 +172,24 @@ def train(
             trained = add_adapters(model, settings.scope, program, settings.lora)
 
         trainer = ModelTrainer(trained, arguments, windows, task.held_out, task.towards)
-        log = RunLog(folder, checkpoint) if arguments.should_save else None
-        recorder = Recorder(trainer, log, settings.batch * windows.shape[1])
-        trainer.add_callback(recorder)
+        is_first = bool(arguments.should_save)
+        tokens = settings.batch * windows.shape[1]
+        log = RunLog(trainer, folder if is_first else None, checkpoint, tokens)
+        trainer.checkpoints.carried = log.files
+        trainer.add_callback(log)
         done, before = 0 if checkpoint is None else step_of(checkpoint), None
-        if log is not None:
+        if is_first:
             from torch.utils.tensorboard import SummaryWriter
 
-            trainer.checkpoints.carried = log.files
             trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
         if settings.patience is not None:
             trainer.add_callback(EarlyEnd(settings.patience))
         for callback in task.callbacks:
             trainer.add_callback(callback)
 
-        shown = progress("training", steps, "steps", done, recorder.note)
-        with shown if log is not None else nullcontext(recorder.advance) as recorder.advance:
-            if log is not None and (before := log.first_quality()) is None:
+        bar = progress("training", steps, "steps", done, log.note) if is_first else nullcontext(log.advance)
+        with bar as log.advance:
+            if is_first and (before := log.held_out_before()) is None:
                 before = task.held_out.measure(trained, 0)
                 log.held_out(0, 0.0, before)
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -200,8 +200,7 @@ def train(
         after = task.held_out.measure(trained, made)
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
-        tokens = made * settings.batch * windows.shape[1]
-        return Trained(made, tokens, recorder.seconds, task.held_out.original, before, after, trained)
+        return Trained(made, made * tokens, log.seconds, task.held_out.original, before, after, trained)
 
 
 def _task_by(

@@ -1,17 +1,22 @@
-"""The tables that a run leaves: what was lost in training, and what was measured on held-out text."""
+"""What a run says while it goes on: the tables in its folder, and the numbers beside its progress bar."""
 
 from __future__ import annotations
 
 import csv
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
 from surgeon.processes.files import whole_file
+from surgeon.progress import Advance
 from surgeon.quality.text import TextQuality
 from surgeon.training.checkpoints import step_of
 from surgeon.training.resume import add_to_record, read_record
+from surgeon.training.trainer import ModelTrainer
 
 _BEFORE = "before"  # its training: in the record
 TRAINING_FILE, HELD_OUT_FILE = "training.csv", "held_out.csv"
@@ -22,47 +27,102 @@ HELD_OUT = (
 )
 
 
-class RunLog:
-    """Both tables of a run; one that goes on has them as they were at the checkpoint it goes on from.
+class RunLog(TrainerCallback):
+    """Writes both tables of a run, and moves its progress bar.
+
+    A run that goes on has its tables as they were at the checkpoint it goes on from.
 
     Attributes:
-        files: the tables, which belong into every checkpoint.
+        files: the tables, which belong into every checkpoint; none in every process but the first.
+        advance: moves the progress bar; set once there is one, in the first process.
+        latest: what the progress bar says beside the time left.
 
     Args:
-        folder: of the run.
+        trainer: whose run it is.
+        folder: of the run; None in every process but the first.
         checkpoint: from which it goes on; None where it begins. One of the version before has no tables.
+        tokens: of training text in a step.
     """
 
-    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
-        self._folder = folder
-        self.files = (folder / TRAINING_FILE, folder / HELD_OUT_FILE)
-        self.seconds = 0.0
-        for path, columns in zip(self.files, (TRAINING, HELD_OUT), strict=True):
+    def __init__(self, trainer: ModelTrainer, folder: Path | None, checkpoint: Path | None, tokens: int) -> None:
+        self.trainer, self.folder, self.tokens = trainer, folder, tokens
+        self.files = () if folder is None else (folder / TRAINING_FILE, folder / HELD_OUT_FILE)
+        self.advance: Advance = lambda _: None
+        self.latest: dict[str, float] = {}
+        self._before, self._begun = 0.0, time.monotonic()
+        for path, columns in zip(self.files, (TRAINING, HELD_OUT), strict=False):
             rows: list[dict[str, str]] = []
             if checkpoint is not None:
-                kept = checkpoint / path.name
-                there = read_rows(kept if kept.is_file() else path)
+                copy = checkpoint / path.name
+                there = read_rows(copy if copy.is_file() else path)
                 rows = [row for row in there if int(row["step"]) <= step_of(checkpoint)]
             with whole_file(path) as beside, beside.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, columns, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(rows)
-            self.seconds = max([self.seconds, *(float(row["seconds"]) for row in rows)])
+            self._before = max([self._before, *(float(row["seconds"]) for row in rows)])
 
-    def training(self, row: Mapping[str, float]) -> None:
-        """Add a row on the loss."""
-        _append(self.files[0], TRAINING, row)
+    @property
+    def seconds(self) -> float:
+        """Of the run so far, with those of earlier processes."""
+        return self._before + time.monotonic() - self._begun
+
+    def note(self) -> str:
+        """The latest numbers, in as many words as stand beside a bar on a narrow terminal."""
+        names = ("loss", "divergence" if "divergence" in self.latest else "perplexity")
+        return ", ".join(f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest)
+
+    def held_out_before(self) -> TextQuality | None:
+        """What was measured before the first step, if it was."""
+        if self.folder is None or not read_rows(self.folder / HELD_OUT_FILE):
+            return None
+        before = read_record(self.folder).get(_BEFORE)
+        return None if before is None else TextQuality.from_json(before)
 
     def held_out(self, step: int, seconds: float, quality: TextQuality) -> None:
-        """Add a row on held-out text; of the first one, every digit is kept in the run's record."""
-        _append(self.files[1], HELD_OUT, {"step": step, "seconds": seconds} | flat(quality))
+        """Add a row on held-out text; of the first one, every digit is put into the run's record."""
+        if self.folder is None:
+            return
+        _append(self.folder / HELD_OUT_FILE, HELD_OUT, {"step": step, "seconds": seconds} | flat(quality))
         if step == 0:
-            add_to_record(self._folder, {_BEFORE: quality.to_json()})
+            add_to_record(self.folder, {_BEFORE: quality.to_json()})
 
-    def first_quality(self) -> TextQuality | None:
-        """What was measured before the first step, if it was."""
-        kept = read_record(self._folder).get(_BEFORE) if read_rows(self.files[1]) else None
-        return None if kept is None else TextQuality.from_json(kept)
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._begun = time.monotonic()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        del args, kwargs
+        self.advance(1)
+        if control.should_save or state.global_step >= state.max_steps:
+            control.should_log = True  # so that a run that goes on from here has the same rows
+        return control
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        del args, control, kwargs
+        if logs is None or "loss" not in logs:
+            return
+        self.latest["loss"] = logs["loss"]
+        if self.folder is not None:
+            place = {"step": state.global_step, "tokens": state.global_step * self.tokens, "seconds": self.seconds}
+            _append(self.folder / TRAINING_FILE, TRAINING, place | logs)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        del args, control, kwargs
+        quality = self.trainer.latest
+        assert quality is not None
+        self.latest["perplexity"] = quality.perplexity
+        if quality.divergence is not None:
+            self.latest["divergence"] = quality.divergence
+        self.held_out(state.global_step, self.seconds, quality)
 
 
 def flat(quality: TextQuality) -> dict[str, float]:

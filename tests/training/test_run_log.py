@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.training.callbacks import Recorder
 from surgeon.training.run import train
+from surgeon.training.run_log import RunLog
 from surgeon.training.settings import TrainSettings
 from tests.tiny_models import tiny_model
 from tests.training.runs import TEXTS, run, student
@@ -15,13 +15,13 @@ from tests.training.runs import TEXTS, run, student
 
 def test_progress_says_the_latest_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    step_end = Recorder.on_step_end
+    step_end = RunLog.on_step_end
 
-    def listening(self: Recorder, *arguments: object, **options: object) -> object:
+    def listening(self: RunLog, *arguments: object, **options: object) -> object:
         said.append(self.note())
         return step_end(self, *arguments, **options)
 
-    monkeypatch.setattr(Recorder, "on_step_end", listening)
+    monkeypatch.setattr(RunLog, "on_step_end", listening)
     run(tmp_path / "text", steps=3)
     assert [note.split()[::2] for note in said] == [[], ["loss"], ["loss", "perplexity"]]
     said.clear()
