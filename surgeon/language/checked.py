@@ -53,7 +53,8 @@ def checked(
         there = next((spelled[each] for each in ends if each in spelled), path)
         named = (loc if type_ == "missing" else there)[len(path) :]
         name = ".".join(map(str, named)) or "the document"
-        message = messages.get(f"{type_} {name}") or messages.get(type_, OTHERWISE)
+        of_all = type_ == "value_error" and not named  # what a dataclass says of its entries together
+        message = "{within}{problem}" if of_all else messages.get(f"{type_} {name}") or messages.get(type_, OTHERWISE)
         problem = message.format(
             name=name,
             key=shown((there if len(there) == len(loc) else loc)[-1]) if type_ in UNKNOWN else "",

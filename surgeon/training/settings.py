@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, Strict
 
 from surgeon.errors import did_you_mean
 from surgeon.training.distill.distiller import Distillation
@@ -13,6 +15,7 @@ from surgeon.training.trainer_table import check_trainer_arguments
 
 SCOPES = ("edited", "all", "norms")
 DEFAULT_STEPS = 1000
+Count = Annotated[int, Strict()]  # of at least 1
 ALL_TOKENS = 1 << 50  # more than any text has
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-4, 1e-3
 
@@ -73,20 +76,22 @@ class TrainSettings:
         arguments: further arguments of transformers' TrainingArguments, of those in `trainer_table.TAKEN`.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # annotations are for where it is read
+
     scope: str = "edited"
-    lora: int | None = None
+    lora: Count | None = None
     distillation: Distillation | None = None
-    steps: int | None = None
-    epochs: float | None = None
-    batch: int = 8
-    micro_batch: int | None = None
-    learning_rate: float | None = None
-    schedule: str = "linear"
-    warmup: int = 0
-    seed: int = 0
-    evaluate_every: int = 100
-    save_every: int = 100
-    patience: int | None = None
+    steps: Count | None = None
+    epochs: Annotated[float, Strict()] | None = None
+    batch: Count = 8
+    micro_batch: Count | None = None
+    learning_rate: Annotated[float, Strict()] | None = None
+    schedule: Annotated[str, Strict()] = "linear"
+    warmup: Annotated[int, Strict()] = 0
+    seed: Annotated[int, Strict(), Field(ge=0)] = 0
+    evaluate_every: Count = 100
+    save_every: Count = 100
+    patience: Count | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

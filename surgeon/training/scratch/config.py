@@ -31,6 +31,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, Strict
 
+from surgeon.errors import did_you_mean, shown
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
 from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, read_document
@@ -48,27 +49,10 @@ PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
 _Count = Annotated[int, Strict(), Field(ge=1)]
 _Text = Annotated[str, Strict(), Field(min_length=1)]
-_ONLY_THESE = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-@dataclass(frozen=True)
-class TrainingSection:
-    """The key `training`, as `TrainSettings` has it: what is not given is as here."""
-
-    __pydantic_config__ = _ONLY_THESE
-
-    steps: _Count | None = None
-    epochs: Annotated[float, Strict(), Field(gt=0)] | None = None
-    batch: _Count = 8
-    micro_batch: _Count | None = None
-    learning_rate: Annotated[float, Strict(), Field(gt=0)] = 1e-3
-    schedule: Annotated[str, Strict()] = "cosine"
-    warmup: Annotated[int, Strict(), Field(ge=0)] = 0
-    seed: Annotated[int, Strict(), Field(ge=0)] = 0
-    evaluate_every: _Count = 100
-    save_every: _Count = 100
-    patience: _Count | None = None
-    arguments: Annotated[dict[str, Any], Strict()] = field(default_factory=dict)
+_ONLY_THESE = ConfigDict(extra="forbid")
+# Where the key `training` says nothing else.
+_TRAINING: dict[str, Any] = {"scope": "all", "learning_rate": 1e-3, "schedule": "cosine"}
+_NOT_SAID = ("scope", "lora", "distillation")  # by that key, of a model from scratch
 
 
 @dataclass(frozen=True)
@@ -93,7 +77,6 @@ class ScratchKeys:
         program: the model's program, where it is given as text.
         tracks: of a native Parallel Track model; `model` is the dense one then that it is derived from.
         racks: that are trained each by a loss of its own; None trains the model as one.
-        training: how it is trained.
     """
 
     __pydantic_config__ = _ONLY_THESE
@@ -109,7 +92,6 @@ class ScratchKeys:
     tokens: _Count | None = None
     window: Annotated[int, Strict(), Field(ge=2)] = DEFAULT_WINDOW
     separator: Annotated[str, Strict()] | None = None
-    training: TrainingSection = field(default_factory=TrainingSection)
 
 
 @dataclass(frozen=True)
@@ -117,23 +99,16 @@ class ScratchConfig(ScratchKeys):
     """A model from scratch: its architecture, its program, its text, and how it is trained.
 
     Attributes:
+        settings: what the key `training` says.
         operations: what is done to the plain model, as in a recipe.
         source: where it was read from, for error messages.
         lines: of its keys, by the keys that lead there.
     """
 
+    settings: TrainSettings = field(default_factory=lambda: TrainSettings(**_TRAINING))
     operations: tuple[AppliedOperation, ...] = ()
     source: str = KIND
     lines: Mapping[tuple[Any, ...], int] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def settings(self) -> TrainSettings:
-        """How it is trained.
-
-        Raises:
-            ValueError: if that makes no sense.
-        """
-        return TrainSettings(scope="all", **vars(self.training))
 
     def error(self, message: str, *path: Any) -> ValueError:
         """An error of what stands under a key; `path` has the keys that lead there, or to where it would stand."""
@@ -156,16 +131,14 @@ class ScratchConfig(ScratchKeys):
         """The same with other settings; those that are None stay.
 
         Args:
-            given: fields of `TrainingSection`; of `arguments` those that are not given stay, too.
+            given: fields of `TrainSettings`; of `arguments` those that are not given stay, too.
 
         Raises:
             ValueError: as `TrainSettings`.
         """
         wanted = {name: value for name, value in given.items() if value is not None}
-        wanted["arguments"] = {**self.training.arguments, **wanted.get("arguments", {})}
-        changed = replace(self, training=replace(self.training, **wanted))
-        _ = changed.settings
-        return changed
+        wanted["arguments"] = {**self.settings.arguments, **wanted.get("arguments", {})}
+        return replace(self, settings=replace(self.settings, **wanted))
 
     def to_yaml(self, name: Callable[[str], str] = str) -> str:
         """The configuration as text; `parse_config` reads it back.
@@ -184,8 +157,8 @@ class ScratchConfig(ScratchKeys):
         plain = ("eval_tokens", "tokens", "window", "separator")
         given = {key: value for key in plain if (value := getattr(self, key)) is not None}
         lines += [_line(key, value) for key, value in given.items()]
-        training = {key: value for key, value in vars(self.training).items() if value not in (None, {})}
-        lines.append(f"training: {in_braces(training)}")
+        said = {key: value for key, value in vars(self.settings).items() if key not in _NOT_SAID}
+        lines.append(f"training: {in_braces({key: value for key, value in said.items() if value not in (None, {})})}")
         return "\n".join(lines) + "\n"
 
     def published(self) -> str:
@@ -218,37 +191,45 @@ class _ConfigReader(DocumentReader):
     """Reads one configuration."""
 
     kind = KIND
-    keys = ("surgeon", "operations", *(each.name for each in fields(ScratchKeys)))
+    keys = ("surgeon", "operations", *(each.name for each in fields(ScratchKeys)), "training")
     needed = ("surgeon", "model", "tokenizer", "data")
 
     def config(self) -> ScratchConfig:
-        document = self.top()
+        document = {name: _numbers(value) for name, value in self.top().items()}
         there = [name for name in PROGRAMS if name in document]
         if len(there) > 1:
             raise self.error(
                 self.lines[there[1],],
                 f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
             )
-        given = {name: _numbers(value) for name, value in document.items() if name not in ("surgeon", "operations")}
-        keys = self.validate(ScratchKeys, given, ())
-        keys = replace(keys, training=replace(keys.training, arguments=self._arguments(keys.training.arguments)))
-        operations = self.operations(document["operations"]) if "operations" in document else ()
-        config = ScratchConfig(**vars(keys), operations=operations, source=self.source, lines=self.lines)
+        apart = ("surgeon", "operations", "training")
+        keys = self.validate(ScratchKeys, {name: value for name, value in document.items() if name not in apart}, ())
+        config = ScratchConfig(
+            **vars(keys),
+            settings=self._settings(document.get("training", {})),
+            operations=self.operations(document["operations"]) if "operations" in document else (),
+            source=self.source,
+            lines=self.lines,
+        )
         with config.under("program"):
             _ = config.program and Program.parse(config.program)
-        with config.under("training"):
-            _ = config.settings
         return config
 
-    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of TrainingArguments, each as its type says."""
-        arguments = {}
-        for name, value in given.items():
+    def _settings(self, given: Any) -> TrainSettings:
+        if not isinstance(given, dict):
+            raise self.error(self.lines["training",], f"training must be a mapping, not {shown(given)}")
+        known = [each.name for each in fields(TrainSettings) if each.name not in _NOT_SAID]
+        for name in (name for name in given if name not in known):
+            raise self.error(
+                self.lines["training", name], f"unknown key {shown(name)}; {did_you_mean(str(name), known)}"
+            )
+        arguments = given.get("arguments", {})
+        for name, value in arguments.items() if isinstance(arguments, dict) else ():
             try:
                 arguments[name] = read_trainer_argument(name, value if isinstance(value, str) else json.dumps(value))
             except ValueError as error:
                 raise self.error(self.lines["training", "arguments", name], f"arguments: {error}") from error
-        return arguments
+        return self.validate(TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",))
 
 
 def _numbers(value: Any) -> Any:
