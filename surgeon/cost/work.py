@@ -177,7 +177,7 @@ class RankWork:
 
 @dataclass(frozen=True)
 class _Maps:
-    """The linear maps of a part: `Maps`, `SharedMaps` or `BaseMaps` of the runtime."""
+    """The linear maps of a part: as the runtime's `Maps` has them."""
 
     rank_work: RankWork
     of: Part

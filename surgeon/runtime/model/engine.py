@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from surgeon.beside import torch_threads
 from surgeon.runtime.batching.request import UNDEFINED, UndefinedLogits
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
@@ -27,7 +28,7 @@ from surgeon.runtime.model.program import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
-from surgeon.runtime.model.thread_choice import OneThread, ThreadChoice
+from surgeon.runtime.model.thread_choice import ThreadChoice
 from surgeon.runtime.plan.groups import cache_groups
 from surgeon.runtime.plan.specification import Plan
 
@@ -65,13 +66,13 @@ class RankEngine(RankModel):
         self._since: float | None = None
         self._reusable: tuple[PagedCache, bool] | None = None  # whether it is grouped
 
-    def _thread_choice(self) -> ThreadChoice | OneThread:
-        """How many threads PyTorch's operations have; the kernels always have all, and wait for none without a core."""
+    def _thread_choice(self) -> ThreadChoice | None:
+        """How many threads PyTorch's operations have, None for one; the kernels always have all of them."""
         threads, kernels = torch.get_num_threads(), kernels_for(self.vocabulary.like)
         if kernels is not None:
             kernels.use_threads(threads)
             if self.by_kernels:
-                return OneThread()
+                return None
         # Of several ranks none can tell by its own passes: they take as long as the slowest rank's.
         chooses = self.device.type == "cpu" and self.plan.ranks == 1 and kernels is None
         return ThreadChoice(threads if chooses else 1)
@@ -135,7 +136,7 @@ class RankEngine(RankModel):
         began, begun = self._since or time.perf_counter(), self.passes
         self.counts = phase
         tokens = sum(len(row.tokens) for row in rows)
-        with self._threads.during_pass(tokens):
+        with torch_threads(1) if self._threads is None else self._threads.during_pass(tokens):
             yield
         self._since = time.perf_counter()
         phase.seconds += self._since - began

@@ -17,7 +17,8 @@ from torch import Tensor
 from surgeon.models.families import SublayerSpec
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
-from surgeon.runtime.model.linear import Maps, count_outputs, second_factor
+from surgeon.runtime.model.linear import count_outputs, second_factor
+from surgeon.runtime.model.low_rank import Maps
 from surgeon.runtime.plan.specification import Plan, Rotary
 
 Activation = Callable[[Tensor], Tensor]

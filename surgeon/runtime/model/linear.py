@@ -15,11 +15,13 @@ from surgeon.runtime.model.products import laid_out
 
 
 class LinearMap(Protocol):
-    """A linear map, or several of one input side by side."""
+    """A linear map, or several of one input side by side.
 
-    @property
-    def by_kernels(self) -> bool:
-        """Whether all of its products are computed by the kernels (runtime/kernels)."""
+    Attributes:
+        by_kernels: whether all of its products are computed by the kernels (runtime/kernels).
+    """
+
+    by_kernels: bool
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
@@ -40,15 +42,11 @@ class Linear:
     ) -> None:
         self.scale = scale
         self.product = laid_out(torch.cat(weights), packs)
+        self.by_kernels: bool = self.product.by_kernels
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
             self.bias = torch.cat(filled)
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether the kernels compute it."""
-        return self.product.by_kernels
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """(T, in_features) to (T, all out_features), in a new tensor or in one that there is."""
@@ -83,11 +81,7 @@ class LowRank:
             self.seconds.append(second_factor(tensors, role) if factored and role not in later else None)
         self.widths = [len(weight) for weight in weights]
         self.first = Linear(weights, biases)
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether the kernels compute all of it."""
-        return all(one is None or one.by_kernels for one in (self.first, *self.seconds))
+        self.by_kernels = all(one is None or one.by_kernels for one in (self.first, *self.seconds))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
@@ -95,37 +89,6 @@ class LowRank:
         outputs = [part if second is None else second(part) for part, second in zip(parts, self.seconds, strict=True)]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         return y if self.scale is None else y.mul_(self.scale)
-
-
-class Maps:
-    """The linear maps of a slice of a sublayer, as a rank computes them by itself.
-
-    Args:
-        tensors: of the slice, by role.
-        scale: what is multiplied with what is written to the stream, if anything.
-        later: the roles whose second factors are left out: of what is written, where they follow when parts have been
-            summed, and of keys and values that are kept in rank space.
-    """
-
-    def __init__(self, tensors: Tensors, scale: float | None, later: frozenset[str] = frozenset()) -> None:
-        self.tensors = tensors
-        self.scale = scale
-        self.later = later
-
-    def reading(self, roles: list[str]) -> LinearMap:
-        """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
-        tensors = self.tensors
-        if any(is_factored(role, tensors) for role in roles):
-            return LowRank(tensors, roles, later=self.later)
-        return whole_map(tensors, roles)
-
-    def writing(self, role: str) -> LinearMap:
-        """The projection to the stream: (T, in_features) to (T, h), or to (T, rank) in rank space."""
-        if role in self.later:
-            return Linear([self.tensors[f"{role}.first.weight"]], [None])
-        if is_factored(role, self.tensors):
-            return LowRank(self.tensors, [role], self.scale)
-        return whole_map(self.tensors, [role], self.scale)
 
 
 def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear:

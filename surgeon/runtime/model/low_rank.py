@@ -23,7 +23,7 @@ from torch import Tensor
 
 from surgeon.models.weights import Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.model.linear import Linear, LinearMap, LowRank, Maps, is_factored, second_factor
+from surgeon.runtime.model.linear import Linear, LinearMap, LowRank, is_factored, second_factor, whole_map
 
 ROUNDS, WARM_UPS = 5, 2  # of measuring which way is faster
 
@@ -90,11 +90,7 @@ class Gathered:
         self.seconds = [None if role in later else second_factor(tensors, role) for role in factored]
         self.widths = [self.width, *(len(weight) for weight in weights[1:])]
         self.order = [([*factored, *whole]).index(role) for role in roles]
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether the kernels compute all products."""
-        return all(one is None or one.by_kernels for one in (self.first, *self.seconds))
+        self.by_kernels = all(one is None or one.by_kernels for one in (self.first, *self.seconds))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
@@ -106,86 +102,82 @@ class Gathered:
         return outputs[0] if len(outputs) == 1 else torch.cat([outputs[place] for place in self.order], -1)
 
 
-class SharedMaps(Maps):
-    """The linear maps of a slice of a sublayer whose first factors are shared out among ranks."""
-
-    def __init__(self, tensors: Tensors, scale: float | None, later: frozenset[str], sharing: Sharing) -> None:
-        super().__init__(tensors, scale, later)
-        self.sharing = sharing
-
-    def reading(self, roles: list[str]) -> LinearMap:
-        if not any(is_factored(role, self.tensors) for role in roles):
-            return super().reading(roles)
-        return Gathered(self.tensors, roles, self.sharing, self.later)
-
-
-class Summed:
-    """A projection whose products are summed over the ranks, each of which has some columns and rows of its factors.
+class SummedApart:
+    """Projections of the same input that a rank has some columns and rows of the factors of, summed each by itself.
 
     Args:
-        own: this rank's part.
+        maps: this rank's part of each; what is gathered is no part.
     """
 
-    def __init__(self, own: LowRank, sharing: Sharing) -> None:
-        self.own = own
-        self.sharing = sharing
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether the kernels compute this rank's part."""
-        return self.own.by_kernels
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, in_features) to (T, out_features)."""
-        return self.sharing.sum(self.own(x))
-
-
-class SideBySide:
-    """Several maps of one input, one after the other."""
-
-    def __init__(self, maps: list[LinearMap]) -> None:
+    def __init__(self, maps: list[LowRank | Gathered], sharing: Sharing) -> None:
         self.maps = maps
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether the kernels compute all products."""
-        return all(one.by_kernels for one in self.maps)
+        self.sharing = sharing
+        self.by_kernels = all(one.by_kernels for one in maps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
-        return torch.cat([one(x) for one in self.maps], -1)
+        parts = ((one, one(x)) for one in self.maps)
+        return torch.cat([self.sharing.sum(part) if isinstance(one, LowRank) else part for one, part in parts], -1)
 
 
-class BaseMaps(Maps):
-    """Every product of two factors is summed over the ranks by itself: what DeInfer is compared with.
-
-    What is kept in rank space has no product to sum; its parts are gathered, each matrix by itself too.
+class Maps:
+    """The linear maps of a slice of a sublayer.
 
     Args:
-        tensors: of the whole sublayer, by role.
+        tensors: of the slice, by role; in Base of the whole sublayer.
+        scale: what is multiplied with what is written to the stream, if anything.
+        later: the roles whose second factors are left out: of what is written, where they follow when parts have been
+            summed, and of keys and values that are kept in rank space.
+        shared: the ranks that first factors are shared out among; a rank computes all by itself without.
+        base: the ranks that sum every product of two factors by itself. What is kept in rank space has no product to
+            sum; its parts are gathered, each matrix by itself too.
     """
 
-    def __init__(self, tensors: Tensors, scale: float | None, later: frozenset[str], sharing: Sharing) -> None:
-        super().__init__(tensors, scale, later)
-        self.sharing = sharing
+    def __init__(
+        self,
+        tensors: Tensors,
+        scale: float | None,
+        later: frozenset[str] = frozenset(),
+        shared: Sharing | None = None,
+        base: Sharing | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self.scale = scale
+        self.later = later
+        self.shared = shared
+        self.base = base
 
     def reading(self, roles: list[str]) -> LinearMap:
-        return SideBySide([self._read(role) for role in roles])
-
-    def _read(self, role: str) -> LinearMap:
-        if role in self.later:
-            return Gathered(self.tensors, [role], self.sharing, self.later)
-        return Summed(LowRank(self._own(role), [role]), self.sharing)
+        """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
+        tensors, later, base = self.tensors, self.later, self.base
+        if base is not None:
+            each: list[LowRank | Gathered] = [
+                Gathered(tensors, [role], base, later) if role in later else LowRank(self._own(role, base), [role])
+                for role in roles
+            ]
+            return SummedApart(each, base)
+        if not any(is_factored(role, tensors) for role in roles):
+            return whole_map(tensors, roles)
+        if self.shared is not None:
+            return Gathered(tensors, roles, self.shared, later)
+        return LowRank(tensors, roles, later=later)
 
     def writing(self, role: str) -> LinearMap:
-        return LowRank(self._own(role), [role], self.scale)
+        """The projection to the stream: (T, in_features) to (T, h), or to (T, rank) in rank space."""
+        if self.base is not None:
+            return LowRank(self._own(role, self.base), [role], self.scale)
+        if role in self.later:
+            return Linear([self.tensors[f"{role}.first.weight"]], [None])
+        if is_factored(role, self.tensors):
+            return LowRank(self.tensors, [role], self.scale)
+        return whole_map(self.tensors, [role], self.scale)
 
-    def _own(self, role: str) -> Tensors:
+    def _own(self, role: str, base: Sharing) -> Tensors:
         """This rank's part of the factors of a matrix, and the bias on one rank, as parts are summed."""
         first, second = (self.tensors[f"{role}.{which}.weight"] for which in ("first", "second"))
-        share = self.sharing.share(len(first))
+        share = base.share(len(first))
         own = {f"{role}.first.weight": first[share], f"{role}.second.weight": second[:, share]}
-        if f"{role}.bias" in self.tensors and self.sharing.member == 0:
+        if f"{role}.bias" in self.tensors and base.member == 0:
             own[f"{role}.bias"] = self.tensors[f"{role}.bias"]
         return own
 

@@ -22,8 +22,8 @@ from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
-from surgeon.runtime.model.linear import Linear, LinearMap, Maps, count_outputs, is_factored
-from surgeon.runtime.model.low_rank import BaseMaps, SharedMaps, Sharing, gathering_is_faster
+from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
+from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, computed_of, groups_within, rank_work
 from surgeon.runtime.plan.specification import Plan
@@ -137,13 +137,13 @@ class RankProgram:
             return Maps(tensors, scale, later)
         sharing = Sharing(lambda: self.groups[part.sharers], lambda: self.counts.layers)
         if based:
-            return BaseMaps(tensors, scale, later, sharing)
+            return Maps(tensors, scale, later, base=sharing)
         if part.index in self._in_rank_space(work.step):
             later |= frozenset(WRITING)
-        alone, shared = Maps(tensors, scale, later), SharedMaps(tensors, scale, later, sharing)
+        alone, shared = Maps(tensors, scale, later), Maps(tensors, scale, later, shared=sharing)
         return shared if self._shares_out(part, alone, shared) else alone
 
-    def _shares_out(self, part: Part, alone: Maps, shared: SharedMaps) -> bool:
+    def _shares_out(self, part: Part, alone: Maps, shared: Maps) -> bool:
         """Whether first factors are shared out: as the plan says, or as measured once for each shape."""
         if self.plan.low_rank != "auto":
             return self.plan.low_rank == "gather"

@@ -8,7 +8,8 @@ compared with each other; the first of a size have the number that the pass befo
 
 Numbers of threads do not change what is computed, but may change its last bits, as the number of texts in a pass does.
 That is for PyTorch's own operations; threads of the kernels (runtime/kernels) never wait so, and where these compute
-all that takes long, PyTorch has one thread (`OneThread`).
+all that takes long, PyTorch has one thread: on several, each of its operations, short as it is, would wait until a
+process that has the core of one gives it back; with no such process passes take as long either way.
 
 OMP_DYNAMIC=false in the environment, OpenMP's own word for it, keeps the number as it is.
 """
@@ -18,12 +19,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from statistics import fmean
 
 import torch
 
-from surgeon.beside import torch_threads
 from surgeon.runtime.batching.windows import power_of_two
 
 FIRST_TRIAL = 4  # passes before it
@@ -76,18 +76,6 @@ class ThreadChoice:
                 self._use(self.most)
         trials.record(seconds)
         self._latest = trials.best
-
-
-class OneThread:
-    """PyTorch's operations on one thread: where kernels share all that takes long, little is left of them.
-
-    On several threads each of them, short as it is, would wait until a process that has the core of one gives it back;
-    with no such process passes take as long either way.
-    """
-
-    def during_pass(self, _: int) -> AbstractContextManager[None]:
-        """Compute a pass of so many tokens."""
-        return torch_threads(1)
 
 
 class Trials:

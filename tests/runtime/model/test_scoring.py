@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from surgeon.runtime.batching.request import Sampling, TokenLogprob
-from surgeon.runtime.model.scoring import score
+from surgeon.runtime.model.ends import score
 from surgeon.runtime.service import Service, ServiceOptions
 from surgeon.runtime.worker.options import RankOptions
 from tests.tiny_models import save_checkpoint
