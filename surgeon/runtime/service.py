@@ -31,7 +31,7 @@ from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
-from surgeon.runtime.batching.scheduler import Limits, Output
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.kernels.build import warn_without_kernels
 from surgeon.runtime.model.engine import Figures
@@ -177,7 +177,7 @@ class Service:
         self._tokenizer = tokenizer
         self._open: dict[int, OpenRequest] = {}
         self._numbers = count()
-        self._progress = Progress([], (0, 0, self.blocks, self.blocks))
+        self._stats = Stats(blocks=self.blocks, free_blocks=self.blocks)
         self._accounts: dict[int, dict[int, Figures]] = {}
         self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
@@ -192,7 +192,6 @@ class Service:
             raise
 
     def _start(self) -> None:
-        """Load the model and wait until the ranks listen."""
         self._ranks.call(load, self.plan)
         self._thread.start()
         with self._changed:
@@ -223,7 +222,11 @@ class Service:
         if sampling.seed is None and not sampling.greedy:
             sampling = replace(sampling, seed=secrets.randbits(63))
         request = Request(next(self._numbers), tuple(map(int, prompt)), sampling)
-        self._check(request)
+        check_length(request, self.max_tokens)
+        if any(not 0 <= token < self.plan.vocabulary for token in request.prompt):
+            raise ValueError(f"token ids must lie in 0..{self.plan.vocabulary - 1}, the model's vocabulary")
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError("stop texts cannot be found without a tokenizer; give the service one")
         opened = OpenRequest(request, self._tokenizer)
         with self._changed:
             if self.failure is not None:
@@ -236,13 +239,6 @@ class Service:
             self._post(request)
         return opened.stream
 
-    def _check(self, request: Request) -> None:
-        check_length(request, self.max_tokens)
-        if any(not 0 <= token < self.plan.vocabulary for token in request.prompt):
-            raise ValueError(f"token ids must lie in 0..{self.plan.vocabulary - 1}, the model's vocabulary")
-        if request.sampling.stop and self._tokenizer is None:
-            raise ValueError("stop texts cannot be found without a tokenizer; give the service one")
-
     def cancel(self, request: int) -> bool:
         """End a request; its stream ends with "cancelled". False if it has ended already."""
         with self._changed:
@@ -253,7 +249,7 @@ class Service:
 
     def stats(self) -> Stats:
         """What the service is doing, as of the last pass or cancellation; answers at once, also after a failure."""
-        return Stats(*self._progress.stats)
+        return self._stats
 
     def figures(self) -> list[Figures]:
         """What passes have cost so far, by rank; asks the ranks, so it takes up to the duration of a pass.
@@ -336,26 +332,23 @@ class Service:
                     self._accounts[message.ticket][message.rank] = message.figures
                 self._changed.notify_all()
             return
-        self._progress = message
+        self._stats = Stats(*message.stats)
         if not self._ready:
             with self._changed:
                 self._ready = True
                 self._changed.notify_all()
         for output in message.outputs:
-            self._tell(output)
-
-    def _tell(self, output: Output) -> None:
-        opened = self._open.get(output.request)
-        if opened is None:  # a stop text has ended it already
-            return
-        event = opened.event(output)
-        if isinstance(event, Exception) or event.finish_reason is not None:
-            with self._changed:
-                del self._open[output.request]
-                if output.finish_reason is None:
-                    self._post(Cancel(output.request))
-                self._changed.notify_all()
-        opened.stream.put(event)
+            opened = self._open.get(output.request)
+            if opened is None:  # a stop text has ended it already
+                continue
+            event = opened.event(output)
+            if isinstance(event, Exception) or event.finish_reason is not None:
+                with self._changed:
+                    del self._open[output.request]
+                    if output.finish_reason is None:
+                        self._post(Cancel(output.request))
+                    self._changed.notify_all()
+            opened.stream.put(event)
 
     def __enter__(self) -> Service:
         return self

@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ValueError(f"there is no address {host!r} on this machine ({error}); see --host") from error
+        raise ValueError(f"there is no address {host!r} on this machine ({error}); choose another host") from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
@@ -52,16 +52,13 @@ def bind(host: str, port: int) -> socket.socket:
         bound.listen()
     except OSError as error:
         bound.close()
-        raise ValueError(_why_not(error, host, port)) from error
+        why = f"cannot be taken: {error.strerror}; choose another host or port"
+        if error.errno == errno.EADDRINUSE:
+            why = "is in use by another program; choose another port (0 takes any)"
+        if error.errno == errno.EACCES:
+            why = "may not be taken by this user; choose a port above 1023"
+        raise ValueError(f"port {port} of {host} {why}") from error
     return bound
-
-
-def _why_not(error: OSError, host: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} of {host} is in use by another program; choose another with --port (0 takes any)"
-    if error.errno == errno.EACCES:
-        return f"port {port} may not be taken by this user; choose one above 1023 with --port"
-    return f"port {port} of {host} cannot be taken: {error.strerror}; see --host and --port"
 
 
 def url_of(bound: socket.socket) -> str:
@@ -99,7 +96,8 @@ class _Server(uvicorn.Server):
 
     def _drain(self) -> None:
         stats = self.state.service.stats()
-        _say(f"ending; {stats.running + stats.waiting} requests are finished first")
+        open_now = stats.running + stats.waiting
+        print(f"ending; {open_now} requests are finished first", file=sys.stderr, flush=True)
         with suppress(ValueError, OSError):  # a failure of the service, which is looked at in any case
             self.state.service.drain()
         self._drained.set()
@@ -155,7 +153,3 @@ def run(state: ServerState, bound: socket.socket, started: Callable[[], None]) -
         raise KeyboardInterrupt
     if server.killed_by is not None:
         raise InterruptedError("ended by a second SIGTERM; requests that were running are lost")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

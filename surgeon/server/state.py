@@ -30,7 +30,7 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were begun.",
     "cached_tokens": "Tokens of prompts that needed no computing, because an earlier request began with the same ones.",
     "new_tokens": "Tokens that were added.",
-    "drafted": "Tokens that were drafted (--draft).",
+    "drafted": "Tokens that were drafted.",
     "accepted": "Drafted tokens that were added.",
     "finished": "Requests to the ranks that have ended, in whatever way.",
     "preempted": "How often a running request was put back into the queue.",

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from surgeon.checkpoint.encoding import Encoder
 from surgeon.checkpoint.texts import Continuation
-from surgeon.server.errors import ApiError, invalid, shown
+from surgeon.server.errors import invalid, shown
 
 FIELD = "chat_template_kwargs"
 MOST_VARIABLES = 1 << 16  # bytes of them
@@ -76,26 +76,24 @@ class Texts:
         return self._encoder(text, special)
 
     def located(self, prompt: Prompt) -> Prompt:
-        """The same with its offsets."""
-        return replace(prompt, offsets=self._offsets(prompt.tokens, prompt.text))
-
-    def _offsets(self, tokens: list[int], text: str | None) -> list[int]:
-        """Where each token begins in the text: the given one, or else that of the tokens.
+        """The same with its offsets in the given text, or else in that of the tokens.
 
         Where a tokenizer does not write the given text again (it has special tokens in it, or is normalised), only the
         tokenizer itself can tell.
         """
+        tokens, text = prompt.tokens, prompt.text
         continuation, pieces, offsets = Continuation(self.tokenizer, ()), [], []
         for token in tokens:
             pieces.append(continuation.add(token))
             offsets.append(continuation.begins)
         written = "".join([*pieces, continuation.rest()])
         if text in (None, written) or not self.tokenizer.is_fast:
-            return offsets
+            return replace(prompt, offsets=offsets)
         places = self.tokenizer.backend_tokenizer.encode(text).offsets
         # Tokens that the tokenizer has added lie nowhere, (0, 0): they stand behind the one before.
         ends = accumulate((end for _, end in places), max, initial=0)
-        return [start if start < end else before for (start, end), before in zip(places, ends, strict=False)]
+        offsets = [start if start < end else before for (start, end), before in zip(places, ends, strict=False)]
+        return replace(prompt, offsets=offsets)
 
     def chat(self, messages: list[dict[str, Any]], most: int, variables: dict[str, Any] | None = None) -> Prompt:
         """The messages in the model's own chat template, up to where its answer begins.
@@ -174,8 +172,4 @@ def _check_text(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _no_text(name, error.start) from None
-
-
-def _no_text(name: str, place: int) -> ApiError:
-    return invalid(f"{name} is not text in UTF-8 (a lone surrogate at character {place})", name)
+        raise invalid(f"{name} is not text in UTF-8 (a lone surrogate at character {error.start})", name) from None

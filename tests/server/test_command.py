@@ -78,7 +78,7 @@ def test_a_taken_port(chat_model: Path, capsys: pytest.CaptureFixture[str]) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         line = refusal(capsys, str(chat_model), "--port", port)
-    assert line == f"port {port} of 127.0.0.1 is in use by another program; choose another with --port (0 takes any)"
+    assert line == f"port {port} of 127.0.0.1 is in use by another program; choose another port (0 takes any)"
 
 
 def test_a_port_is_taken_before_anybody_answers() -> None:
@@ -102,7 +102,7 @@ def test_of_two_servers_that_start_at_once_one_gives_way(chat_model: Path) -> No
         wait_until(lambda: any(server.process.poll() is not None for server in both))
         loser, winner = sorted(both, key=lambda server: server.process.poll() is None)
         assert loser.wait_until_ended() == 1
-        message = f"port {port} of 127.0.0.1 is in use by another program; choose another with --port (0 takes any)"
+        message = f"port {port} of 127.0.0.1 is in use by another program; choose another port (0 takes any)"
         assert loser.lines == [f"error: {message}"]
         assert winner.process.poll() is None
     finally:

@@ -201,8 +201,31 @@ class Event:
     offsets: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Stats:
+@dataclass
+class Tally:
+    """What a scheduler has done so far.
+
+    Attributes:
+        prompt_tokens: of requests let in.
+        cached_tokens: of these, tokens that needed no computing.
+        new_tokens: added.
+        finished: requests that have ended, in whatever way.
+        preempted: how often a request was put back into the queue.
+        drafted: tokens that were drafted.
+        accepted: of these, how many were added.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    finished: int = 0
+    preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Stats(Tally):
     """What a service is doing, and what it has done since it started.
 
     Attributes:
@@ -210,31 +233,15 @@ class Stats:
         waiting: requests in the queue, those preempted among them.
         blocks: of the cache.
         free_blocks: that no request uses; later requests may still share some of them.
-        prompt_tokens: of requests let in.
-        cached_tokens: of these, tokens that needed no computing.
-        new_tokens: added.
-        finished: requests that have ended, in whatever way.
-        preempted: how often a request was put back into the queue.
         passes: forward passes.
-        all_reduces: on rank 0, like the next two, those of the vocabulary included.
-        all_gathers: as above.
-        bytes: of their operands.
-        drafted: tokens that were drafted.
-        accepted: of these, how many were added.
+        all_reduces, all_gathers, bytes: on rank 0, those of the vocabulary included; bytes are of their operands.
     """
 
     running: int = 0
     waiting: int = 0
     blocks: int = 0
     free_blocks: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    finished: int = 0
-    preempted: int = 0
     passes: int = 0
     all_reduces: int = 0
     all_gathers: int = 0
     bytes: int = 0
-    drafted: int = 0
-    accepted: int = 0

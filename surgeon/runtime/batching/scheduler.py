@@ -48,6 +48,7 @@ from surgeon.runtime.batching.request import (
     FinishReason,
     QueueFull,
     Request,
+    Tally,
     TokenLogprob,
     check_length,
 )
@@ -55,6 +56,7 @@ from surgeon.runtime.batching.sequence import ScheduledChunk, Sequence
 from surgeon.runtime.batching.windows import PASS_TOKENS, longest_text
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
+NOTHING = (None, None)  # in place of a choice
 
 
 class Output(NamedTuple):
@@ -111,19 +113,6 @@ class Limits:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
-@dataclass
-class Tally:
-    """What a scheduler has done so far, in tokens and requests."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    finished: int = 0
-    preempted: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
 class Scheduler:
     """Open requests and the blocks they use. `plan` and `advance` are called in turn.
 
@@ -166,7 +155,6 @@ class Scheduler:
         """End a request and free its blocks; None if it is not open."""
         for sequence in (*self.running, *self.waiting):
             if sequence.request.id == request:
-                (self.running if sequence in self.running else self.waiting).remove(sequence)
                 return self._finish(sequence, "cancelled")
         return None
 
@@ -261,18 +249,15 @@ class Scheduler:
         whole = len(sequence.tokens)
         while self.pool.lacking(sequence.held, end, whole) > self.pool.free:
             youngest = self.running.pop()
-            self._preempt(youngest)
+            self.pool.close(youngest.held)
+            youngest.held, youngest.computed = HeldBlocks(), 0
+            self.waiting.appendleft(youngest)
+            self.tally.preempted += 1
+            self.expected.failed()
             if youngest is sequence:
                 return False
         self.pool.grow(sequence.held, end, whole)
         return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.pool.close(sequence.held)
-        sequence.held, sequence.computed = HeldBlocks(), 0
-        self.waiting.appendleft(sequence)
-        self.tally.preempted += 1
-        self.expected.failed()
 
     def _admit(self, budget: int) -> bool:
         """Let in the first of the queue if there is room for all its tokens, and for what all are expected to add.
@@ -335,7 +320,8 @@ class Scheduler:
                 outputs += self._take_over(chunk, choices)
                 continue
             if any(token == UNDEFINED for token, _ in choices) or any(math.isnan(one.logprob) for one in prompt):
-                outputs.append(self._give_up(sequence))
+                self.pool.forget(sequence.held)  # nobody shares what predicts nothing
+                outputs.append(self._finish(sequence, "undefined"))
                 continue
             sequence.computed += chunk.tokens
             self.pool.learn(sequence.held, sequence.tokens, sequence.computed)
@@ -345,20 +331,12 @@ class Scheduler:
                 further = sequence.unscored + len(prompt)
                 sequence.unscored = further if further < len(sequence.request.prompt) else None
             if choices:
-                (choice,) = choices
-                outputs.append(self._append(sequence, choice, prompt))
+                outputs.append(self._append(sequence, choices[0], prompt))
             elif completes:  # and nothing is to be added
-                self.running.remove(sequence)
-                outputs.append(self._finish(sequence, "length", prompt_logprobs=prompt))
+                outputs.append(self._finish(sequence, "length", prompt=prompt))
             elif prompt:
-                outputs.append(_output(sequence, None, prompt_logprobs=prompt))
+                outputs.append(_output(sequence, None, prompt=prompt))
         return outputs
-
-    def _give_up(self, sequence: Sequence) -> Output:
-        """End a request of which the model predicts nothing; nobody shares what it has computed."""
-        self.running.remove(sequence)
-        self.pool.forget(sequence.held)
-        return self._finish(sequence, "undefined")
 
     def _take_over(self, chunk: ScheduledChunk, choices: list[Choice]) -> list[Output]:
         """Add accepted drafts and the token behind them, up to the one that ends the request."""
@@ -382,40 +360,35 @@ class Scheduler:
         return outputs
 
     def _append(self, sequence: Sequence, choice: Choice, prompt: tuple[TokenLogprob, ...]) -> Output:
-        token, logprob = choice
-        sequence.tokens.append(token)
+        sequence.tokens.append(choice[0])
         self.tally.new_tokens += 1
-        reason: Ending | None = None
-        if token in self.limits.ends and not sequence.request.sampling.ignore_end:
-            reason = "stop"
-        elif len(sequence.tokens) == sequence.last:
-            reason = "length"
-        if reason is None:
-            return _output(sequence, None, token, logprob, prompt)
-        self.running.remove(sequence)
-        return self._finish(sequence, reason, token, logprob, prompt)
+        if choice[0] in self.limits.ends and not sequence.request.sampling.ignore_end:
+            return self._finish(sequence, "stop", choice, prompt)
+        if len(sequence.tokens) == sequence.last:
+            return self._finish(sequence, "length", choice, prompt)
+        return _output(sequence, None, choice, prompt)
 
     def _finish(
         self,
         sequence: Sequence,
         reason: Ending,
-        token: int | None = None,
-        logprob: TokenLogprob | None = None,
-        prompt_logprobs: tuple[TokenLogprob, ...] = (),
+        choice: tuple[int | None, TokenLogprob | None] = NOTHING,
+        prompt: tuple[TokenLogprob, ...] = (),
     ) -> Output:
+        """End a request, whether it runs or waits."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.pool.close(sequence.held)
         if sequence.admitted is not None:
             self.expected.ended(sequence)
         self.tally.finished += 1
-        return _output(sequence, reason, token, logprob, prompt_logprobs)
+        return _output(sequence, reason, choice, prompt)
 
 
 def _output(
     sequence: Sequence,
     reason: Ending | None,
-    token: int | None = None,
-    logprob: TokenLogprob | None = None,
-    prompt_logprobs: tuple[TokenLogprob, ...] = (),
+    choice: tuple[int | None, TokenLogprob | None] = NOTHING,
+    prompt: tuple[TokenLogprob, ...] = (),
 ) -> Output:
-    came = sequence.cached, sequence.admitted, prompt_logprobs
-    return Output(sequence.request.id, token, logprob, reason, *came, sequence.drafted, sequence.accepted)
+    cached, admitted, drafts = sequence.cached, sequence.admitted, (sequence.drafted, sequence.accepted)
+    return Output(sequence.request.id, *choice, reason, cached, admitted, prompt, *drafts)

@@ -6,6 +6,7 @@ and returns a function that waits for it, so that several can be in flight. `lin
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,22 +35,21 @@ class Counts:
     all_gathers: int = 0
     bytes: int = 0
 
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(
-            self.all_reduces - other.all_reduces, self.all_gathers - other.all_gathers, self.bytes - other.bytes
-        )
-
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.all_reduces + other.all_reduces, self.all_gathers + other.all_gathers, self.bytes + other.bytes
-        )
+        return Counts(*map(operator.add, self._each(), other._each()))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*map(operator.sub, self._each(), other._each()))
 
     def __floordiv__(self, passes: int) -> Counts:
-        return Counts(self.all_reduces // passes, self.all_gathers // passes, self.bytes // passes)
+        return Counts(*(count // passes for count in self._each()))
+
+    def _each(self) -> tuple[int, int, int]:
+        return self.all_reduces, self.all_gathers, self.bytes
 
     def copy(self) -> Counts:
         """The counts as they are now."""
-        return Counts(self.all_reduces, self.all_gathers, self.bytes)
+        return Counts(*self._each())
 
 
 class Collectives(ABC):

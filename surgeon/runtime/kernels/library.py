@@ -7,9 +7,9 @@ its arguments from there, and the arguments. What lies at the addresses among th
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from ctypes import CDLL, c_float, c_int64, c_void_p, cast
 from typing import Any, Protocol
 
@@ -53,28 +53,17 @@ class Notes(Protocol):
         """Take in a call that is being made."""
 
 
-class _Noted(threading.local):
-    """What this thread's calls are noted in, if they are."""
-
-    notes: Notes | None = None
-
-
-_NOTED = _Noted()
+NOTES: ContextVar[Notes | None] = ContextVar("notes", default=None)  # that a thread's calls are taken in by, if any
 
 
 @contextmanager
 def noting(notes: Notes | None) -> Iterator[None]:
     """Have this thread's calls noted besides being made; nowhere for None."""
-    before, _NOTED.notes = _NOTED.notes, notes
+    before = NOTES.set(notes)
     try:
         yield
     finally:
-        _NOTED.notes = before
-
-
-def noted() -> Notes | None:
-    """What this thread's calls are noted in now."""
-    return _NOTED.notes
+        NOTES.reset(before)
 
 
 class Library:
@@ -89,8 +78,8 @@ class Library:
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function, and note it where calls are."""
         self._functions[name](*arguments)
-        if _NOTED.notes is not None:
-            _NOTED.notes.note(name, *arguments)
+        if (notes := NOTES.get()) is not None:
+            notes.note(name, *arguments)
 
     def table(self, calls: Sequence[Call]) -> Tensor:
         """The calls as C++ goes through them, (calls, 1 + ARGUMENTS), int64."""

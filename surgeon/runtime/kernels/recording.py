@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from surgeon.runtime.kernels.functions import Kernels
-from surgeon.runtime.kernels.library import RECORDABLE, Call, noted, noting
+from surgeon.runtime.kernels.library import NOTES, RECORDABLE, Call, noting
 
 Replay = Callable[[bool], list[float]]
 LEAST = 64  # numbers of a buffer
@@ -184,7 +184,7 @@ class Recording(TorchDispatchMode):
 @contextmanager
 def spanned(what: Any) -> Iterator[None]:
     """Note which calls are made inside, where they are being recorded."""
-    recording = noted()
+    recording = NOTES.get()
     if not isinstance(recording, Recording):
         yield
         return

@@ -86,7 +86,9 @@ def make_plan(
     _check_shapes(parsed, source, config)
     check_division(parsed, source.units, ranks)
 
-    positions = _positions(config, family, source)
+    positions = int(config.max_position_embeddings)
+    if family.position_embedding is not None:
+        positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
     if max_tokens is None:
         unchanged = _unchanged(config) if family.rotary else None
         max_tokens = positions if unchanged is None else min(positions, unchanged)
@@ -206,12 +208,6 @@ def _activation(config: Any, family: Family) -> str:
     return name
 
 
-def _positions(config: Any, family: Family, source: ModelWeights) -> int:
-    if family.position_embedding is None:
-        return int(config.max_position_embeddings)
-    return source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
-
-
 def _unchanged(config: Any) -> int | None:
     """Up to how many tokens rotary positions do not depend on the text's length, if they do beyond."""
     rope = config.rope_parameters
@@ -265,17 +261,14 @@ def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
             f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
             f"keep prompt and output together within {first} tokens (now {max_tokens})"
         )
+    described = f"config.json describes no rotary positions: rope_parameters are {shown(config.rope_parameters, 200)}"
     try:
         rotary = Rotary(*family.angles(config))
     except Exception as error:  # whatever it trips over is a fault of the file
-        raise ValueError(f"{_not_rotary(config)} ({type(error).__name__}: {first_line(error)})") from error
+        raise ValueError(f"{described} ({type(error).__name__}: {first_line(error)})") from error
     if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale))):
-        raise ValueError(f"{_not_rotary(config)} (an angle is infinite, or no number)")
+        raise ValueError(f"{described} (an angle is infinite, or no number)")
     return rotary
-
-
-def _not_rotary(config: Any) -> str:
-    return f"config.json describes no rotary positions: rope_parameters are {shown(config.rope_parameters, 200)}"
 
 
 def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:

@@ -135,7 +135,7 @@ def choose_cache(
     free = free_bytes() if device == "cpu" else min(gpu_free_bytes(number) for number in range(here))
     allowed = free if memory is None else memory
     room = _Room.of(plan, device, here, max_batch)
-    wanted = room.blocks_of(max_batch) if blocks is None else blocks
+    wanted = room.footprint.blocks(max_batch, plan.max_tokens) if blocks is None else blocks
     if plan.kv == "auto" and room.fitting(allowed) < wanted:
         tight = replace(plan, tight=True)
         smaller = _Room.of(tight, device, here, max_batch)
@@ -208,7 +208,6 @@ class _Room:
         weights, block, buffers: as in a footprint.
         texts, blocks: how many texts are read at once, and at most how many blocks of each.
         footprint: of all ranks.
-        longest: tokens of the longest text.
     """
 
     weights: int
@@ -217,7 +216,6 @@ class _Room:
     texts: int
     blocks: int
     footprint: Footprint
-    longest: int
 
     @classmethod
     def of(cls, plan: Plan, device: str, here: int, max_batch: int) -> _Room:
@@ -232,11 +230,7 @@ class _Room:
             for each in (sizes.weights, sizes.block, sizes.buffers)
         )
         at_once = plan.read_at_once(device, max_batch)
-        return cls(weights, block, buffers, *at_once, sizes, plan.max_tokens)
-
-    def blocks_of(self, texts: int) -> int:
-        """How many blocks so many of the longest texts take."""
-        return self.footprint.blocks(texts, self.longest)
+        return cls(weights, block, buffers, *at_once, sizes)
 
     def fitting(self, allowed: int) -> int:
         """How many blocks fit into so many bytes beside the weights, and beside the buffers that they need."""

@@ -58,7 +58,7 @@ def choose_device(wanted: str, ranks: int) -> str:
         raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
     gpus, ranks = torch.cuda.device_count(), ranks_of_this_machine(ranks)
     if wanted == "cuda" and gpus < ranks:
-        raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use --device cpu or fewer ranks")
+        raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use the CPU or fewer ranks")
     return "cuda" if wanted == "cuda" or (wanted == "auto" and gpus >= ranks) else "cpu"
 
 

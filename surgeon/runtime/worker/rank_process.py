@@ -33,25 +33,20 @@ class RankProcess(ABC):
 
     Attributes:
         connection: for commands, and what it answers.
+        name: what messages call it.
+        process: how to find it.
         lag: seconds by which its machine's monotonic clock lags behind this machine's.
     """
 
-    def __init__(self, rank: int, location: RankLocation, pid: int, connection: Connection, lag: float = 0.0) -> None:
+    lag = 0.0
+
+    def __init__(self, rank: int, location: RankLocation, pid: int, connection: Connection, host: str = "") -> None:
+        where = f" on {host}" if host else ""
         self.rank = rank
         self.location = location
         self.pid = pid
         self.connection = connection
-        self.lag = lag
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What messages call it."""
-
-    @property
-    @abstractmethod
-    def process(self) -> str:
-        """How to find it."""
+        self.name, self.process = f"rank {rank}{where}", f"process {pid}{where}"
 
     @abstractmethod
     def gone(self) -> RankFailed:
@@ -98,14 +93,6 @@ class StartedRank(RankProcess):
             )
         super().__init__(rank, location, self._child.pid, ours)
 
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank}"
-
-    @property
-    def process(self) -> str:
-        return f"process {self.pid}"
-
     def gone(self) -> RankFailed:
         child = self._child
         try:
@@ -129,20 +116,12 @@ class JoinedRank(RankProcess):
 
     def __init__(self, connections: RankConnections) -> None:
         hello = connections.hello
-        super().__init__(hello.rank, hello.location, hello.pid, connections.commands, connections.lag)
-        self._host, self._lifeline = hello.host, connections.lifeline
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} on {self._host}"
-
-    @property
-    def process(self) -> str:
-        return f"process {self.pid} on {self._host}"
+        super().__init__(hello.rank, hello.location, hello.pid, connections.commands, hello.host)
+        self.lag, self._lifeline = connections.lag, connections.lifeline
 
     def gone(self) -> RankFailed:
-        why = "it ended, or the connection broke; see what it wrote there"
-        return RankFailed(f"rank {self.rank} ({self.process}) has gone: {why}")
+        who = f"rank {self.rank} ({self.process})"
+        return RankFailed(f"{who} has gone: it ended, or the connection broke; see what it wrote there")
 
     def end(self, reason: str | None) -> None:
         say_why(self._lifeline, reason)  # it heeds the first word

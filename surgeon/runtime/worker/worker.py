@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from surgeon.processes.watchdog import Pulse
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.request import Choice, Request
+from surgeon.runtime.batching.request import Choice, Request, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Sender
@@ -246,27 +246,18 @@ class Leader:
 
     def progress(self, outputs: list[Output]) -> Progress:
         """What the starting process is told."""
-        scheduler, pool, tally = self.scheduler, self.scheduler.pool, self.scheduler.tally
-        figures = self.engine.figures
+        scheduler, figures = self.scheduler, self.engine.figures
         phases = figures.prefill, figures.decode, figures.drafting
         counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
-        return Progress(
-            outputs,
-            (
-                len(scheduler.running),
-                len(scheduler.waiting),
-                pool.blocks,
-                pool.free,
-                tally.prompt_tokens,
-                tally.cached_tokens,
-                tally.new_tokens,
-                tally.finished,
-                tally.preempted,
-                sum(phase.passes for phase in phases),
-                sum(count.all_reduces for count in counts),
-                sum(count.all_gathers for count in counts),
-                sum(count.bytes for count in counts),
-                tally.drafted,
-                tally.accepted,
-            ),
+        stats = Stats(
+            **vars(scheduler.tally),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks=scheduler.pool.blocks,
+            free_blocks=scheduler.pool.free,
+            passes=sum(phase.passes for phase in phases),
+            all_reduces=sum(count.all_reduces for count in counts),
+            all_gathers=sum(count.all_gathers for count in counts),
+            bytes=sum(count.bytes for count in counts),
         )
+        return Progress(outputs, tuple(vars(stats).values()))
