@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surgeon.checkpoint.config_only import CONFIG, read_config_only
-from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import load, open_stored
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
@@ -108,16 +107,6 @@ class Model(StoredModel):
     def hash(self) -> str:
         """Which model it is: of its weights, which are read for it once, and of what config.json says of it."""
         return self.checkpoint.model_hash()
-
-    @cached_property
-    def report(self) -> dict[str, Any] | None:
-        """surgeon.json, which says what it was made of; None where it has none.
-
-        Raises:
-            ValueError: if it is damaged.
-        """
-        path = self.folder / REPORT_FILE
-        return read_json(path) if path.is_file() else None
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.companions import companions_of
-from surgeon.checkpoint.describe import Description, describe
+from surgeon.checkpoint.describe import Surgery
 from surgeon.checkpoint.hunks import Hunk, hunks
 from surgeon.checkpoint.ranks import Layer, RankDifference, rank_differences
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.write import as_bytes
-from surgeon.models.weights import Names
 from surgeon.progress import Advance
 
 PART = 1 << 24  # bytes of a tensor that are compared at a time
@@ -103,8 +102,8 @@ class Comparison:
         ranks: where these differ.
     """
 
-    a: Description
-    b: Description
+    a: Surgery
+    b: Surgery
     facts: dict[str, Pair] = field(default_factory=dict)
     hunks: tuple[Hunk, ...] = ()
     ranks: tuple[RankDifference, ...] = ()
@@ -120,103 +119,57 @@ class Comparison:
         return not any((*of_models, found.only_a, found.only_b, found.different))
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Two checkpoints or recipes that were opened to be compared; no weights have been read.
+def compare(a: Surgery, b: Surgery, advance: Advance = lambda _: None) -> Comparison:
+    """Compare two checkpoints or recipes.
 
-    Attributes:
-        checkpoints: both, if both are checkpoints.
+    Args:
+        advance: told of every amount of A's bytes gone through, where both are checkpoints; in all `a.stored.size`.
     """
-
-    a: Description
-    b: Description
-    checkpoints: tuple[Checkpoint, Checkpoint] | None
-
-    @classmethod
-    def open(cls, a: str | Path, b: str | Path) -> Compared:
-        """Open them, given as `describe` takes them.
-
-        Raises:
-            FileNotFoundError, ValueError: as `describe`.
-        """
-        first, second = describe(a), describe(b)
-        if first.recipe is not None or second.recipe is not None:
-            return cls(first, second, None)
-        return cls(first, second, (Checkpoint(locate(a)), Checkpoint(locate(b))))
-
-    @property
-    def size(self) -> int:
-        """Bytes of A's tensors, all of which are read."""
-        return 0 if self.a.weights is None or self.checkpoints is None else self.a.weights.size
-
-    def compare(self, advance: Advance = lambda _: None) -> Comparison:
-        """Compare them.
-
-        Args:
-            advance: told of every amount of A's bytes gone through, in all `size`.
-        """
-        a, b = self.a, self.b
-        found = tuple(hunks(a.program.whole(), b.program.whole(), a.family.steps_per_layer))
-        both = Comparison(a, b, _facts(a, b), found, tuple(rank_differences(a.program, b.program)))
-        if self.checkpoints is None:
-            return both
-        first, second = self.checkpoints
-        tensors = _compare_tensors(first, _keys(a, first), second, _keys(b, second), advance)
-        files = _compare_files(_files_of(first), _files_of(second))
-        keys = [*first.config, *(key for key in second.config if key not in first.config)]
-        pairs = {key: (first.config.get(key), second.config.get(key)) for key in keys}
-        config = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-        return replace(both, tensors=tensors, config=config, files=files)
-
-
-def _facts(a: Description, b: Description) -> dict[str, Pair]:
-    """What differs of the models as wholes; what only one of them can have is left out."""
+    found = tuple(hunks(a.program.whole(), b.program.whole(), a.steps_per_layer))
     first, second = _facts_of(a), _facts_of(b)
-    both = [name for name in first if name in second]
-    return {name: (first[name], second[name]) for name in both if first[name] != second[name]}
+    both = [name for name in first if name in second]  # what only one of them can have is left out
+    facts = {name: (first[name], second[name]) for name in both if first[name] != second[name]}
+    comparison = Comparison(a, b, facts, found, tuple(rank_differences(a.program, b.program)))
+    if a.recipe is not None or b.recipe is not None:
+        return comparison
+    ours, theirs = a.stored.checkpoint, b.stored.checkpoint
+    keys = [*ours.config, *(key for key in theirs.config if key not in ours.config)]
+    pairs = {key: (ours.config.get(key), theirs.config.get(key)) for key in keys}
+    return replace(
+        comparison,
+        tensors=_compare_tensors(ours, _keys(a), theirs, _keys(b), advance),
+        config={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
+        files=_compare_files(_files_of(ours), _files_of(theirs)),
+    )
 
 
-def _facts_of(one: Description) -> dict[str, Any]:
-    steps = one.family.steps_per_layer
+def _facts_of(one: Surgery) -> dict[str, Any]:
+    made_for = one.report.get("source", {}).get("model_hash") if one.recipe is None else one.recipe.weights
     facts = {
-        "family": one.family.name,
+        "family": one.stored.family.name,
         "layers": one.num_layers,
         "form": one.form and one.form.name,
-        "depth": one.program.effective_depth(steps),
+        "depth": one.depth,
         "syncs": one.program.sync_points(2),
-        "parameters": None if one.weights is None else one.weights.parameters,
-        "in layers": one.program.parameters(one.family.layer_shapes(one.config)),
-        "model": None if one.recipe is None else one.recipe.model,
-        "made for": _made_for(one),
-        "trained": None if one.report is None else one.trained or "not after the edit",
+        "parameters": one.stored.parameters if one.recipe is None else None,
+        "in layers": one.program.parameters(one.stored.family.layer_shapes(one.stored.config)),
+        "model": one.recipe and one.recipe.model,
+        "made for": made_for if isinstance(made_for, str) else None,
+        "trained": one.trained or "not after the edit" if one.report else None,
     }
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _made_for(one: Description) -> str | None:
-    """The hash of the unedited weights, where it is known."""
-    if one.recipe is not None:
-        return one.recipe.weights
-    known = (one.report or {}).get("source", {}).get("model_hash")
-    return known if isinstance(known, str) else None
-
-
-def _keys(one: Description, checkpoint: Checkpoint) -> dict[Key, str]:
+def _keys(one: Surgery) -> dict[Key, str]:
     """The stored name of every tensor."""
-    if one.sources is not None:
-        sources = one.sources
-    elif one.report is None:  # nothing says that its layers come from other ones
-        sources = [(layer,) for layer in range(int(one.config.num_hidden_layers))]
-    else:
-        assert one.form is not None
-        sources = one.form.sources(one.program, one.family, one.num_layers)
+    checkpoint, family = one.stored.checkpoint, one.stored.family
     seen: Counter[tuple[int, ...]] = Counter()
     labels = []
-    for layers in sources:
+    for layers in one.sources:
         labels.append((layers, seen[layers]))
         seen[layers] += 1
-    names = Names(checkpoint, one.family)
-    embedding, head = (f"{path}.weight" for path in (one.family.embedding, one.family.head))
+    names = one.stored.weights.names
+    embedding, head = (f"{path}.weight" for path in (family.embedding, family.head))
     alike = {names.of(head): head, names.of(embedding): names.own(embedding)}  # whatever name they are stored under
     pattern = re.compile(rf"{re.escape(names.layers)}(\d+)\.(.+)")
     keys = {}

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING
 
-from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.load import program_in
 from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.read import DEMO, read_json
+from surgeon.checkpoint.report import REPORT_FILE
 from surgeon.checkpoint.training import is_no_source
 from surgeon.demo import demo_model
 from surgeon.language.program import Program

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.report import read_report
 from surgeon.gpus import gpu_with_room
 from surgeon.language.program import Program
 from surgeon.models.families import Family, family_of
@@ -71,10 +72,24 @@ class StoredModel:
         """Its stored tensors by layer and role; each is read when it is asked for."""
         return ModelWeights(self.checkpoint, self.family, self.family.head_dim(self.config))
 
+    @cached_property
+    def report(self) -> dict[str, Any] | None:
+        """surgeon.json, which says what it was made of; None where it has none.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        return read_report(self.folder)
+
     @property
     def parameters(self) -> int:
         """How many numbers its tensors hold."""
         return sum(torch.Size(self.checkpoint.shape(name)).numel() for name in self.checkpoint.names())
+
+    @property
+    def size(self) -> int:
+        """Of its tensors in their files, in bytes."""
+        return sum(map(self.checkpoint.num_bytes, self.checkpoint.names()))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -8,11 +8,10 @@ configuration of a model from scratch, says, with the layers under other numbers
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.checkpoint.forms import Layout
 from surgeon.errors import NotProven, shown
 from surgeon.language.program import Fork, Node, Program, Sublayer
 from surgeon.named import public
@@ -165,14 +164,14 @@ def _differ(asked: Node, found: Node) -> NotProven:
     return NotProven(f"the model does not run the recipe's program: where that has {asked}, it has {found}")
 
 
-def layers_of_the_original(layout: Layout, whose: Whose) -> list[list[int]]:
+def layers_of_the_original(stored: Iterable[Sequence[Sublayer]], whose: Whose) -> list[list[int]]:
     """For each layer of a checkpoint, the original's layers that it is made of.
 
     Args:
-        layout: over the layers that the model has in memory.
+        stored: the sublayers of each layer, over the layers that the model has in memory.
     """
     found = []
-    for layer in layout.layers:
-        pairs = [(sublayer.kind, place) for sublayer in layer.sublayers for place in sublayer.layers]
+    for sublayers in stored:
+        pairs = [(sublayer.kind, place) for sublayer in sublayers for place in sublayer.layers]
         found.append(list(dict.fromkeys(of for pair in pairs for of in whose.get(pair, ()))))
     return found

@@ -26,13 +26,12 @@ def card(
     write, or that was changed since, is kept unless you say --overwrite. Prints the file's name.
     """
     from surgeon.checkpoint.inherit import CARD_FILE
-    from surgeon.checkpoint.read import Checkpoint
     from surgeon.results.card import identity_of, open_edited, require_own_card, write_card
     from surgeon.results.measured import Measured, read_measured
 
     found = open_edited(checkpoint)
     if not overwrite:
         require_own_card(checkpoint)
-    measured = read_measured(results, identity_of(found, Checkpoint(checkpoint))) if results else Measured()
+    measured = read_measured(results, identity_of(found)) if results else Measured()
     write_card(checkpoint, found.name, measured)
     print(checkpoint / CARD_FILE)

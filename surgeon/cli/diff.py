@@ -40,15 +40,16 @@ def diff(
 
     The exit code is 0 if nothing differs, 1 if something does, and 2 if there is trouble.
     """
-    from surgeon.checkpoint.compare import Compared
+    from surgeon.checkpoint.compare import compare
+    from surgeon.checkpoint.describe import describe
     from surgeon.progress import progress
 
-    compared = Compared.open(a, b)
-    if compared.checkpoints is None:
-        found = compared.compare()
+    ours, theirs = describe(a), describe(b)
+    if ours.recipe is not None or theirs.recipe is not None:
+        found = compare(ours, theirs)
     else:
-        with progress("comparing", compared.size, "bytes") as advance:
-            found = compared.compare(advance)
+        with progress("comparing", ours.stored.size, "bytes") as advance:
+            found = compare(ours, theirs, advance)
     if as_json:
         print(json.dumps(as_record(found), indent=2, ensure_ascii=False))
     else:

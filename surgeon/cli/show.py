@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.describe import Description
-    from surgeon.language.program import Program
+    from surgeon.checkpoint.describe import Surgery
 
 WIDTH = 80
 LABEL = 12  # columns
@@ -54,16 +53,15 @@ def show(
     if output is not None:
         from surgeon.reports.program import draw_program
 
-        depth = found.program.effective_depth(found.family.steps_per_layer)
-        syncs = found.program.sync_points(2)
-        title = f"{found.name}: effective depth {depth:g} of {found.num_layers}, {syncs} synchronisations on two ranks"
-        draw_program(found.program, found.num_layers, found.family.steps_per_layer, title, output)
+        syncs = f"{found.program.sync_points(2)} synchronisations on two ranks"
+        title = f"{found.name}: effective depth {found.depth:g} of {found.num_layers}, {syncs}"
+        draw_program(found.program, found.num_layers, found.steps_per_layer, title, output)
         print(f"{'picture':<{LABEL}}{output}")
 
 
 def _verify(what: str) -> int:
-    from surgeon.checkpoint.describe import REPORT_FILE
     from surgeon.checkpoint.read import locate
+    from surgeon.checkpoint.report import REPORT_FILE
     from surgeon.checkpoint.verify import verify
     from surgeon.named import is_recipe
 
@@ -73,21 +71,25 @@ def _verify(what: str) -> int:
     return verify(folder, folder / REPORT_FILE)
 
 
-def facts(found: Description) -> Iterator[tuple[str, str]]:
+def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
     from surgeon.checkpoint.companions import left_behind, told_in
     from surgeon.checkpoint.ranks import rank_lines
     from surgeon.reports.outline import outline_text
 
-    program, steps = found.program, found.family.steps_per_layer
-    dense = found.unedited
+    program, steps = found.program, found.steps_per_layer
     yield "name", f"{found.name}, {what_it_is(found)}"
     yield "model", _model(found)
-    yield "depth", f"{program.effective_depth(steps):g} of {found.num_layers} layers one after the other"
+    yield "depth", f"{found.depth:g} of {found.num_layers} layers one after the other"
     unedited = "layers in turn" if found.from_scratch else "unedited"
-    yield "syncs", f"{program.sync_points(2)} per forward pass on two ranks ({unedited}: {dense.sync_points(2)})"
-    if (left := _left(found, dense)) is not None:
-        yield "parameters", left
+    yield (
+        "syncs",
+        f"{program.sync_points(2)} per forward pass on two ranks ({unedited}: {found.unedited.sync_points(2)})",
+    )
+    shapes = found.stored.family.layer_shapes(found.stored.config)
+    left, before = program.parameters(shapes), found.unedited.parameters(shapes)
+    if left != before:
+        yield "parameters", f"{left:,} of {before:,} in the layers' matrices ({left / before:.1%})"
     if found.recipe is not None:
         for operation in found.recipe.operations:
             yield "operation", operation.to_yaml()
@@ -103,32 +105,24 @@ def facts(found: Description) -> Iterator[tuple[str, str]]:
         racks, depth = found.codas
         layers = "1 layer" if depth == 1 else f"{depth} layers"
         yield "codas", f"of {layers} for every rack but the last; racks of the layers {', '.join(racks)}"
-    if behind := left_behind(told_in(found.report or {})[1]):
+    if behind := left_behind(told_in(found.report)[1]):
         yield "left behind", behind
-    if found.report is not None and isinstance(proof := found.report.get("proof"), dict):
+    if isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")
 
 
-def _model(found: Description) -> str:
+def _model(found: Surgery) -> str:
     from surgeon.processes.files import show_bytes
 
-    units = found.family.units(found.config)
+    stored, config = found.stored, found.stored.config
+    units = stored.family.units(config)
     text = (
-        f"{found.family.name}, {found.config.hidden_size} wide, {units['heads']} heads over {units['kv_heads']} KV "
-        f"heads, vocabulary {found.config.vocab_size}"
+        f"{stored.family.name}, {config.hidden_size} wide, {units['heads']} heads over {units['kv_heads']} KV heads, "
+        f"vocabulary {config.vocab_size}"
     )
-    if found.weights is not None:
-        text += f"; {found.weights.parameters / 1e6:,.1f}M parameters, {show_bytes(found.weights.size)}"
-    return text
-
-
-def _left(found: Description, dense: Program) -> str | None:
-    """How many parameters the layers' matrices have, of how many; nothing where all are left."""
-    shapes = found.family.layer_shapes(found.config)
-    left, before = found.program.parameters(shapes), dense.parameters(shapes)
-    if left == before:
-        return None
-    return f"{left:,} of {before:,} in the layers' matrices ({left / before:.1%})"
+    if found.recipe is not None:
+        return text
+    return f"{text}; {stored.parameters / 1e6:,.1f}M parameters, {show_bytes(stored.size)}"
 
 
 def _proof(proof: dict[str, Any], whose: str) -> str:
@@ -138,14 +132,14 @@ def _proof(proof: dict[str, Any], whose: str) -> str:
     return text + (f", {proof['written']:.1g} as stored in {proof['dtype']}" if rounded else "")
 
 
-def what_it_is(found: Description) -> str:
+def what_it_is(found: Surgery) -> str:
     """In a few words, to go behind its name."""
     if found.recipe is not None:
-        return f"a recipe for {found.model}"
-    if found.report is None:
+        return f"a recipe for {found.original}"
+    if not found.report:
         inside = found.form is not None and found.form.shipped is not None
         return f"a checkpoint in {found.form} form" if inside else "a checkpoint"
     if found.from_scratch:
         return f"trained from scratch, in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"
     healed = "" if found.trained is None else ", trained since"
-    return f"{found.model} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}{healed}"
+    return f"{found.original} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}{healed}"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import surgeon
-from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.inherit import inherit
+from surgeon.checkpoint.report import REPORT_FILE
 from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_the_original
 from surgeon.checkpoint.verify import FileRecord
 from surgeon.exports.plan import ExportPlan
@@ -42,7 +42,9 @@ def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None)
         "recipe": training.recipe,
         "source": training.source,
         "trained": training.training,
-        "stored_layers": layers_of_the_original(plan.layout, layers_by_recipe(program, plan.program)),
+        "stored_layers": layers_of_the_original(
+            (layer.sublayers for layer in plan.layout.layers), layers_by_recipe(program, plan.program)
+        ),
     }
 
 

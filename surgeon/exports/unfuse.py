@@ -20,10 +20,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrain
 from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.belongings import GENERATION
-from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.load import open_stored
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import NotProven
@@ -74,7 +72,7 @@ def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -
     said = fused.to_dict()  # its attributes are those of single layers where these differ
     parts = [_parts_of(index, said, weights) for index in range(stored.num_layers)]
     program = _program_of(parts, 1 if fused.parallel_residual else 2)
-    _check_report(checkpoint, program)
+    _check_report(stored, program)
     config = unfused_config(checkpoint, fused, [part.layers for part in parts], program)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with no_init_weights():
@@ -125,15 +123,15 @@ def _program_of(parts: list[Parts], steps_per_layer: int) -> Program:
     return Program(tuple(nodes))
 
 
-def _check_report(checkpoint: Checkpoint, program: Program) -> None:
+def _check_report(stored: StoredModel, program: Program) -> None:
     """Refuse what surgeon.json, if there is one, says to be made of something else than whole layers."""
-    found = describe(checkpoint.folder)
-    if found.report is None:
+    report = stored.report
+    if report is None:
         return
     try:
-        layers_by_recipe(found.program, program)
+        layers_by_recipe(Program.parse(report["program"]), program)
     except NotProven as difference:
-        raise ValueError(_advice(checkpoint.where, str(difference))) from difference
+        raise ValueError(_advice(stored.checkpoint.where, str(difference))) from difference
 
 
 @torch.no_grad()

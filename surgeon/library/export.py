@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from surgeon.analysis.factors.recipe_factors import with_factors
-from surgeon.checkpoint.describe import REPORT_FILE
 from surgeon.checkpoint.forms import Layout
 from surgeon.checkpoint.load import open_stored
-from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.training import Training
 from surgeon.exports.adapters import BASE, export_with_adapter
 from surgeon.exports.export import DTYPES, plan_export, write_export
@@ -59,10 +57,11 @@ class Exported:
     @classmethod
     def of(cls, folder: Path, proof: Proof) -> Exported:
         """What an exported checkpoint says of itself."""
-        report, checkpoint = read_json(folder / REPORT_FILE), open_stored(folder).checkpoint
-        size = sum(map(checkpoint.num_bytes, checkpoint.names()))
+        stored = open_stored(folder)
+        report = stored.report
+        assert report is not None
         program, depth = Program.parse(report["program"]), report["effective_depth"]
-        return cls(folder, report["form"], report["reason"], program, depth, size, proof)
+        return cls(folder, report["form"], report["reason"], program, depth, stored.size, proof)
 
     def __str__(self) -> str:
         exact = f"by {self.proof.exact:.1g} of their scale in float32"

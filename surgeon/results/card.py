@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.belongings import FileKind, kind_of
 from surgeon.checkpoint.companions import left_behind, names_in, told_in
-from surgeon.checkpoint.describe import Description, describe
+from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
-from surgeon.checkpoint.load import open_stored, stored_program
 from surgeon.checkpoint.ranks import rank_lines
-from surgeon.checkpoint.read import DEMO, Checkpoint
+from surgeon.checkpoint.read import DEMO
 from surgeon.checkpoint.training import STAGES
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
@@ -54,7 +53,7 @@ _SEAL = re.compile(r"<!-- written by surgeon [\w.+-]+; sha256 of what stands abo
 Table = tuple[list[str], list[list[str]]]
 
 
-def open_edited(folder: Path) -> Description:
+def open_edited(folder: Path) -> Surgery:
     """What is known of a checkpoint that `surgeon export` wrote.
 
     Raises:
@@ -62,20 +61,17 @@ def open_edited(folder: Path) -> Description:
         ValueError: if it is no such checkpoint, or damaged.
     """
     found = describe(folder)
-    if found.report is None:
+    if not found.report:
         raise ValueError(f"{folder} has no surgeon.json; cards are for checkpoints that surgeon export has written")
     return found
 
 
-def identity_of(found: Description, checkpoint: Checkpoint) -> Identity:
+def identity_of(found: Surgery) -> Identity:
     """What measurements of an exported checkpoint must be of; its weights are read."""
-    assert found.report is not None
-    steps = found.family.steps_per_layer
-    program = stored_program(checkpoint) or Program.dense(found.config.num_hidden_layers, steps)
-    source_hash = found.report["source"].get("model_hash")
-    dense = Program.dense(found.num_layers, steps)
+    own, source_hash = found.stored.checkpoint.model_hash(), found.report["source"].get("model_hash")
+    dense = Program.dense(found.num_layers, found.steps_per_layer)
     trained = found.training is not None
-    return Identity(found.name, checkpoint.model_hash(), program, source_hash, found.program, dense, trained)
+    return Identity(found.name, own, found.stored.program, source_hash, found.program, dense, trained)
 
 
 def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inherited:
@@ -127,9 +123,9 @@ def require_own_card(folder: Path) -> None:
         )
 
 
-def inherited_by(found: Description) -> Inherited:
+def inherited_by(found: Surgery) -> Inherited:
     """What the base model's card said when the checkpoint was exported."""
-    return Inherited.from_json((found.report or {}).get("source", {}).get("card"))
+    return Inherited.from_json(found.report.get("source", {}).get("card"))
 
 
 def _seal(text: str) -> str:
@@ -142,7 +138,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _metadata(found: Description, name: str, inherited: Inherited, measured: Measured) -> ModelCardData:
+def _metadata(found: Surgery, name: str, inherited: Inherited, measured: Measured) -> ModelCardData:
     """What stands at the head of the card, for the hub."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -163,7 +159,7 @@ def _metadata(found: Description, name: str, inherited: Inherited, measured: Mea
         if score.edited and score.dataset is not None and not score.metric.startswith("divergence")
     ]
     return ModelCardData(
-        base_model=found.model if _is_hub_name(found.model) else None,
+        base_model=found.original if _is_hub_name(found.original) else None,
         library_name="transformers",
         pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
         tags=[*tags, "surgeon"],
@@ -173,26 +169,25 @@ def _metadata(found: Description, name: str, inherited: Inherited, measured: Mea
     )
 
 
-def _surgery(found: Description) -> dict[str, Any]:
+def _surgery(found: Surgery) -> dict[str, Any]:
     """What was done, over which program, and what is proven of it."""
-    report, program, steps = found.report or {}, found.program, found.family.steps_per_layer
-    depth = f"{program.effective_depth(steps):g}"
-    syncs = [str(each.sync_points(2)) for each in (program, Program.dense(found.num_layers, steps))]
+    report, program = found.report, found.program
+    dense = Program.dense(found.num_layers, found.steps_per_layer)
+    syncs = [str(each.sync_points(2)) for each in (program, dense)]
     before = report.get("source", {}).get("parameters")
-    after = "" if found.weights is None else f"{found.weights.parameters:,}"
     by, layers = f"surgeon {report.get('surgeon', '')}", plural(found.num_layers, "layer")
     how = trained_how(found.training, found.from_scratch)
-    kind = found.family.name
-    what_it_is = f"This is {_base(found.model)} ({kind}, {layers}) after surgery with {by}, {how}."
+    kind = found.stored.family.name
+    what_it_is = f"This is {_base(found.original)} ({kind}, {layers}) after surgery with {by}, {how}."
     if found.from_scratch:
         what_it_is = f"This is a {kind} of {layers}, made with {by} and {how}. There is no original behind it."
     proof = report.get("proof")
     return {
         "what_it_is": _line(what_it_is),
         "sizes": [
-            ["layers one after the other (effective depth)", depth, str(found.num_layers)],
+            ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
             ["synchronisations per pass on two tensor-parallel ranks", *syncs],
-            ["parameters", after, f"{before:,}" if isinstance(before, int) else ""],
+            ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
         ],
         "operations": _operations(report.get("recipe") or (found.training or {}).get("configuration")),
         "summaries": OPERATIONS,
@@ -315,7 +310,7 @@ def _row(one: Speed, bench: Bench, name: str) -> list[str]:
     return [program, str(one.batch), f"{one.first_token * MS:.3g}", per_token, f"{one.rate:.3g}", times]
 
 
-def _usage(found: Description, folder: Path, name: str) -> dict[str, Any]:
+def _usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
     """How it is loaded: in transformers, in vLLM, and with surgeon."""
     form = found.form
     assert form is not None
@@ -323,12 +318,12 @@ def _usage(found: Description, folder: Path, name: str) -> dict[str, Any]:
     serve = f"vllm serve {quote(name)} --tensor-parallel-size {RANKS}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {
-        "reason": (found.report or {}).get("reason"),
+        "reason": found.report.get("reason"),
         "has_tokenizer": any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
         "shipped": form.shipped,
         "architectures": config.get("architectures"),
         "options": options,
-        "vllm": form.serving(open_stored(folder), serve),
+        "vllm": form.serving(found.stored, serve),
         "prompt": PROMPT,
         "tp": RANKS,
         "word": quote(name),
@@ -336,9 +331,9 @@ def _usage(found: Description, folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def _belongings(found: Description, folder: Path, inherited: Inherited) -> dict[str, Any]:
+def _belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:
     """What lay beside the base model's weights, and its licence."""
-    code, left = told_in(found.report or {})
+    code, left = told_in(found.report)
     metadata = inherited.metadata
     licence = metadata.get("license")
     if licence is not None:
@@ -349,7 +344,7 @@ def _belongings(found: Description, folder: Path, inherited: Inherited) -> dict[
     return {
         "own_code": list(map(_quoted, code)),
         "behind": left_behind(left, _quoted),
-        "base": _base(found.model),
+        "base": _base(found.original),
         "licence": licence,
         "terms": [_quoted(name) for name in sorted(names_in(folder)) if kind_of(name) is FileKind.TERMS],
         "gated": any(key.startswith("extra_gated") for key in metadata),

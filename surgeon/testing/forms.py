@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from surgeon.checkpoint.compare import Compared
+from surgeon.checkpoint.compare import compare
 from surgeon.checkpoint.describe import describe
-from surgeon.checkpoint.forms import FORMS, Form, form_of
+from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.load import load, open_stored
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.exports.export import plan_export, write_export
@@ -112,13 +112,13 @@ class FormContract:
     def test_a_folder_says_what_it_is(self, form: Form, exported: Exported, source: Path) -> None:
         for program, folder in exported.items():
             found = describe(folder)
-            assert form_of(Checkpoint(folder)) is found.form is form
+            assert found.form is form
             assert str(found.program) == program
             reason = json.loads((folder / "surgeon.json").read_text())["reason"]
             assert reason, "users read why it has this form"
             card = " ".join((folder / "README.md").read_text().split())
             assert f"It is in surgeon's {form} form" in card
-            how, command = form.serving(open_stored(folder), "vllm serve NAME")
+            how, command = form.serving(found.stored, "vllm serve NAME")
             assert how.endswith(":"), "a command follows it"
             assert f"### vLLM {how} ```bash" in card
             assert "vllm serve NAME" in command
@@ -128,10 +128,10 @@ class FormContract:
         """Every stored layer is known to come from layers of the original, as `surgeon diff` needs it."""
         for folder in exported.values():
             found = describe(folder)
-            sources = form.sources(found.program, found.family, found.num_layers)
-            assert len(sources) == open_stored(folder).num_layers
+            sources = form.sources(found.program, found.stored.family, found.num_layers)
+            assert len(sources) == found.stored.num_layers
             assert {layer for layers in sources for layer in layers} <= set(range(LAYERS))
-            assert Compared.open(folder, folder).compare().equal
+            assert compare(found, found).equal
 
     def test_what_it_cannot_hold_is_refused_with_the_reason(
         self, form: Form, refused: dict[str, str], source: Path

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import surgeon
 from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.companions import companions_of, left_behind, told_in
-from surgeon.checkpoint.compare import Compared
+from surgeon.checkpoint.compare import compare
+from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.verify import verify
 from surgeon.exports.adapters import export_with_adapter
@@ -91,7 +92,7 @@ def test_a_fused_checkpoint_that_is_taken_apart_carries_on_what_it_has(furnished
     kept = {path.relative_to(tmp_path / "fused") for path in (tmp_path / "fused").rglob("*")}
     assert {path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*")} == kept
     assert told_in(json.loads((tmp_path / "again" / "surgeon.json").read_text())) == ([], {})
-    assert Compared.open(tmp_path / "fused", tmp_path / "again").compare().files == {}
+    assert compare(describe(tmp_path / "fused"), describe(tmp_path / "again")).files == {}
 
 
 def test_a_given_tokenizer_stands_in_for_the_folders_own(furnished: Path, tmp_path: Path) -> None:
@@ -220,14 +221,14 @@ def test_who_reads_names_by_case_gets_all_of_them() -> None:
 
 def test_all_of_it_is_compared(source: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
-    assert Compared.open(source, copy).compare().equal
+    assert compare(describe(source), describe(copy)).equal
     (copy / "additional_chat_templates" / "rag.jinja").write_text("another")
     (copy / "additional_chat_templates" / "tool_use.jinja").unlink()
     (copy / "preprocessor_config.json").write_text('{"size": 1}')
     (copy / "license.txt").unlink()
     (copy / "layers_own.py").write_text("layers = 2")
     (copy / "optimizer.pt").unlink()  # of which nothing goes on, and nothing is said
-    assert Compared.open(source, copy).compare().files == {
+    assert compare(describe(source), describe(copy)).files == {
         "additional_chat_templates/rag.jinja": "different",
         "additional_chat_templates/tool_use.jinja": "only in A",
         "layers_own.py": "different",

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surgeon.checkpoint import compare
-from surgeon.checkpoint.compare import Compared, Comparison, Difference
+from surgeon.checkpoint.compare import Comparison, Difference, compare
+from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.hunks import Hunk, hunks
 from surgeon.language.program import Program
 from tests.checkpoint.helpers import run_export
@@ -62,7 +62,7 @@ def changed(source: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Tenso
         tensors = load_file(copy / "model.safetensors")
         change(tensors)
         save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-        return Compared.open(source, copy).compare()
+        return compare(describe(source), describe(copy))
 
     return run
 
@@ -86,7 +86,7 @@ def test_a_copy_is_equal(source: Path, changed: Callable[..., Comparison]) -> No
 @pytest.mark.parametrize("part", [1 << 24, 640])
 def test_values(source: Path, monkeypatch: pytest.MonkeyPatch, changed: Callable[..., Comparison], part: int) -> None:
     """In one go and row by row, against whole tensors."""
-    monkeypatch.setattr(compare, "PART", part)
+    monkeypatch.setattr("surgeon.checkpoint.compare.PART", part)
     name = "model.layers.3.mlp.down_proj.weight"
     before = load_file(source / "model.safetensors")[name]
 
@@ -117,7 +117,7 @@ def test_the_sign_of_zero_is_a_difference_without_size(source: Path, tmp_path: P
         tensors["model.norm.weight"][0] = zero
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         folders.append(folder)
-    found = only(Compared.open(*folders).compare())
+    found = only(compare(*map(describe, folders)))
     assert (found.count, found.largest, found.relative) == (1, 0, 0)
 
 
@@ -145,14 +145,14 @@ def test_tensors_are_known_by_the_layer_they_come_from(source: Path, tmp_path: P
     """Also where they are stored under another number, or twice."""
     run_export(source, tmp_path / "pruned", "A0 F0 A3 F3 A4 F4 A3 F3")
     run_export(source, tmp_path / "paired", "A0 F0 [A1 A2] [F1 F2] A3 F3 A4 F4")
-    found = Compared.open(source, tmp_path / "pruned").compare()
+    found = compare(describe(source), describe(tmp_path / "pruned"))
     assert found.tensors is not None
     assert not found.tensors.different
     assert {(key.layers, key.copy) for key in found.tensors.only_a} == {((1,), 0), ((2,), 0)}
     assert {(key.layers, key.copy) for key in found.tensors.only_b} == {((3,), 1)}
     assert str(found.tensors.only_b[0]).startswith("layer 3 again ")
     assert set(found.config) == {"num_hidden_layers"}
-    found = Compared.open(tmp_path / "pruned", tmp_path / "paired").compare()
+    found = compare(describe(tmp_path / "pruned"), describe(tmp_path / "paired"))
     assert found.tensors is not None
     assert {key.layer for key in found.tensors.only_b} == {((1, 2), 0)}
     assert found.tensors.equal == 3 * 9 + 3
@@ -166,7 +166,7 @@ def test_files(source: Path, tmp_path: Path) -> None:
     (copy / "generation_config.json").unlink()
     (copy / "chat_template.jinja").write_text("{{ messages }}")
     (copy / "README.md").write_text("tells of the checkpoint")
-    found = Compared.open(source, copy).compare()
+    found = compare(describe(source), describe(copy))
     assert found.files == {
         "chat_template.jinja": "only in B",
         "generation_config.json": "only in A",
@@ -179,7 +179,7 @@ def test_files(source: Path, tmp_path: Path) -> None:
 def test_a_head_under_another_name_is_the_same(family: str, store: Callable[[Path], Path], tmp_path: Path) -> None:
     store(save_checkpoint(tmp_path / "source", family, 3))
     run_export(tmp_path / "source", tmp_path / "target", "{A1 F1 | A2 F2}")
-    found = Compared.open(tmp_path / "source", tmp_path / "target").compare().tensors
+    found = compare(describe(tmp_path / "source"), describe(tmp_path / "target")).tensors
     assert found is not None
     assert not found.different
     assert not found.only_b

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.checkpoint.compare import Compared
+from surgeon.checkpoint.compare import compare
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import Training, layers_by_recipe
@@ -88,7 +88,7 @@ def test_the_report_is_of_the_original(healed: Path, source: Path) -> None:
     assert report["trained"]["edited"]["perplexity"] is None  # JSON has no infinity
     assert report["trained"]["steps"] == 400
     found = describe(healed)
-    assert (found.model, found.num_layers, str(found.program)) == ("tiny", 6, PROGRAM)
+    assert (found.original, found.num_layers, str(found.program)) == ("tiny", 6, PROGRAM)
     # In memory the track's layer and the merged one lie behind the others.
     assert found.sources == [(0,), (2,), (5,), (1,), (3, 4)]
 
@@ -119,7 +119,7 @@ def test_a_second_training_is_told_behind_the_first(source: Path) -> None:
 
 
 def test_measurements_of_the_original_under_the_program_are_refused(healed: Path, source: Path) -> None:
-    identity = identity_of(open_edited(healed), Checkpoint(healed))
+    identity = identity_of(open_edited(healed))
     original = Checkpoint(source).model_hash()
     with pytest.raises(MeasuredElsewhere, match="healed was trained since; measure it itself"):
         identity.is_edited(Path("x"), original, Program.parse(PROGRAM))
@@ -133,7 +133,7 @@ def test_show_and_diff(healed: Path, source: Path, tmp_path: Path) -> None:
     assert said["trained"] == "400 steps on 1,638,400 tokens of corpus.txt, full fine-tuning of the edited layers"
     assert "those of the trained weights" in said["proof"]
     run_export(source, tmp_path / "untrained", PROGRAM)
-    found = Compared.open(tmp_path / "untrained", healed).compare()
+    found = compare(describe(tmp_path / "untrained"), describe(healed))
     assert found.facts["trained"][0] == "not after the edit"
     assert not found.hunks
     assert found.tensors is not None
@@ -142,7 +142,7 @@ def test_show_and_diff(healed: Path, source: Path, tmp_path: Path) -> None:
     assert not found.tensors.only_b
     assert found.tensors.different
     assert [label for label, _ in lines(found)].count("trained") == 1
-    assert Compared.open(healed, healed).compare().equal
+    assert compare(describe(healed), describe(healed)).equal
 
 
 def test_a_card_is_written_again(healed: Path) -> None:

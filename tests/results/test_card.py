@@ -196,7 +196,7 @@ def set_source(folder: Path, **entries: Any) -> None:
 
 @pytest.fixture
 def identity(copied: Path) -> Identity:
-    return identity_of(open_edited(copied), Checkpoint(copied))
+    return identity_of(open_edited(copied))
 
 
 @pytest.fixture
@@ -377,7 +377,7 @@ def test_only_what_was_exported_has_a_card(tiny_checkpoint: Path) -> None:
 
 
 def test_an_identity_is_of_the_stored_program(exported: dict[str, Path]) -> None:
-    programs = {form: identity_of(open_edited(folder), Checkpoint(folder)).program for form, folder in exported.items()}
+    programs = {form: identity_of(open_edited(folder)).program for form, folder in exported.items()}
     assert programs == {
         "plain": Program.dense(2),
         "fused": Program.dense(2),
