@@ -27,14 +27,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+
 from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.factors.calibration import load_calibration
-from surgeon.analysis.factors.corrections import corrected_ranks, ranked
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, Share
+from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ranks, ranked
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.language.operations.lowrank import Calibration, Method
@@ -94,7 +94,7 @@ class Bench:
         tokens, wanted = arguments.tokens, arguments.calibration_tokens
         self.subject: Subject = open_subject(model, data, tokens, separator=separator)
         self.text = load_calibration(model, data, tokens, wanted, separator=separator)
-        self.folder = folder / self.subject.label
+        self.folder = folder / self.subject.opened.label
         self.model, self.windows = self.subject.model, self.subject.windows
         self.dense = program_of(self.model)
         self.reference = ReferenceText(self.model, ProgramRun(self.model, self.dense, self.windows.ids))
@@ -109,10 +109,7 @@ class Bench:
         self.damaged = measured
         rest = replace(self.text, ids=self.text.ids[:-last])
         wanted = request(self.model.config, ranks=parse_ranks(DAMAGE_RANKS))
-        found = spectrum(
-            self.model, measured, rest, self.folder / "spectrum", wanted, model_hash=self.subject.model_hash
-        )
-        return found.curves
+        return spectrum(replace(self.subject, windows=measured), rest, self.folder / "spectrum", wanted).curves
 
     def measure(self, way: Way, keep: float) -> dict[str, Any]:
         """A row of the table."""
@@ -121,7 +118,7 @@ class Bench:
         calibration = Calibration(sequential=way.sequential, update=way.update)
         plan = replace(FactorPlan.all_by(Making(way.method), program), calibration=calibration)
         folder = self._folder(way, keep)
-        made = make_factors(self.model, plan, self.text, folder, model_hash=self.subject.model_hash)
+        made = make_factors(self.model, plan, self.text, folder, model_hash=self.subject.opened.hash)
         for note in made.notes:
             print(f"note: {way}, keep {keep:g}: {note}", file=sys.stderr)
         run = ProgramRun(self.model, program, self.windows.ids, factors=made.source)
@@ -165,10 +162,9 @@ class Bench:
         share = Share(RankBudget.keep(keep), way.allocation)
         if not way.corrected:
             return share.ranks(self.curves)
-        own, model_hash = self._folder(way, keep), self.subject.model_hash
+        own, subject = self._folder(way, keep), replace(self.subject, windows=self.damaged)
         folder = own.with_name(f"{own.name}-first")
-        texts = self.damaged, self.text
-        return corrected_ranks(self.model, self.curves, share, way.method, *texts, folder, model_hash)
+        return corrected_ranks(subject, self.curves, share, way.method, self.text, folder)
 
 
 def table_of(bench: Bench, keeps: Sequence[float], ways: Sequence[Way]) -> pd.DataFrame:
@@ -210,7 +206,7 @@ def main() -> None:
             calibration=bench.text.source, calibration_hash=bench.text.digest, calibration_tokens=bench.text.ids.numel()
         )
         write_json(bench.folder / "lowrank.json", {**record, "base_perplexity": float(np.exp(base.mean()))})
-        show(table, f"{bench.subject.label}: base perplexity {np.exp(base.mean()):.2f}")
+        show(table, f"{bench.subject.opened.label}: base perplexity {np.exp(base.mean()):.2f}")
 
 
 if __name__ == "__main__":

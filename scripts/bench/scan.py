@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.cells import Table
+from rich.table import Table
 from rich.console import Console
 from scipy import stats
 from torch import Tensor
@@ -44,6 +44,7 @@ from surgeon.analysis.engine.memory import TOKENS_AT_ONCE
 from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
 from surgeon.analysis.scan import scan
 from surgeon.analysis.screen import HOPELESS
+from surgeon.analysis.subject import Subject
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_inputs
 from surgeon.models.families import family_of
@@ -164,10 +165,11 @@ class Bench:
 
 
 def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: int) -> Row:
-    """All maps by `surgeon scan --screen`, against the loops; and how well it orders the cells."""
+    """All maps of the demo model by `surgeon scan --screen`, against the loops; and how well it orders the cells."""
     selection = select(list(SCANNED), model.config.num_hidden_layers, every=every)
-    found, ours = _timed(lambda: _scan(model, windows, selection, True))
-    full = _scan(model, windows, selection, False)
+    subject = Subject(surgeon.open("demo"), model, windows)
+    full = _scan(subject, selection, False)
+    found, ours = _timed(lambda: _scan(subject, selection, True))
     good = full.cells["perplexity"] < HOPELESS * full.base_perplexity
     rank = stats.spearmanr(full.cells["perplexity"][good], found.cells["perplexity"][good]).statistic
     used = found.cells["tokens"].mean() / full.cells["tokens"].max()
@@ -177,9 +179,9 @@ def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: i
     return Row("five, --screen", len(found.cells), *_loops(rows), ours, loop_sublayers, sublayers, note)
 
 
-def _scan(model: PreTrainedModel, windows: Windows, selection: Any, screen: bool) -> Scan:
+def _scan(subject: Subject, selection: Any, screen: bool) -> Scan:
     with tempfile.TemporaryDirectory() as folder:
-        return scan(model, windows, Path(folder), selection, model_hash="", screened=screen)
+        return scan(subject, Path(folder), selection, screened=screen)
 
 
 def _loops(rows: list[Row]) -> tuple[Seconds]:

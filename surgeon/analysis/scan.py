@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
-from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure
+from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.memory import windows_at_once
+from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
-from surgeon.analysis.engine.workers import Job, Workers, measure_in_workers
-from surgeon.analysis.scan_journal import ScanJournal
+from surgeon.analysis.engine.workers import Job, measure_in_workers
+from surgeon.analysis.subject import Subject
 from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
 from surgeon.checkpoint.read import read_json
 from surgeon.language.operations.base import show_range
@@ -26,27 +26,58 @@ from surgeon.language.program import Program
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
-from surgeon.progress import Advance, progress
-from surgeon.quality.data import Windows
+from surgeon.progress import progress
+from surgeon.provenance import FORMAT
 from surgeon.quality.summary import Values, perplexity
 from surgeon.results.scan import Scan
 
-IsDone = Callable[[Program, range], bool]
+JOURNAL = "journal.jsonl"
+
+
+class ScanJournal(ProgramJournal):
+    """What a folder's scans have measured, in the order in which they did.
+
+    Attributes:
+        finished: what earlier runs that came to their end were asked for.
+        at_once: how many windows the first run took together, which the next ones keep to get the same digits.
+        spread: whether a run took the windows in the rounds of a screening, so that the next ones find them whole.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any], windows: int) -> None:
+        self.finished: list[Selection] = []
+        self.at_once: int | None = None
+        self.spread = False
+        super().__init__(folder, JOURNAL, "scan", {"format": FORMAT} | identity, windows)
+
+    def start(self, at_once: int, spread: bool) -> None:
+        """Note how many windows are taken together, and in which order."""
+        spread = spread or self.spread
+        if (at_once, spread) != (self.at_once, self.spread):
+            self.keep({"at_once": at_once, "spread": spread})
+
+    def finish(self, selection: Selection) -> None:
+        """Note that everything this selection asks for is measured."""
+        if selection not in self.finished:
+            self.keep({"finished": selection.to_json()})
+
+    def take(self, line: Any) -> None:
+        if "finished" in line:
+            self.finished.append(Selection.from_json(line["finished"]))
+        elif "at_once" in line:
+            self.at_once, self.spread = line["at_once"], line["spread"]
+        else:
+            super().take(line)
 
 
 def scan(
-    model: PreTrainedModel,
-    windows: Windows,
+    subject: Subject,
     folder: Path,
     selection: Selection,
     *,
-    model_hash: str,
     seed: int = 0,
     screened: bool = False,
-    memory: int | None = None,
     batch: int | None = None,
-    workers: Workers | None = None,
-    record: dict[str, Any] | None = None,
+    workers: int = 1,
 ) -> Scan:
     """Measure every cell asked for, and write `cells.csv`, `permutations.csv` (if any are random) and `scan.json`.
 
@@ -60,18 +91,17 @@ def scan(
         selection: as `select` returns it for this model.
         seed: of the random orders of `shuffle`.
         screened: let cells go that are settled on a part of the windows (see `surgeon.analysis.screen`).
-        memory: a limit in bytes on the memory of the whole process.
         batch: at most this many windows are run together.
-        workers: processes to share the work out to, instead of doing it in this one.
-        record: provenance to begin `scan.json` with.
+        workers: processes to share the work out to; 1 to do it in this one.
 
     Raises:
         ValueError: if the folder holds a scan of another model, data or seed, the memory limit is too small, or the
             model runs a program whose weights are those of no layer, or which has none of these layers whole.
         OSError: if the folder cannot be written to.
     """
+    model, windows = subject.model, subject.windows
     identity = {
-        "model_hash": model_hash,
+        "model_hash": subject.opened.hash,
         "data": windows.digest,
         "window": windows.ids.shape[1],
         "tokens": windows.ids.numel(),
@@ -80,18 +110,28 @@ def scan(
     with as_stored(model) as program, ScanJournal(folder, identity, len(windows.ids)) as journal:
         _recover(journal, folder, identity, selection)
         work = _Work.of(model, program, [*journal.finished, selection], seed)
-        at_once = windows_at_once(model, work.plan, windows.ids, memory, batch)
+        at_once = windows_at_once(model, work.plan, windows.ids, subject.memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
         journal.start(at_once, screened)
-        run = _Run(model, windows, work, at_once, journal, memory, workers)
-        measured = list(run.measured(screened))
+        run = _Run(subject, work, at_once, journal, workers, batch)
+        outcomes = list(run.outcomes(screened))
         journal.finish(selection)
-        more = selection.to_json() | {"asked": selection.to_json(), "screen": screen.settings() if screened else None}
+        asked = selection.to_json()
+        record = subject.provenance(seed=seed) | asked
+        record |= {"asked": asked, "screen": screen.settings() if screened else None}
         if work.is_edited:
-            more["program"] = str(program)
+            record["program"] = str(program)
         earlier = [other.to_json() for other in journal.finished if other != selection]
-        return _write(folder, run, measured, (record or {}) | more | ({"earlier": earlier} if earlier else {}))
+        if earlier:
+            record["earlier"] = earlier
+        base = run.base
+        table = cells_table(outcomes, base, run.values)
+        record |= {"base_perplexity": perplexity(base.nll), "base_interval": base.interval} | work.counts(table)
+        permutations = permutations_table(outcomes, base, run.values)
+        found = Scan(table, perplexity(base.nll), permutations, record=record)
+        found.write(folder)
+        return found
 
 
 def _recover(journal: ScanJournal, folder: Path, identity: dict[str, Any], selection: Selection) -> None:
@@ -139,32 +179,49 @@ class _Work:
             return self.plan
         return self.plan.only({self.dense, *(self.programs[program] for cell in cells for program in cell.programs)})
 
+    def counts(self, table: pd.DataFrame) -> dict[str, Any]:
+        """Sublayers run, and what a loop over cells would have run, by operation and in all."""
+        names = list(dict.fromkeys(cell.operation for cell in self.cells))
+        ran = table.groupby("operation")["sublayers_run"].sum()
+        loop = {
+            name: plain_sublayers(p for cell in self.cells if cell.operation == name for p in cell.programs)
+            for name in names
+        }
+        base = self.plan.sublayers[self.dense]
+        run = {"base": base, **{name: round(float(ran[name])) for name in names}}
+        return {
+            "operations": names,
+            "permutations": max((len(cell.seeds) for cell in self.cells), default=0),
+            "cells": len(self.cells),
+            "sublayers_run": {**run, "total": round(base + float(ran.sum()))},
+            "sublayers_of_a_loop": {"base": base, **loop, "total": base + sum(loop.values())},
+        }
+
 
 @dataclass(frozen=True)
 class _Run:
     """A scan under way: measures what the journal does not have yet."""
 
-    model: PreTrainedModel
-    windows: Windows
+    subject: Subject
     work: _Work
     at_once: int
     journal: ScanJournal
-    memory: int | None
-    workers: Workers | None
+    workers: int
+    batch: int | None
 
     @property
     def base(self) -> Base:
         """The unedited model on all windows."""
-        windows, tokens = self.windows.ids.shape
+        windows, tokens = self.subject.windows.ids.shape
         return Base(self.journal.values(self.work.dense, range(windows))[0], tokens - 1)
 
     def values(self, program: Program, windows: Sequence[int]) -> tuple[Values, Values]:
         """Negative log-likelihood and divergence of a cell's program, (windows,) each."""
         return self.journal.values(self.work.programs[program], windows)
 
-    def measured(self, screened: bool) -> Iterator[Outcome]:
+    def outcomes(self, screened: bool) -> Iterator[Outcome]:
         """Every cell, with the windows that its numbers rest on, once all of them are measured."""
-        everything = range(len(self.windows.ids))
+        everything = range(len(self.subject.windows.ids))
         rounds = screen.rounds(len(everything)) if self.journal.spread else [list(everything)]
         cells, taken = self.work.cells, list[int]()
         settled_on: dict[Cell, list[int]] = {}
@@ -191,58 +248,28 @@ class _Run:
 
     def _measure(self, name: str, plan: SharedPlan, windows: list[int]) -> None:
         """Run a plan's programs on these windows, where the journal does not have them yet."""
-        journal, share_of_all = self.journal, len(windows) / len(self.windows.ids)
+        journal, subject, share_of_all = self.journal, self.subject, len(windows) / len(self.subject.windows.ids)
         missing = [program for program in plan.programs if not journal.is_done(program, windows)]
         if not missing:
             return
         left = plan.only({self.work.dense, *missing})
         total = plan.total_sublayers
         done = total - left.total_sublayers
+        ids, (dense, *others) = subject.windows.ids[windows], left.programs
         with progress(name, total * share_of_all, "sublayers", done * share_of_all) as advance:
 
             def ran(amount: float) -> None:
                 advance(amount * share_of_all)
-                stay_below(self.memory)
+                stay_below(subject.memory)
 
             def is_done(program: Program, part: range) -> bool:
                 return journal.is_done(program, windows[part.start : part.stop])
 
-            journal.add_new(self._numbers(self.windows.ids[windows], left, is_done, ran), windows)
-
-    def _numbers(self, ids: Tensor, plan: SharedPlan, is_done: IsDone, ran: Advance) -> Iterator[MeasuredWindows]:
-        folder, (dense, *others) = self.journal.folder, plan.programs
-        if self.workers is None or not others:  # workers measure the unedited model beside others only
-            options = MeasureOptions(self.at_once, is_done, ran, memory=self.memory, folder=folder)
-            return measure(self.model, ids, plan, options)
-        job = Job(self.workers.checkpoint, ids, str(dense), tuple(map(str, others)), memory=self.memory)
-        return measure_in_workers(replace(job, batch=self.workers.batch, folder=folder), self.workers.count, ran)
-
-
-def _write(folder: Path, run: _Run, measured: list[Outcome], record: dict[str, Any]) -> Scan:
-    base = run.base
-    table = cells_table(measured, base, run.values)
-    permutations = permutations_table(measured, base, run.values)
-    value = perplexity(base.nll)
-    record = record | {"base_perplexity": value, "base_interval": base.interval} | _counts(run.work, table)
-    found = Scan(table, value, permutations, record=record)
-    found.write(folder)
-    return found
-
-
-def _counts(work: _Work, table: pd.DataFrame) -> dict[str, Any]:
-    """Sublayers run, and what a loop over cells would have run, by operation and in all."""
-    names = list(dict.fromkeys(cell.operation for cell in work.cells))
-    ran = table.groupby("operation")["sublayers_run"].sum()
-    loop = {
-        name: plain_sublayers(p for cell in work.cells if cell.operation == name for p in cell.programs)
-        for name in names
-    }
-    base = work.plan.sublayers[work.dense]
-    run = {"base": base, **{name: round(float(ran[name])) for name in names}}
-    return {
-        "operations": names,
-        "permutations": max((len(cell.seeds) for cell in work.cells), default=0),
-        "cells": len(work.cells),
-        "sublayers_run": {**run, "total": round(base + float(ran.sum()))},
-        "sublayers_of_a_loop": {"base": base, **loop, "total": base + sum(loop.values())},
-    }
+            if self.workers > 1 and others:  # workers measure the unedited model beside others only
+                job = Job(subject.opened.folder, ids, str(dense), tuple(map(str, others)), batch=self.batch)
+                job = replace(job, memory=subject.memory, folder=journal.folder)
+                measured = measure_in_workers(job, self.workers, ran)
+            else:
+                options = MeasureOptions(self.at_once, is_done, ran, memory=subject.memory, folder=journal.folder)
+                measured = measure(subject.model, ids, left, options)
+            journal.add_new(measured, windows)

@@ -31,6 +31,7 @@ from surgeon.analysis.factors.matrices import (
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
 from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
+from surgeon.analysis.subject import Subject
 from surgeon.analysis.tables import Base
 from surgeon.errors import shown
 from surgeon.language.operations.base import show_range
@@ -98,16 +99,7 @@ def request(
     return SpectrumRequest(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
 
 
-def spectrum(
-    model: PreTrainedModel,
-    windows: Windows,
-    calibration: Windows,
-    folder: Path,
-    wanted: SpectrumRequest,
-    *,
-    model_hash: str,
-    record: dict[str, Any] | None = None,
-) -> MeasuredSpectrum:
+def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest) -> MeasuredSpectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
     What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
@@ -117,10 +109,8 @@ def spectrum(
     is compared with itself.
 
     Args:
-        model: left as it is, also if this fails.
-        windows: what damage is measured on.
+        subject: damage is measured on its text; its model is left as it is, also if this fails.
         calibration: what inputs are taken from, for whitening.
-        record: provenance to begin `spectrum.json` with.
 
     Raises:
         ValueError: if the model runs a program whose weights are those of no layer, or that does not run one of these
@@ -128,19 +118,22 @@ def spectrum(
             or the folder holds a spectrum of something else.
         OSError: if the folder cannot be written to, or another process is writing to it.
     """
+    model, windows = subject.model, subject.windows
     identity = {
-        "model_hash": model_hash,
+        "model_hash": subject.opened.hash,
         "data": windows.digest,
         "calibration": calibration.digest,
         "window": windows.ids.shape[1],
         "dtype": str(model.dtype).removeprefix("torch."),
     }
+    record = subject.provenance(**calibration.record("calibration"), calibration_tokens=calibration.ids.numel())
     with as_stored(model) as program:
+        if program != program_of(model):
+            record["program"] = str(program)
         work = _Work(model, program, wanted)
         with SpectrumJournal(folder, identity) as journal:
             work.fill(journal, windows, calibration)
-            more = {"program": str(program)} if program != program_of(model) else {}
-            return _write(folder, work, journal, windows, (record or {}) | more)
+            return _write(folder, work, journal, windows, record)
 
 
 class _Work:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from surgeon.analysis.cells import SCANNED, check_operations, select
-from surgeon.analysis.engine.workers import Workers
 from surgeon.analysis.scan import scan as run_scan
 from surgeon.analysis.screen import rounds
 from surgeon.library.opening import as_range, open_measured, warn
@@ -58,7 +57,7 @@ def scan(
             the folder holds a scan of something else.
         OSError: if the folder cannot be written to.
     """
-    opened, folder = model if isinstance(model, Model) else open_model(model), Path(output)
+    opened, folder = open_model(model), Path(output)
     # What is wrong with the cells is said before a large model is loaded.
     selection = select(
         check_operations(operations or SCANNED),
@@ -74,18 +73,6 @@ def scan(
     windows = len(subject.windows.ids)
     if screen and len(rounds(windows)) == 1:
         few = f"{windows} windows are too few to screen: every cell gets all of them"
-        warn([f"{few}; use a smaller --window or more --tokens"])
-    found = run_scan(
-        subject.model,
-        subject.windows,
-        folder,
-        selection,
-        model_hash=subject.model_hash,
-        seed=seed,
-        screened=screen,
-        memory=subject.memory,
-        batch=batch,
-        workers=Workers(workers, subject.folder, batch) if workers > 1 else None,
-        record=subject.provenance(seed=seed),
-    )
+        warn([f"{few}; use a smaller window or more tokens"])
+    found = run_scan(subject, folder, selection, seed=seed, screened=screen, batch=batch, workers=workers)
     return replace(found, files=(folder / "cells.csv", *found.draw(folder)))

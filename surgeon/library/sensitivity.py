@@ -44,16 +44,8 @@ def sensitivity(
     """
     folder = Path(output)
     subject = open_measured(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
-    found = measure_sensitivity(
-        subject.model,
-        subject.windows,
-        folder,
-        model_hash=subject.model_hash,
-        power=PowerIteration(iterations=iterations, seed=seed),
-        jacobian_windows=windows_for_jacobians,
-        memory=subject.memory,
-        record=subject.provenance(seed=seed),
-    )
+    power = PowerIteration(iterations=iterations, seed=seed)
+    found = measure_sensitivity(subject, folder, power=power, jacobian_windows=windows_for_jacobians)
     slow = [f"{row.first}-{row.last}" for row in found.pairs.itertuples() if not row.converged]
     if slow:
         warn([f"{iterations} iterations were too few for pairs {', '.join(slow)}"])

@@ -43,18 +43,17 @@ def similarity(
         OSError: if the output cannot be written.
     """
     if sensitivity is not None and scan is None:
-        raise ValueError("--sensitivity is used with --scan only; add --scan and a folder made by surgeon scan")
+        raise ValueError("sensitivity is used with scan only; give scan, too, a folder made by surgeon scan")
     folder = Path(output)
     subject = open_measured(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
     # What is wrong with the folders is said before any work begins.
-    measured = None if scan is None else read_scan(Path(scan), subject.model_hash)
-    pairs = None if sensitivity is None else Sensitivity.read(Path(sensitivity), subject.model_hash).pairs
+    measured = None if scan is None else read_scan(Path(scan), subject.opened.hash)
+    pairs = None if sensitivity is None else Sensitivity.read(Path(sensitivity), subject.opened.hash).pairs
     inputs: dict[str, Any] = {} if sensitivity is None else {"sensitivity": str(sensitivity)}
     if measured is not None:
         text = {name: measured.record.get(name) for name in ("data", "data_hash", "window", "tokens")}
         inputs["scan"] = {"folder": str(scan)} | text
-    record = subject.provenance(**inputs)
-    found = measure_similarity(subject.model, subject.windows, folder, record, subject.memory)
+    found = measure_similarity(subject, folder, inputs)
     if measured is not None:
         found = replace(found, proxies=correlate(damages(measured), found, pairs))
     return replace(found, files=(*found.write(folder), *found.draw(folder)))

@@ -11,9 +11,8 @@ from typing import Literal
 
 from surgeon.analysis.factors.allocation import Allocation
 from surgeon.analysis.factors.calibration import load_calibration, recorded
-from surgeon.analysis.factors.corrections import corrected_ranks
 from surgeon.analysis.factors.matrices import parse_weights
-from surgeon.analysis.factors.rank_recipe import RankBudget, Share, parse_budget, write_recipe
+from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ranks, parse_budget, write_recipe
 from surgeon.analysis.spectrum import request
 from surgeon.analysis.spectrum import spectrum as find_spectrum
 from surgeon.analysis.spectrum_tables import notes_on
@@ -66,7 +65,7 @@ def spectrum(
             rank or a budget makes no sense.
         OSError: if the folder cannot be written to.
     """
-    opened, folder = model if isinstance(model, Model) else open_model(model), Path(output)
+    opened, folder = open_model(model), Path(output)
     # What is wrong with the request is said before a large model is loaded.
     wanted = request(
         opened.config,
@@ -82,23 +81,13 @@ def spectrum(
     warn(text.notes)
     size = text.ids.shape[1]
     named = recorded(text, after=0 if other is not None else tokens // size * size)
-    found = find_spectrum(
-        subject.model,
-        subject.windows,
-        text,
-        folder,
-        wanted,
-        model_hash=subject.model_hash,
-        record=subject.provenance(**text.record("calibration"), calibration_tokens=text.ids.numel()),
-    )
+    found = find_spectrum(subject, text, folder, wanted)
     warn(notes_on(found.matrices))
     files = [*found.files, *found.draw(folder)]
     if share is not None:
         if share.allocation == "damage":  # again, with what the matrices of each layer do together
             scratch, how = folder / "factors", found.record["method"]
-            chosen = corrected_ranks(
-                subject.model, found.curves, share, how, subject.windows, text, scratch, subject.model_hash
-            )
+            chosen = corrected_ranks(subject, found.curves, share, how, text, scratch)
             shutil.rmtree(scratch)
         else:
             chosen = share.ranks(found.curves)
@@ -111,9 +100,9 @@ def _share(model: Model, keep: float | None, budget: str | None, allocation: All
     if keep is None and budget is None:
         return None
     if keep is not None and budget is not None:
-        raise ValueError(f"--keep {keep:g} is the same as --budget params={keep:g}x; give one of them")
+        raise ValueError(f"keep {keep:g} is the same as the budget params={keep:g}x; give one of them")
     if allocation == "damage" and not damage:
-        raise ValueError("--allocation damage goes by what --no-damage leaves out; use --allocation energy or uniform")
+        raise ValueError("allocation by damage goes by what is left out here; use energy or uniform, or measure damage")
     if budget is None:
         return Share(RankBudget.keep(keep or 0.0), allocation)
     checkpoint = model.checkpoint

@@ -16,6 +16,7 @@ from surgeon.analysis.scan import scan
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows
 from surgeon.results.scan import Scan
+from tests.analysis.subjects import subject_of
 from tests.tiny_models import tiny_model
 
 LAYERS = 4
@@ -23,10 +24,10 @@ LAYERS = 4
 
 def run(folder: Path, windows: Windows, model: Any = None, operations: list[str] | None = None, **options: Any) -> Scan:
     """A scan; options that say which cells are taken out for `select`."""
-    options = {"model_hash": "weights"} | options
     wanted = {name: options.pop(name) for name in ("layers", "every", "max_length", "permutations") if name in options}
-    model = model or tiny_model("llama", LAYERS)
-    return scan(model, windows, folder, select(operations or SCANNED, LAYERS, **wanted), **options)
+    about = {name: options.pop(name) for name in ("model_hash", "memory") if name in options}
+    subject = subject_of(model or tiny_model("llama", LAYERS), windows, **about)
+    return scan(subject, folder, select(operations or SCANNED, LAYERS, **wanted), **options)
 
 
 def plain_nll(model: Any, ids: torch.Tensor, program: Program) -> list[float]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from surgeon.analysis.spectrum import MeasuredSpectrum, request, spectrum
 from surgeon.quality.data import Windows
 from surgeon.results.spectrum import parse_ranks
+from tests.analysis.subjects import subject_of
 from tests.analysis.texts import random_windows
 from tests.tiny_models import HEADS, HIDDEN, KV_HEADS
 
@@ -37,11 +38,10 @@ def run(
     measured: Windows = MEASURED,
     calibration: Windows = CALIBRATION,
     model_hash: str = "weights",
-    record: dict[str, Any] | None = None,
     **wanted: Any,
 ) -> MeasuredSpectrum:
     asked = request(model.config, ranks=parse_ranks(ranks) if ranks else (), **wanted)
-    return spectrum(model, measured, calibration, folder, asked, model_hash=model_hash, record=record)
+    return spectrum(subject_of(model, measured, model_hash), calibration, folder, asked)
 
 
 def rows_of(place: int, counts: list[int]) -> list[int]:

@@ -79,7 +79,7 @@ def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Pat
 
 def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    result = run(folder, windows, seed=7, record={"model": "tiny"})
+    result = run(folder, windows, seed=7)
     table = pd.read_csv(folder / "cells.csv")
     header = (folder / "cells.csv").read_text().splitlines()[0]
     assert header == (

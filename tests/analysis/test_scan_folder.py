@@ -18,7 +18,7 @@ import torch
 
 import surgeon
 from surgeon.analysis import scan as scan_module
-from surgeon.analysis.scan_journal import JOURNAL
+from surgeon.analysis.scan import JOURNAL
 from surgeon.quality.data import Windows
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, run, stopping
@@ -195,7 +195,7 @@ def test_what_is_lost_of_a_folder_is_measured_again(
 
 
 def test_a_record_of_something_else_is_not_recovered(windows: Windows, tmp_path: Path) -> None:
-    run(tmp_path, windows, operations=["prune"], record={"model_hash": "weights"})
+    run(tmp_path, windows, operations=["prune"])
     (tmp_path / JOURNAL).unlink()
     with pytest.warns(UserWarning, match="gone or empty"):
         again = run(tmp_path, windows, operations=["merge"], model_hash="other")
@@ -224,7 +224,7 @@ def test_an_output_folder_that_is_a_file(windows: Windows, tmp_path: Path) -> No
 
 KILLED = """
 import sys, time
-from surgeon.analysis.scan_journal import ScanJournal
+from surgeon.analysis.scan import ScanJournal
 slow = ScanJournal.add
 def add(self, *measured):
     slow(self, *measured)

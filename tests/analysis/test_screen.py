@@ -16,13 +16,13 @@ from scipy import stats
 
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells, select
-from surgeon.analysis.scan import scan
-from surgeon.analysis.scan_journal import JOURNAL
+from surgeon.analysis.scan import JOURNAL, scan
 from surgeon.analysis.screen import HOPELESS, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, spread
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows
 from surgeon.results.scan import Scan
 from tests.analysis.scanning import Stopped, plain_nll, stopping
+from tests.analysis.subjects import subject_of
 from tests.selection import one_in
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -106,7 +106,7 @@ def windows(model: Any) -> Windows:
 def run(folder: Path, windows: Windows, model: Any, screened: bool = True, **options: Any) -> Scan:
     operations = options.pop("operations", OPERATIONS)
     selection = select(operations, LAYERS, permutations=options.pop("permutations", 1))
-    return scan(model, windows, folder, selection, model_hash="weights", screened=screened, **options)
+    return scan(subject_of(model, windows), folder, selection, screened=screened, **options)
 
 
 def expected_windows(nll: np.ndarray, base: np.ndarray) -> list[int]:

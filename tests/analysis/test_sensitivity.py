@@ -22,6 +22,7 @@ from surgeon.analysis.lp_error import pair_terms
 from surgeon.analysis.sensitivity import JOURNAL, SensitivityJournal, sensitivity, spread
 from surgeon.quality.data import Windows
 from surgeon.results.sensitivity import Sensitivity
+from tests.analysis.subjects import subject_of
 from tests.analysis.test_jacobian import dense_jacobian
 from tests.analysis.texts import random_windows
 from tests.reference import Reference
@@ -43,8 +44,9 @@ def windows() -> Windows:
 
 
 def run(folder: Path, windows: Windows, model: Any = None, **options: Any) -> Sensitivity:
-    options = {"model_hash": "weights", "power": POWER, "jacobian_windows": 2} | options
-    return sensitivity(model or tiny_model("llama", LAYERS), windows, folder, **options)
+    options = {"power": POWER, "jacobian_windows": 2} | options
+    about = {name: options.pop(name) for name in ("model_hash", "memory") if name in options}
+    return sensitivity(subject_of(model or tiny_model("llama", LAYERS), windows, **about), folder, **options)
 
 
 def largest(matrix: Tensor) -> float:
@@ -125,7 +127,7 @@ def test_damage_is_that_of_the_edited_model(family: str, programs: list[str], wi
 
 
 def test_files_and_correlations(windows: Windows, tmp_path: Path) -> None:
-    found = run(tmp_path, windows, record={"model": "tiny"})
+    found = run(tmp_path, windows)
     assert {path.name for path in tmp_path.iterdir()} == {"sensitivity.csv", "sensitivity.json", JOURNAL}
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "sensitivity.csv"), found.pairs, rtol=1e-8)
     record = json.loads((tmp_path / "sensitivity.json").read_text())

@@ -22,6 +22,7 @@ from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.models.edit import program_of
 from surgeon.quality.data import Windows
 from surgeon.results.similarity import Similarity
+from tests.analysis.subjects import subject_of
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
 from tests.reference import Reference
 from tests.tiny_models import save_checkpoint, tiny_model
@@ -67,7 +68,7 @@ def run(family: str, windows: Windows, folder: Path) -> tuple[Similarity, Plain]
     model = tiny_model(family, LAYERS)
     with torch.no_grad():
         plain = Plain(model, windows.ids)
-    return similarity(model, windows, folder, {"model": family}), plain
+    return similarity(subject_of(model, windows), folder), plain
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +115,7 @@ def test_layers_that_ignore_the_previous_one_are_the_same_without_it(windows: Wi
     model = tiny_model("llama", LAYERS)
     for projection in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
         projection.weight.data.zero_()
-    found = similarity(model, windows, tmp_path)
+    found = similarity(subject_of(model, windows), tmp_path)
     assert found.layers.loc[2, list(CKA_COLUMNS)].tolist() == pytest.approx([1.0] * 4)
     assert found.layers.loc[1, "block_influence"] == pytest.approx(0, abs=1e-12)
     distances = found.distances.set_index(["first", "last"])["angular_distance"]
@@ -127,33 +128,33 @@ def test_files(windows: Windows, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "similarity.csv"), found.layers, rtol=1e-8)
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "distances.csv"), found.distances, rtol=1e-8)
     record = json.loads((tmp_path / "similarity.json").read_text())
-    assert (record["model"], record["samples"], record["features"]) == ("llama", WINDOWS * TOKENS, 32)
+    assert (record["model"], record["samples"], record["features"]) == ("tiny", WINDOWS * TOKENS, 32)
 
 
 def test_what_is_not_finite_is_named(windows: Windows, tmp_path: Path) -> None:
     model = tiny_model("llama", LAYERS)
     model.model.layers[1].mlp.down_proj.weight.data[3, 4] = math.nan
     with pytest.raises(ValueError, match="NaN or infinity appears first in F1; check that layer's weights"):
-        similarity(model, windows, tmp_path)
+        similarity(subject_of(model, windows), tmp_path)
     model.model.layers[1].self_attn.v_proj.weight.data[3, 4] = math.inf
     with pytest.raises(ValueError, match="first in A1"):
-        similarity(model, windows, tmp_path)
+        similarity(subject_of(model, windows), tmp_path)
     model.model.embed_tokens.weight.data.fill_(math.inf)
     with pytest.raises(ValueError, match="embedding's weights"):
-        similarity(model, windows, tmp_path)
+        similarity(subject_of(model, windows), tmp_path)
     assert not list(tmp_path.glob("*.csv"))
 
 
 def test_weights_that_are_read_when_needed(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_checkpoint(tmp_path / "model", num_layers=LAYERS, vocab_size=300)
-    whole = similarity(load(folder), windows, tmp_path / "whole")
+    whole = similarity(subject_of(load(folder), windows), tmp_path / "whole")
     model = load_streamed(folder)
     read: Counter[str] = Counter()
     layers = streamed_layers(model)
     assert layers is not None
     tensor = layers.checkpoint.tensor
     monkeypatch.setattr(layers.checkpoint, "tensor", lambda name: read.update([name]) or tensor(name))
-    found = similarity(model, windows, tmp_path / "streamed")
+    found = similarity(subject_of(model, windows), tmp_path / "streamed")
     pd.testing.assert_frame_equal(found.layers, whole.layers, rtol=1e-6)
     pd.testing.assert_frame_equal(found.distances, whole.distances, rtol=1e-6)
     # Three batches of two shapes: once for each of them for the distances, once for each shape for the CKA.
@@ -184,7 +185,7 @@ def test_native_tracks_are_compared_each_with_itself(family: str, windows: Windo
     own = "{A0 F0 A1 F1 | A2 F2 A3 F3} {A4 F4 | A5 F5}"
     if family == "gpt_neox":
         own = re.sub(r"A(\d) F\d", r"[A\1 F\1]", own)
-    found = similarity(surgeon.edit(model, own), windows, tmp_path)
+    found = similarity(subject_of(surgeon.edit(model, own), windows), tmp_path)
     assert str(program_of(model)) == found.record["program"] == own
     table = found.layers.set_index("layer")
     for layer, without in expected.items():
@@ -218,7 +219,7 @@ def test_whole_layers_beside_others(windows: Windows, tmp_path: Path) -> None:
         read = middle + first[1] + late
         read = read + plain.reference.feed_forward(1, read)
         mlp = plain.run(2, read)
-    found = similarity(surgeon.edit(model, "A0 F0 >A1 F1 A2 F2 [A3 A4] [F3 F4]"), windows, tmp_path)
+    found = similarity(subject_of(surgeon.edit(model, "A0 F0 >A1 F1 A2 F2 [A3 A4] [F3 F4]"), windows), tmp_path)
     assert found.layers["layer"].tolist() == [0, 2]
     assert found.layers[list(CKA_COLUMNS)].isna().all(axis=None)
     sizes = [
@@ -231,8 +232,8 @@ def test_whole_layers_beside_others(windows: Windows, tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared(windows: Windows, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 4 tokens, not 3"):
-        similarity(tiny_model("llama", 2), Windows(windows.ids[:1, :3], "", ""), tmp_path)
+        similarity(subject_of(tiny_model("llama", 2), Windows(windows.ids[:1, :3], "", "")), tmp_path)
     with pytest.raises(ValueError, match="runs no layer whole: its program is .>A0 F0 "):
-        similarity(surgeon.edit(tiny_model("llama", 2), ">A0 F0 [A1 F1]"), windows, tmp_path)
+        similarity(subject_of(surgeon.edit(tiny_model("llama", 2), ">A0 F0 [A1 F1]"), windows), tmp_path)
     with pytest.raises(ValueError, match="runs A0~A1, whose weights are those of no layer"):
-        similarity(surgeon.edit(tiny_model("llama", 2), "A0~A1 F0"), windows, tmp_path)
+        similarity(subject_of(surgeon.edit(tiny_model("llama", 2), "A0~A1 F0"), windows), tmp_path)

@@ -134,7 +134,7 @@ def test_plain_truncation(tmp_path: Path) -> None:
 
 def test_intervals_and_the_record(tmp_path: Path) -> None:
     model = tiny_model("llama", LAYERS)
-    result = run(tmp_path, model, layers=range(1, 3), weights=["up", "q"], ranks="0.5,4", record={"model": "tiny"})
+    result = run(tmp_path, model, layers=range(1, 3), weights=["up", "q"], ranks="0.5,4")
     row = result.damage.iloc[0]
     lines = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
     measured = next(line for line in lines if "rank" in line)

@@ -69,7 +69,7 @@ def test_a_scan_of_another_model_is_refused_before_any_work(run: Run, tmp_path: 
 
 def test_bad_input(run: Run, tmp_path: Path) -> None:
     for arguments, message in (
-        (("--sensitivity", "x"), "--sensitivity is used with --scan only"),
+        (("--sensitivity", "x"), "sensitivity is used with scan only"),
         (("--scan", str(tmp_path / "nothing")), "has no scan.json; give the output folder of a finished surgeon scan"),
         (("--window", "1"), "at least 2 tokens"),
     ):

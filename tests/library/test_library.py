@@ -48,7 +48,7 @@ def test_a_pass_goes_on_from_another(tiny_checkpoint: Path, tiny_text: Path, tmp
     found = surgeon.similarity(tiny_checkpoint, tiny_text, tmp_path / "alike", scan=tmp_path / "scan", **TEXT)
     assert isinstance(found.proxies, pd.DataFrame)
     assert all(path.is_file() for path in found.files)
-    with pytest.raises(ValueError, match="--sensitivity is used with --scan only"):
+    with pytest.raises(ValueError, match="sensitivity is used with scan only"):
         surgeon.similarity(tiny_checkpoint, tiny_text, tmp_path / "x", sensitivity=tmp_path / "none")
 
 

@@ -37,20 +37,6 @@ _PATIENCE = 0.5  # seconds between looks at whether all workers are still alive
 
 
 @dataclass(frozen=True)
-class Workers:
-    """Processes to share work out to.
-
-    Attributes:
-        checkpoint: the folder of the model that each of them loads.
-        batch: at most this many windows are run together; each worker finds what suits it by default.
-    """
-
-    count: int
-    checkpoint: Path
-    batch: int | None = None
-
-
-@dataclass(frozen=True)
 class Job:
     """What one worker is given.
 
@@ -61,7 +47,7 @@ class Job:
         device: to run on.
         threads: of PyTorch, on a CPU.
         memory: a limit in bytes for this worker.
-        batch: at most this many windows are run together.
+        batch: at most this many windows are run together; each worker finds what suits it by default.
         folder: for hidden states that do not fit into the memory.
     """
 

@@ -1,10 +1,15 @@
-"""Ranks under a budget, and allocated ranks as a recipe."""
+"""Ranks under a budget, and allocated ranks as a recipe.
+
+Damage is measured of one matrix at a time. A layer's matrices cut at once do more, or less, than the sum, which is of
+second order in their errors. So ranks by damage are found twice: each layer is measured with all its matrices at the
+ranks that were found first, their damage is scaled by what comes out, and ranks are shared out again.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,21 +19,30 @@ from surgeon.analysis.factors.allocation import (
     Curve,
     Ranks,
     allocate,
+    corrected,
     foreseen_damage,
     number_bytes,
     parameters,
     total_cost,
     wire_values,
 )
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
+from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.spectrum import MeasuredSpectrum
 from surgeon.analysis.subject import Subject
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.operations.lowrank import Calibration
+from surgeon.language.operations.lowrank import Calibration, Method
+from surgeon.language.program import Program, Sublayer
 from surgeon.language.recipe import Recipe
 from surgeon.memory import parse_size
+from surgeon.models.edit import as_stored
 from surgeon.processes.files import write_text
+from surgeon.progress import progress
 from surgeon.provenance import command_line
+from surgeon.quality.data import Windows
+from surgeon.quality.summary import estimate
 
 RECIPE = "recipe.yaml"
 
@@ -121,6 +135,49 @@ class Share:
         return allocate(curves, self.allocation, self.budget.amount(curves), self.budget.cost)
 
 
+def corrected_ranks(
+    subject: Subject, curves: Sequence[Curve], share: Share, method: Method, calibration: Windows, folder: Path
+) -> Ranks:
+    """Ranks for a share of the parameters, shared out by damage and then once more by corrected damage.
+
+    Args:
+        subject: layers are measured on its text.
+        method: of the factors.
+        calibration: what factors are calibrated on.
+        folder: for the factors of the ranks that were found first.
+
+    Raises:
+        ValueError, OSError: as `allocate` and `make_factors`.
+    """
+    model, ids, first = subject.model, subject.windows.ids, share.ranks(curves)
+    with as_stored(model) as own:
+        plan = FactorPlan.all_by(Making(method), ranked(own, first))
+        source = make_factors(model, plan, calibration, folder, model_hash=subject.opened.hash).source
+        reference = ReferenceText(model, ProgramRun(model, own, ids))
+        with progress("layers", len({curve.matrix.layer for curve in curves}), "layers") as ran:
+
+            def together(ranks: Ranks) -> float:
+                ran(1)
+                changed = ProgramRun(model, ranked(own, ranks), ids, factors=source)
+                return estimate(*reference.quality(changed)).divergence
+
+            return share.ranks(corrected(curves, first, together))
+
+
+def ranked(own: Program, ranks: Ranks) -> Program:
+    """A model's own program with factors of these ranks; matrices that are not named stay whole."""
+    by_sublayer: dict[Sublayer, list[tuple[str, int]]] = {}
+    for matrix, rank in ranks.items():
+        if rank is not None:
+            by_sublayer.setdefault(matrix.sublayer, []).append((matrix.role, rank))
+
+    def with_ranks(sublayer: Sublayer) -> Sublayer:
+        stored = Sublayer(sublayer.kind, sublayer.layers[:1])
+        return replace(sublayer, ranks=tuple(by_sublayer.get(stored, ())))
+
+    return own.renamed(with_ranks)
+
+
 def write_recipe(
     folder: Path, subject: Subject, found: MeasuredSpectrum, share: Share, ranks: Ranks, calibration: Calibration
 ) -> Path:
@@ -130,7 +187,7 @@ def write_recipe(
         OSError: if it cannot be written.
     """
     operation = as_operation(ranks, found.record["method"], calibration)
-    recipe = Recipe(subject.reference, (operation,), weights=subject.model_hash)
+    recipe = Recipe(subject.opened.reference, (operation,), weights=subject.opened.hash)
     comments = [f"# Ranks by {share.allocation}, found by: {command_line()}", *_said(found.curves, ranks)]
     path = folder / RECIPE
     write_text(path, "\n".join(comments) + "\n" + recipe.to_yaml())

@@ -11,17 +11,17 @@ import torch
 from torch.nn import functional
 
 from surgeon.analysis.factors.allocation import allocate, parameters
-from surgeon.analysis.factors.corrections import corrected_ranks, ranked
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, Share
+from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ranks, ranked
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore
 from surgeon.models.weights import TruncatedSVD
 from tests.analysis.spectra import CALIBRATION, MEASURED, logits_of, run
+from tests.analysis.subjects import subject_of
 from tests.tiny_models import tiny_model
 
 
@@ -53,7 +53,7 @@ def test_layers_are_weighed_by_what_their_matrices_do_together(tmp_path: Path) -
     curves = run(tmp_path / "spectrum", model, ranks="1/8,1/4,1/2").curves
     share = Share(RankBudget.keep(0.5), "damage")
     folder = tmp_path / "factors"
-    found = corrected_ranks(model, curves, share, "whitened", MEASURED, CALIBRATION, folder, "weights")
+    found = corrected_ranks(subject_of(model, MEASURED), curves, share, "whitened", CALIBRATION, folder)
     budget = 0.5 * sum(parameters(curve, None) for curve in curves)
     first = allocate(curves, "damage", budget)
     source, weights = FactorCache(TruncatedSVD(), folder), {}
