@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from rich.console import Console
+from rich.table import Table
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.measure import MeasureOptions, measure, streams_after
 from surgeon.analysis.engine.memory import windows_at_once, working_bytes
-from surgeon.analysis.engine.prefixes import KeptStates
+from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.program import Program
@@ -85,7 +85,7 @@ class Evaluator:
         self.on_disk = self.file is not None and self.references.load(self.file, self.identity)
         self.at_once = len(windows.ids)
         self.kept_limit = kept
-        self.kept = None if streamed_layers(model) is not None else KeptStates(self._free_share())
+        self.kept = None if streamed_layers(model) is not None else StateCache(self._free_share())
         # What matrices are decomposed into serves every rank, and every trial.
         self.factors = TruncatedSVD(remembers=True, room=0 if self.kept is None else self.kept.limit // 4)
 
@@ -165,7 +165,7 @@ class Evaluator:
             folder=self.folder,
             first=first,
             blocks=self.blocks,
-            kept=self.kept,
+            cache=self.kept,
             factors=self.factors,
         )
 

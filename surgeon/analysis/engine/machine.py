@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.prefixes import PlanStates
 from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
-from surgeon.analysis.engine.states import Held, States
+from surgeon.analysis.engine.states import Register, States
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.execute import Partial, State, advance, fork_output, land
 from surgeon.language.program import KINDS, Fork, Program, Sublayer
@@ -32,16 +32,16 @@ class PlanMachine(ModelMachine):
     Args:
         model: left as it is.
         input_ids: (windows, tokens), all of them real tokens.
-        kept_bytes: where the model's weights are streamed, how many bytes of them may be kept; always those in use.
+        cache_bytes: where the model's weights are streamed, how many bytes of them may be kept; always those in use.
         factors: of matrices that a program has a rank for; by default their truncated singular values.
     """
 
     def __init__(
-        self, model: PreTrainedModel, input_ids: Tensor, kept_bytes: int = 0, factors: FactorSource | None = None
+        self, model: PreTrainedModel, input_ids: Tensor, cache_bytes: int = 0, factors: FactorSource | None = None
     ) -> None:
         with _LOOKING:
             self.stream, arguments = decoder_inputs(model, input_ids)
-            super().__init__(_OnDemand(model, kept_bytes, factors), arguments)
+            super().__init__(_OnDemand(model, cache_bytes, factors), arguments)
 
     def slot_of(self, attention: Sublayer) -> int:
         return attention.layers[0]
@@ -97,13 +97,13 @@ class _OnDemand(EditedLayers):
     those used last are kept, as the memory given allows.
     """
 
-    def __init__(self, model: PreTrainedModel, kept_bytes: int, factors: FactorSource | None) -> None:
+    def __init__(self, model: PreTrainedModel, cache_bytes: int, factors: FactorSource | None) -> None:
         layers, family = decoder_layers(model), family_of(model.config)
         assert isinstance(layers, nn.ModuleList)
         super().__init__(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer), factors)
         self.streamed = streamed_layers(model)
-        self.kept: OrderedDict[Sublayer, nn.Module] = OrderedDict()
-        self.kept_bytes = kept_bytes
+        self.cache: OrderedDict[Sublayer, nn.Module] = OrderedDict()
+        self.cache_bytes = cache_bytes
         self.averages: RunningAverages | None = None
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
@@ -122,13 +122,13 @@ class _OnDemand(EditedLayers):
             return self.derive(sublayer)
         if self.streamed is None:
             return super().owner(sublayer)
-        if sublayer not in self.kept:  # those used longest ago give way to it
+        if sublayer not in self.cache:  # those used longest ago give way to it
             size = {kind: self.streamed.sublayer_bytes(self.family.spec(kind)) for kind in KINDS}
-            while self.kept and sum(size[one.kind] for one in self.kept) > self.kept_bytes - size[sublayer.kind]:
-                self.kept.popitem(last=False)
-            self.kept[sublayer] = self.derive(sublayer)
-        self.kept.move_to_end(sublayer)
-        return self.kept[sublayer]
+            while self.cache and sum(size[one.kind] for one in self.cache) > self.cache_bytes - size[sublayer.kind]:
+                self.cache.popitem(last=False)
+            self.cache[sublayer] = self.derive(sublayer)
+        self.cache.move_to_end(sublayer)
+        return self.cache[sublayer]
 
     def view_weights(self) -> ModelWeights:
         if self.streamed is None:
@@ -142,14 +142,14 @@ def run_plan(
     machine: PlanMachine,
     ran: Callable[[int], Any] = lambda _: None,
     states: States | None = None,
-    kept: PlanStates | None = None,
+    cached: PlanStates | None = None,
 ) -> Iterator[tuple[Program, Tensor]]:
     """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached.
 
     Args:
         ran: called after every task with the number of sublayers it ran.
         states: where to hold what is between tasks; in memory by default.
-        kept: states of earlier plans, which this plan starts from, and which its own are added to.
+        cached: states of earlier plans, which this plan starts from, and which its own are added to.
     """
     registers = States(plan) if states is None else states
     registers[0] = State(machine.stream)
@@ -157,18 +157,18 @@ def run_plan(
         if isinstance(task, Reach):
             yield task.program, land(_state(registers, task.source)).stream
         elif isinstance(task, Take):
-            assert kept is not None
-            registers[task.target] = kept.take(task)
+            assert cached is not None
+            registers[task.target] = cached.take(task)
         else:
             registers[task.target] = result = _result(task, registers, machine)
-            if kept is not None and isinstance(result, State):
-                kept.offer(task.target, result)
+            if cached is not None and isinstance(result, State):
+                cached.offer(task.target, result)
             ran(sublayers_in(task))
         for register in freed:
             del registers[register]
 
 
-def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachine) -> Held:
+def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachine) -> Register:
     """What a task leaves in its register: a state, or a running sum of what branches add."""
     before = _state(registers, task.source)
     if isinstance(task, RunStep):
@@ -186,6 +186,6 @@ def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachi
 
 
 def _state(registers: States, register: int) -> State:
-    held = registers[register]
-    assert isinstance(held, State)
-    return held
+    state = registers[register]
+    assert isinstance(state, State)
+    return state

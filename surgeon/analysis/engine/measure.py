@@ -18,7 +18,7 @@ from surgeon.analysis.engine.lanes import GoOn, lanes_for, parts_of, side_by_sid
 from surgeon.analysis.engine.machine import PlanMachine, run_plan
 from surgeon.analysis.engine.memory import streaming_room
 from surgeon.analysis.engine.order import by_layer
-from surgeon.analysis.engine.prefixes import KeptStates, PlanStates
+from surgeon.analysis.engine.prefixes import PlanStates, StateCache
 from surgeon.analysis.engine.sharing import SharedPlan
 from surgeon.analysis.engine.states import States
 from surgeon.analysis.engine.walk import raise_not_finite
@@ -60,7 +60,7 @@ class MeasureOptions:
         memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
         folder: where such a model's hidden states are put that do not fit into it.
         blocks: into how many parts each window is cut for `Quality.blocks`.
-        kept: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
+        cache: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
             for a model whose weights are streamed.
         factors: makes the factors of matrices that programs have ranks for; by default anew in every call.
 
@@ -76,7 +76,7 @@ class MeasureOptions:
     folder: Path | None = None
     first: int | None = None
     blocks: int = 0
-    kept: KeptStates | None = None
+    cache: StateCache | None = None
     factors: FactorSource | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ def measure(
         ValueError: if the original's predictions are not finite.
         OSError: if the disk is too small for hidden states.
     """
-    run, at_once, kept = _Run(model, ids, plan, options), options.at_once, options.kept
+    run, at_once, cache = _Run(model, ids, plan, options), options.at_once, options.cache
     finished: dict[Program, int] = {}  # until which window, where some windows had to be given up
     start = 0
     while start < len(ids):
@@ -115,9 +115,9 @@ def measure(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if kept is not None and kept.bytes:
-                warnings.warn("out of memory; dropping states kept for later programs", stacklevel=2)
-                kept.shrink(kept.bytes // 2)
+            if cache is not None and cache.bytes:
+                warnings.warn("out of memory; dropping states cached for later programs", stacklevel=2)
+                cache.shrink(cache.bytes // 2)
                 continue
             if len(windows) == 1:
                 raise
@@ -156,7 +156,7 @@ class _Run:
         self.original = plan.programs[0]
         self.head = OutputHead(model)
         self.streamed = streamed_layers(model) is not None
-        self.kept = None if self.streamed else options.kept
+        self.cache = None if self.streamed else options.cache
         self.factors = options.factors or TruncatedSVD(remembers=True)
         self.ran = one_at_a_time(options.ran)
         # Threads would read or factorise the same weights.
@@ -191,8 +191,8 @@ class _Run:
         self.plan = self.whole.only(frozenset(running))
         if self.streamed:  # all others are compared with the original
             self.plan = by_layer(self.plan, self.original if self.original in running else None)
-        if self.kept is not None:
-            self.numbers = self.kept.prefixes.registers(self.plan)
+        if self.cache is not None:
+            self.numbers = self.cache.prefixes.registers(self.plan)
         self.planned = running
 
     def _lane(self, windows: range, go_on: GoOn) -> Iterator[tuple[Program, Quality]]:
@@ -205,16 +205,16 @@ class _Run:
         options, streaming = self.options, None
         if self.streamed:
             streaming = streaming_room(self.model, self.plan, chunk.numel(), options.memory, options.folder)
-        machine = PlanMachine(self.model, chunk, streaming.kept_bytes if streaming else 0, self.factors)
-        kept = None if self.kept is None else PlanStates(self.kept, self.plan, self.numbers, windows)
-        plan = self.plan if kept is None else kept.plan
+        machine = PlanMachine(self.model, chunk, streaming.cache_bytes if streaming else 0, self.factors)
+        cached = None if self.cache is None else PlanStates(self.cache, self.plan, self.numbers, windows)
+        plan = self.plan if cached is None else cached.plan
 
         def ran(sublayers: int) -> None:
             go_on()
             self.ran(sublayers * len(windows) / len(self.ids))
 
         with States(plan, *((streaming.states_bytes, streaming.folder) if streaming else ())) as states:
-            yield from run_plan(plan, machine, ran, states, kept)
+            yield from run_plan(plan, machine, ran, states, cached)
 
     def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> Quality:
         references = self.options.references

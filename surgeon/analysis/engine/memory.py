@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.lanes import lanes_for
 from surgeon.analysis.engine.sharing import SharedPlan
-from surgeon.analysis.engine.walk import kept_bytes
+from surgeon.analysis.engine.walk import cache_bytes
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
 from surgeon.memory import free_bytes, resident_bytes, show_size
 from surgeon.models.families import family_of
@@ -62,8 +62,8 @@ def windows_in_a_walk(
     Raises:
         ValueError: if not even one window fits into the limit, saying which limit would do.
     """
-    beside += kept_bytes(model)
-    return _fitting(model, ids, lambda tokens: beside + _held_bytes(model, streams, tokens), memory)
+    beside += cache_bytes(model)
+    return _fitting(model, ids, lambda tokens: beside + _computing_bytes(model, streams, tokens), memory)
 
 
 def _fitting(
@@ -92,12 +92,12 @@ class Streaming:
     """How a model that is larger than memory is run.
 
     Attributes:
-        kept_bytes: of weights that may be kept for the next task.
+        cache_bytes: of weights that may be cached for the next task.
         states_bytes: of hidden states that may be held in memory; the rest goes to disk.
         folder: where on disk.
     """
 
-    kept_bytes: int
+    cache_bytes: int
     states_bytes: int
     folder: Path | None
 
@@ -122,10 +122,10 @@ def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
         layers = model.get_submodule(family_of(model.config).layers)
         largest = 3 * max(sum(p.numel() for p in layer.parameters()) * 4 for layer in layers.children())
         derived = largest * lanes_for(model.device, 1, tokens)
-    return _held_bytes(model, plan.peak_tensors, tokens) + derived + _factor_bytes(model, plan)
+    return _computing_bytes(model, plan.peak_tensors, tokens) + derived + _factor_bytes(model, plan)
 
 
-def _held_bytes(model: PreTrainedModel, tensors: int, tokens: int) -> int:
+def _computing_bytes(model: PreTrainedModel, tensors: int, tokens: int) -> int:
     """What computing takes while so many tensors of the size of these tokens' stream are held."""
     size: int = model.config.hidden_size * max(4, model.dtype.itemsize)
     states = (tensors + 2) * tokens * size  # and what a reference keeps

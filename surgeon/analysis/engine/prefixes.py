@@ -19,7 +19,7 @@ from threading import RLock
 from typing import NamedTuple
 
 from surgeon.analysis.engine.sharing import Extend, Join, RunStep, SharedPlan, Take, Task
-from surgeon.analysis.engine.states import held_bytes
+from surgeon.analysis.engine.states import register_bytes
 from surgeon.language.execute import State, land
 from surgeon.language.program import Fork, Node, steps_of
 
@@ -59,20 +59,20 @@ class Prefixes:
         return numbers
 
 
-def resume(plan: SharedPlan, numbers: Mapping[int, int], is_kept: Callable[[int, bool], bool]) -> SharedPlan:
+def resume(plan: SharedPlan, numbers: Mapping[int, int], is_cached: Callable[[int, bool], bool]) -> SharedPlan:
     """The plan with kept states in the place of the tasks that lead to them.
 
     Args:
         numbers: of prefixes, by register.
-        is_kept: whether there is a state for a prefix, which is landed or which need not be.
+        is_cached: whether there is a state for a prefix, which is landed or which need not be.
     """
 
-    def kept(task: Task) -> Task:
-        if isinstance(task, RunStep | Join) and is_kept(numbers[task.target], task.land):
+    def cached(task: Task) -> Task:
+        if isinstance(task, RunStep | Join) and is_cached(numbers[task.target], task.land):
             return Take(numbers[task.target], task.target, task.land)
         return task
 
-    return plan.rewritten(kept)
+    return plan.rewritten(cached)
 
 
 class Place(NamedTuple):
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class _Kept:
+class _Entry:
     state: State
     bytes: int
     sublayers: int
@@ -93,7 +93,7 @@ class _Kept:
 
 
 @dataclass
-class KeptStates:
+class StateCache:
     """States of programs on windows of text, as many as fit. Several threads may use them.
 
     Attributes:
@@ -109,12 +109,12 @@ class KeptStates:
     lock: RLock = field(default_factory=RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._kept: dict[Place, _Kept] = {}
+        self._entries: dict[Place, _Entry] = {}
         self._order: list[tuple[float, Place]] = []  # a heap by value; entries that were used since are stale
         self._dropped = 0.0  # the value of what was dropped last
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def shrink(self, limit: int) -> None:
         """Keep no more than so many bytes from here on."""
@@ -124,13 +124,13 @@ class KeptStates:
 
     def find(self, place: Place, landed: bool) -> State | None:
         """The state kept for a place, if it is one that serves where it has to be landed, or must not be."""
-        found = self._kept.get(place)
+        found = self._entries.get(place)
         return found.state if found is not None and (landed or found.state.pending is not None) else None
 
     def take(self, place: Place) -> State:
         """The state of a place that has one; it stays, and counts as used once more."""
         with self.lock:
-            found = self._kept[place]
+            found = self._entries[place]
             found.uses += 1
             self._rank(place, found)
             return found.state
@@ -138,30 +138,30 @@ class KeptStates:
     def put(self, place: Place, state: State) -> None:
         """Keep a state, if there is room for it."""
         with self.lock:
-            size = held_bytes(state)
+            size = register_bytes(state)
             if size > self.limit or self.find(place, landed=state.pending is None) is not None:
                 return
-            if place in self._kept:
+            if place in self._entries:
                 self._drop(place)
-            self._kept[place] = kept = _Kept(state, size, self.prefixes.sublayers[place.prefix])
+            self._entries[place] = entry = _Entry(state, size, self.prefixes.sublayers[place.prefix])
             self.bytes += size
-            self._rank(place, kept)
+            self._rank(place, entry)
             self._make_room()
 
-    def _rank(self, place: Place, kept: _Kept) -> None:
-        kept.value = self._dropped + kept.uses * kept.sublayers / kept.bytes
-        heapq.heappush(self._order, (kept.value, place))
+    def _rank(self, place: Place, entry: _Entry) -> None:
+        entry.value = self._dropped + entry.uses * entry.sublayers / entry.bytes
+        heapq.heappush(self._order, (entry.value, place))
 
     def _make_room(self) -> None:
         while self.bytes > self.limit:
             value, place = heapq.heappop(self._order)
-            kept = self._kept.get(place)
-            if kept is not None and kept.value == value:
+            entry = self._entries.get(place)
+            if entry is not None and entry.value == value:
                 self._dropped = value
                 self._drop(place)
 
     def _drop(self, place: Place) -> None:
-        self.bytes -= self._kept.pop(place).bytes
+        self.bytes -= self._entries.pop(place).bytes
 
 
 class PlanStates:
@@ -175,13 +175,13 @@ class PlanStates:
         plan: the one that starts from them.
     """
 
-    def __init__(self, kept: KeptStates, plan: SharedPlan, numbers: Mapping[int, int], windows: range) -> None:
-        self.kept, self.numbers, self.windows = kept, numbers, windows
-        with kept.lock:
-            self.plan = resume(plan, numbers, lambda prefix, land: kept.find(self._place(prefix), land) is not None)
+    def __init__(self, cache: StateCache, plan: SharedPlan, numbers: Mapping[int, int], windows: range) -> None:
+        self.cache, self.numbers, self.windows = cache, numbers, windows
+        with cache.lock:
+            self.plan = resume(plan, numbers, lambda prefix, land: cache.find(self._place(prefix), land) is not None)
             # They are held here until the plan comes to them, whatever is dropped meanwhile.
             takes = [task.prefix for task in self.plan.tasks if isinstance(task, Take)]
-            self._ready = {prefix: kept.take(self._place(prefix)) for prefix in takes}
+            self._ready = {prefix: cache.take(self._place(prefix)) for prefix in takes}
 
     def take(self, task: Take) -> State:
         """The state that a task asks for."""
@@ -190,7 +190,7 @@ class PlanStates:
 
     def offer(self, register: int, state: State) -> None:
         """Keep a state that was computed, if there is room for it."""
-        self.kept.put(self._place(self.numbers[register]), state)
+        self.cache.put(self._place(self.numbers[register]), state)
 
     def _place(self, prefix: int) -> Place:
         return Place(self.windows.start, self.windows.stop, prefix)

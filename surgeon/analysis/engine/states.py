@@ -17,7 +17,7 @@ from surgeon.language.execute import State
 from surgeon.memory import show_size
 from surgeon.models.weights import Tensors
 
-Held = State | Tensor  # a state, or a running sum of what branches add
+Register = State | Tensor  # a state, or a running sum of what branches add
 PREFIX = ".states-"
 
 
@@ -40,9 +40,9 @@ class States:
         self.limit = limit
         self.folder = None if limit is None else Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
         self.last_use = {register: turn for turn, task in enumerate(plan.tasks) for register in reads(task)}
-        self.held: dict[int, Tensors] = {}
-        self.stored: dict[int, torch.device] = {}
-        self.bytes = 0  # of what is held
+        self.in_memory: dict[int, Tensors] = {}
+        self.on_disk: dict[int, torch.device] = {}
+        self.bytes = 0  # of what is in memory
 
     def __enter__(self) -> States:
         return self
@@ -53,30 +53,30 @@ class States:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __getitem__(self, register: int) -> Held:
-        tensors = self.held.get(register)
+    def __getitem__(self, register: int) -> Register:
+        tensors = self.in_memory.get(register)
         if tensors is None:
-            tensors = load_file(self._file(register), device=str(self.stored[register]))
+            tensors = load_file(self._file(register), device=str(self.on_disk[register]))
         if "sum" in tensors:
             return tensors["sum"]
         pending = tensors.get("pending")
         return State(tensors["stream"], None if pending is None else lambda: pending, tensors.get("added"))
 
-    def __setitem__(self, register: int, value: Held) -> None:
-        self.held[register] = _as_tensors(value)
-        self.bytes += _size(self.held[register])
-        while self.limit is not None and self.bytes > self.limit and self.held:
-            self._store(max(self.held, key=lambda held: self.last_use.get(held, -1)))
+    def __setitem__(self, register: int, value: Register) -> None:
+        self.in_memory[register] = _as_tensors(value)
+        self.bytes += _size(self.in_memory[register])
+        while self.limit is not None and self.bytes > self.limit and self.in_memory:
+            self._store(max(self.in_memory, key=lambda one: self.last_use.get(one, -1)))
 
     def __delitem__(self, register: int) -> None:
-        if register in self.held:
-            self.bytes -= _size(self.held.pop(register))
+        if register in self.in_memory:
+            self.bytes -= _size(self.in_memory.pop(register))
         else:
-            del self.stored[register]
+            del self.on_disk[register]
             self._file(register).unlink()
 
     def _store(self, register: int) -> None:
-        tensors = self.held.pop(register)
+        tensors = self.in_memory.pop(register)
         size = _size(tensors)
         self.bytes -= size
         try:
@@ -86,19 +86,19 @@ class States:
                 f"no room for {show_size(size)} of hidden states in {self._file(register).parent} ({error}); free some "
                 "space, raise memory, or measure fewer tokens"
             ) from error
-        self.stored[register] = next(iter(tensors.values())).device
+        self.on_disk[register] = next(iter(tensors.values())).device
 
     def _file(self, register: int) -> Path:
         assert self.folder is not None
         return self.folder / f"{register}.safetensors"
 
 
-def held_bytes(value: Held) -> int:
+def register_bytes(value: Register) -> int:
     """How much memory a state, or a running sum, takes."""
     return _size(_as_tensors(value))
 
 
-def _as_tensors(value: Held) -> Tensors:
+def _as_tensors(value: Register) -> Tensors:
     if isinstance(value, Tensor):
         return {"sum": value}
     pending = None if value.pending is None else value.pending()

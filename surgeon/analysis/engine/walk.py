@@ -76,7 +76,7 @@ class Walk:
         self, model: PreTrainedModel, ids: Tensor, like: Walk | None = None, factors: FactorSource | None = None
     ) -> None:
         self.ids = ids.to(model.device)
-        machine = PlanMachine(model, self.ids, kept_bytes(model), factors)
+        machine = PlanMachine(model, self.ids, cache_bytes(model), factors)
         self.start = machine.stream
         self.machine: PlanMachine = machine if like is None else like.machine
         self.reads_same = family_of(model.config).steps_per_layer == 1
@@ -141,7 +141,7 @@ def raise_not_finite(model: PreTrainedModel, ids: Tensor) -> NoReturn:
     raise ValueError(HEAD_NOT_FINITE)
 
 
-def kept_bytes(model: PreTrainedModel) -> int:
+def cache_bytes(model: PreTrainedModel) -> int:
     """What a walk keeps of weights that are read when needed: two neighbouring layers, used again and again."""
     streamed = streamed_layers(model)
     if streamed is None:

@@ -19,7 +19,7 @@ JOURNAL, RECORD, GRADIENTS = "journal.jsonl", "factors.json", "gradients.safeten
 
 
 @dataclass(frozen=True)
-class Made:
+class FactorFacts:
     """What is known of the factors of one matrix.
 
     Attributes:
@@ -45,12 +45,12 @@ class FactorFolder:
 
     Attributes:
         source: of the factors.
-        made: by matrix.
+        facts: by matrix.
         notes: what the user should know, one line each.
     """
 
     source: FactorCache
-    made: Mapping[Matrix, Made]
+    facts: Mapping[Matrix, FactorFacts]
     notes: tuple[str, ...]
 
 
@@ -59,12 +59,12 @@ class FactorJournal(Journal):
 
     Attributes:
         identity: what the factors depend on, as JSON values.
-        made: by matrix.
+        facts: by matrix.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder, self.identity = folder, identity
-        self.made: dict[Matrix, Made] = {}
+        self.facts: dict[Matrix, FactorFacts] = {}
         super().__init__(folder / JOURNAL, "factors", identity)
 
     def file(self, matrix: Matrix) -> Path:
@@ -73,7 +73,7 @@ class FactorJournal(Journal):
 
     def has(self, matrix: Matrix) -> bool:
         """Whether they are there; those that should be and are not, or are damaged, are told of."""
-        if matrix not in self.made:
+        if matrix not in self.facts:
             return False
         try:
             read_header(self.file(matrix))
@@ -83,13 +83,13 @@ class FactorJournal(Journal):
             return False
         return True
 
-    def add(self, matrix: Matrix, made: Made) -> None:
+    def add(self, matrix: Matrix, facts: FactorFacts) -> None:
         """Keep what is known of factors that are written."""
-        self.keep({"sublayer": str(matrix.sublayer), "role": matrix.role, "made": vars(made)})
+        self.keep({"sublayer": str(matrix.sublayer), "role": matrix.role, "made": vars(facts)})
 
     def take(self, line: Any) -> None:
         (sublayer,) = Program.parse(line["sublayer"]).sublayers()
-        self.made[Matrix(sublayer, line["role"])] = Made(**line["made"])
+        self.facts[Matrix(sublayer, line["role"])] = FactorFacts(**line["made"])
 
 
 class NoSource:
@@ -99,9 +99,9 @@ class NoSource:
         raise ValueError(f"there are no factors of {role} of {sublayer} in the folder; make them again")
 
 
-def notes_on(made: Mapping[Matrix, Made]) -> Iterator[str]:
+def notes_on(facts: Mapping[Matrix, FactorFacts]) -> Iterator[str]:
     """What a user should know of the text that factors were calibrated on, one line each."""
-    calibrated = {matrix: found for matrix, found in made.items() if found.samples}
+    calibrated = {matrix: found for matrix, found in facts.items() if found.samples}
 
     def others(count: int) -> str:
         return "" if count == 1 else f" (and likewise of {count - 1} more)"

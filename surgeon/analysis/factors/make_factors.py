@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from surgeon.analysis.factors.factor_folder import (
     GRADIENTS,
     RECORD,
+    FactorFacts,
     FactorFolder,
     FactorJournal,
-    Made,
     NoSource,
     notes_on,
 )
@@ -101,10 +101,10 @@ def make_factors(
         work = _Work(model, plan, windows, journal, memory, kept)
         if work.missing:
             work.make_missing()
-        notes = tuple(notes_on(journal.made))
-        made = {str(matrix): vars(found) for matrix, found in journal.made.items()}
-        write_json(folder / RECORD, (record or {}) | identity | {"matrices": made, "notes": notes})
-        return FactorFolder(work.kept, journal.made, notes)
+        notes = tuple(notes_on(journal.facts))
+        matrices = {str(matrix): vars(found) for matrix, found in journal.facts.items()}
+        write_json(folder / RECORD, (record or {}) | identity | {"matrices": matrices, "notes": notes})
+        return FactorFolder(work.kept, journal.facts, notes)
 
 
 class InputSums:
@@ -255,15 +255,15 @@ class _Work:
             values = stored.whole(torch.promote_types(stored.dtype, torch.float32))
             if not values.isfinite().all():
                 raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
-            factors, made = self._factors(matrix, values, ways[making], known if making.is_calibrated else None)
+            factors, facts = self._factors(matrix, values, ways[making], known if making.is_calibrated else None)
             write_factors(self.journal.file(matrix), factors)
-            self.journal.add(matrix, made)
+            self.journal.add(matrix, facts)
             self.missing.remove(matrix)
             stay_below(self.memory)
 
     def _factors(
         self, matrix: Matrix, values: Tensor, decompose: Decomposer, known: InputSums | None
-    ) -> tuple[Factors, Made]:
+    ) -> tuple[Factors, FactorFacts]:
         """A matrix's factors and what is known of them.
 
         Args:
@@ -283,7 +283,7 @@ class _Work:
             whole = truncation_loss(values.cpu(), nothing, moment)
             loss = truncation_loss(values.cpu(), factors, moment) / whole if whole > 0 else None
         samples = 0 if known is None else known.samples
-        return factors, Made(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
+        return factors, FactorFacts(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
 
     def _statistics(self, matrix: Matrix, known: InputSums | None) -> Statistics:
         gradients = [self.gradients[stored] for stored in _stored(matrix) if stored in self.gradients]

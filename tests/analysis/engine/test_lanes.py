@@ -13,7 +13,7 @@ from surgeon.analysis.cells import scan_cells
 from surgeon.analysis.engine import lanes
 from surgeon.analysis.engine.lanes import GoOn, lanes_for, parts_of, side_by_side
 from surgeon.analysis.engine.measure import MeasureOptions, measure
-from surgeon.analysis.engine.prefixes import KeptStates
+from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
 from surgeon.quality.head import OutputHead
@@ -89,8 +89,8 @@ def test_numbers_are_those_of_one_thread(family: str, keeps: bool) -> None:
     cells = scan_cells(operations, LAYERS, 0, 1 if family == "gpt_neox" else 2)
     plan = share([dense, *(cell.program for cell in cells)])
     told: list[float] = []
-    kept = KeptStates(1 << 20) if keeps else None
-    found = list(measure(model, ids, plan, MeasureOptions(5, ran=told.append, kept=kept, blocks=2)))
+    kept = StateCache(1 << 20) if keeps else None
+    found = list(measure(model, ids, plan, MeasureOptions(5, ran=told.append, cache=kept, blocks=2)))
     torch.set_num_threads(1)
     alone = list(measure(model, ids, plan, MeasureOptions(5, blocks=2)))
     torch.set_num_threads(3)

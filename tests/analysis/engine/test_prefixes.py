@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgeon.analysis.engine.machine import PlanMachine, run_plan
-from surgeon.analysis.engine.prefixes import KeptStates, Place, PlanStates, Prefixes, resume
+from surgeon.analysis.engine.prefixes import Place, PlanStates, Prefixes, StateCache, resume
 from surgeon.analysis.engine.sharing import Reach, Take, share
 from surgeon.language.execute import State
 from surgeon.language.program import Program
@@ -29,7 +29,7 @@ TEXTS = [
 PROGRAMS = [Program.parse(text) for text in TEXTS]
 
 
-def streams(programs: Sequence[Program], kept: KeptStates | None) -> tuple[dict[Program, torch.Tensor], int]:
+def streams(programs: Sequence[Program], kept: StateCache | None) -> tuple[dict[Program, torch.Tensor], int]:
     """The streams after programs, and how many sublayers ran."""
     model, ran, plan = tiny_model("llama", 3), [], share(programs)
     states = None if kept is None else PlanStates(kept, plan, kept.prefixes.registers(plan), WINDOWS)
@@ -39,7 +39,7 @@ def streams(programs: Sequence[Program], kept: KeptStates | None) -> tuple[dict[
 
 def test_streams_from_kept_states_are_the_same_bit_for_bit() -> None:
     apart = {program: streams([program], None)[0][program] for program in PROGRAMS}
-    kept = KeptStates(1 << 30)
+    kept = StateCache(1 << 30)
     total = 0
     for program in [*PROGRAMS, *reversed(PROGRAMS)]:
         found, ran = streams([program], kept)
@@ -54,7 +54,7 @@ def test_streams_from_kept_states_are_the_same_bit_for_bit() -> None:
 
 
 def test_a_state_that_has_landed_does_not_serve_a_late_step() -> None:
-    kept = KeptStates(1 << 30)
+    kept = StateCache(1 << 30)
     streams([PROGRAMS[0]], kept)
     late = Program.parse("A0 F0 A1 F1 >A2 F2")
     found, ran = streams([late], kept)
@@ -66,7 +66,7 @@ def test_a_state_that_has_landed_does_not_serve_a_late_step() -> None:
 
 @pytest.mark.parametrize("limit", [0, 1, 3000, 7000, 20000])
 def test_a_limit_is_kept_and_changes_no_number(limit: int) -> None:
-    kept = KeptStates(limit)
+    kept = StateCache(limit)
     for program in PROGRAMS * 2:
         found, _ = streams([program], kept)
         assert kept.bytes <= limit
@@ -79,7 +79,7 @@ def state(numbers: int) -> State:
 
 
 def test_the_least_useful_goes_first() -> None:
-    kept = KeptStates(24)
+    kept = StateCache(24)
     nodes = Program.dense(2).nodes
     prefixes = [0]
     for node in nodes:
@@ -100,7 +100,7 @@ def test_the_least_useful_goes_first() -> None:
 
 def test_what_a_plan_will_take_stays_until_then() -> None:
     """Also when the limit falls, and when another plan runs in between."""
-    kept, program = KeptStates(1 << 30), PROGRAMS[0]
+    kept, program = StateCache(1 << 30), PROGRAMS[0]
     expected = streams([program], kept)[0][program]
     plan = share([program, PROGRAMS[2]])
     states = PlanStates(kept, plan, kept.prefixes.registers(plan), WINDOWS)

@@ -41,7 +41,7 @@ def test_programs_with_factors_are_measured_as_they_run(tmp_path: Path) -> None:
     found = make_factors(
         model, FactorPlan.all_by(Making("whitened"), program), CALIBRATION, tmp_path, model_hash="weights"
     )
-    assert len(found.made) == 2
+    assert len(found.facts) == 2
     expected = divergence(model, program, found.source)
     reference = ReferenceText(model, ProgramRun(model, program_of(model), MEASURED.ids))
     _, measured = reference.quality(ProgramRun(model, program, MEASURED.ids, factors=found.source))

@@ -61,7 +61,7 @@ def test_whitened_factors_of_inputs_of_the_unedited_model(family: str, tmp_path:
     one = "[A0@q5,k3,o6 F0@up7,down8] [A1 F1]" if family == "gpt_neox" else "A0@q5,k3,o6 F0@up7,down8 A1 F1@down8"
     plan = plan_of(one)
     found = made(tmp_path / "out", model, plan)
-    assert set(found.made) == set(plan.makings)
+    assert set(found.facts) == set(plan.makings)
     assert not found.notes
     for target in plan.makings:
         place = places(family, model, target.sublayer.layers[0])[target.role]
@@ -72,8 +72,8 @@ def test_whitened_factors_of_inputs_of_the_unedited_model(family: str, tmp_path:
         expected = written_out(matrix, seen, rank)
         np.testing.assert_allclose(product(found, target), expected, rtol=1e-4, atol=1e-5)
         lost = np.linalg.norm(seen @ (matrix - expected).T) / np.linalg.norm(seen @ matrix.T)
-        assert found.made[target].loss == pytest.approx(lost, rel=1e-3)
-        assert found.made[target].samples == TEXT.ids.numel()
+        assert found.facts[target].loss == pytest.approx(lost, rel=1e-3)
+        assert found.facts[target].samples == TEXT.ids.numel()
 
 
 def regression(target: Array, inputs: Array) -> Array:
@@ -227,7 +227,7 @@ def test_what_was_killed_goes_on_with_equal_results(
             made(tmp_path / "out", model, plan)
     monkeypatch.setattr(making_module, "write_factors", write)
     again = made(tmp_path / "out", model, plan)
-    assert again.made == whole.made
+    assert again.facts == whole.facts
     files = sorted(path.name for path in (tmp_path / "whole").glob("*[0-9].safetensors"))
     assert len(files) == len(plan.makings) == 10
     for name in files:
