@@ -20,12 +20,11 @@ from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.limits import SearchBudget, parse_limits
+from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.objectives import parse_objectives
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
-from surgeon.searches.question import Question
+from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, measure_terms
@@ -44,11 +43,11 @@ class Known:
 
     def search(self, spaces: str, budget: str, trials: int) -> Trial | None:
         """The best trial of a search of some of the spaces; None if they cannot keep the budget."""
+        settings = SearchSettings(spaces, budget)
         mixture = Mixture(parse_spaces(spaces), self.mixture.model)
         numbers = {edit: number for number, edit in enumerate(self.mixture.edits)}
         terms = self.terms.of([numbers[edit] for edit in mixture.edits])
-        limits = SearchBudget(parse_limits(budget), self.pricing)
-        question = Question(mixture, limits, parse_objectives("divergence"), self.original)
+        question = Question(settings, mixture, SearchBudget(settings.limits, self.pricing), self.original)
         searching, found = Search(question, terms, self.evaluator, trials), list[Trial]()
         while proposals := searching.propose(found):
             measured = searching.measure(proposals, list(found))

@@ -29,11 +29,10 @@ from surgeon.checkpoint.read import DEMO, locate
 from surgeon.language.program import Program
 from surgeon.searches.edit import ADDITIVE, Choice
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.limits import SearchBudget, parse_limits
+from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.objectives import parse_objectives
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import DEPTH, Question
+from surgeon.searches.question import DEPTH, Question, SearchSettings
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, measure_terms
@@ -136,8 +135,8 @@ def _search(known: Measured, depth: int) -> list[Trial]:
     pricing = Pricing(known.mixture.model, (DEPTH,))
     dense = known.mixture.model.program
     original = known.evaluator.measure([dense])[dense]
-    budget = SearchBudget(parse_limits(f"depth={depth}"), pricing)
-    question = Question(known.mixture, budget, parse_objectives("divergence"), original)
+    settings = SearchSettings("pair", f"depth={depth}")
+    question = Question(settings, known.mixture, SearchBudget(settings.limits, pricing), original)
     searching = Search(question, known.terms, known.evaluator, max(TRIALS))
     trials: list[Trial] = []
     while proposals := searching.propose(trials):

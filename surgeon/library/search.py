@@ -33,7 +33,8 @@ from surgeon.searches.front_files import write_depths, write_front
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import calibrate_here, fast_enough_here
-from surgeon.searches.question import DEPTH, Question, SearchSettings, told_names
+from surgeon.searches.quantities import ACCURACY
+from surgeon.searches.question import DEPTH, Question, SearchSettings
 from surgeon.searches.results import (
     RECIPE_FILE,
     RECORD_FILE,
@@ -242,14 +243,14 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         if budget is None:
             here = study.shared("here", lambda: calibrate_here(subject.folder, settings.ranks))
             budget = settings.priced(mixture, parse_hardware(here))
-        question = Question(mixture, budget, settings.objectives, original)
+        question = Question(settings, mixture, budget, original)
         terms = _terms(study, question, evaluator)
         trials = _try_programs(study, question, terms, evaluator, options.trials)
     if worker:
         return None
     write_progress(output, question, terms, trials)
     record = subject.provenance(**asdict(settings), trials=len(trials), study=study.name, storage=storage.place)
-    if any(objective.is_of_few for objective in settings.objectives):
+    if any(objective.name == ACCURACY for objective in settings.objectives):
         from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
 
         identity = {"model_hash": subject.model_hash}
@@ -275,7 +276,7 @@ def _open_study(subject: Subject, edits: Sequence[Any], options: SearchOptions, 
     if options.study is None and options.storage is not None:
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         name = f"{DEFAULT_STUDY} {subject.label} {digest[:8]}"
-    objectives = told_names(options.settings.objectives)
+    objectives = tuple(map(str, options.settings.recorded))
     return RoundStudy(storage, name, known, edits=edits, objectives=objectives, workers=options.workers)
 
 
@@ -305,7 +306,7 @@ def _try_programs(
     found = {trial.proposal.key: trial for trial in earlier}
 
     with progress("search", trials, "trials", len(found), lambda: question.best_in_words(found.values())) as ran:
-        for trial in study.run(searching.propose, searching.measure, BATCH, question.told):
+        for trial in study.run(searching.propose, searching.measure, BATCH, question.recorded_costs):
             found[trial.proposal.key] = trial
             ran(1)
     return sorted(found.values(), key=lambda trial: trial.number)

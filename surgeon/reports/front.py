@@ -14,8 +14,8 @@ from matplotlib.ticker import EngFormatter
 
 from surgeon.processes.files import whole_file
 from surgeon.searches.front import MOST_DIVERGENCE, DepthCurve, FrontPoint
-from surgeon.searches.objectives import Objective
 from surgeon.searches.pricing import Pricing
+from surgeon.searches.quantities import Aspect
 from surgeon.searches.trial import Trial
 
 # Colours that stay apart for colour-blind readers and in print (Okabe and Ito).
@@ -31,7 +31,7 @@ def draw_front(
     path: Path,
     front: Sequence[FrontPoint],
     trials: Sequence[Trial],
-    objectives: Sequence[Objective],
+    objectives: Sequence[Aspect],
     pricing: Pricing,
     title: str,
 ) -> None:
@@ -39,7 +39,7 @@ def draw_front(
     panels = max(1, len(objectives) - 1)
     figure = Figure(figsize=(6.4 * panels, 4.6), layout="constrained")
     whole = [trial for trial in trials if trial.measured.whole]
-    costs = [[one.of(trial, pricing) for one in objectives] for trial in whole]
+    costs = [pricing.costs(objectives, trial) for trial in whole]
     for axes, across in zip(figure.subplots(1, panels, squeeze=False)[0], range(1, panels + 1), strict=True):
         place = min(across, len(objectives) - 1)
         both = objectives[place], objectives[0]
@@ -78,11 +78,10 @@ def _number(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
             axes.annotate(str(number), point, xytext=(4, 4), textcoords="offset points", fontsize=8, color=COLOURS[0])
 
 
-def _format(axis: Axis, objective: Objective) -> None:
+def _format(axis: Axis, objective: Aspect) -> None:
     """Times and large numbers as people read them: 600 us, 2.5 M."""
-    name = "" if objective.aspect is None else objective.aspect.name
-    if name in _ENGINEERED:
-        axis.set_major_formatter(EngFormatter(unit=_ENGINEERED[name]))
+    if objective.name in _ENGINEERED:
+        axis.set_major_formatter(EngFormatter(unit=_ENGINEERED[objective.name]))
 
 
 def draw_depths(path: Path, curves: Sequence[DepthCurve], title: str) -> None:

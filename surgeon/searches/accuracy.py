@@ -17,7 +17,7 @@ from surgeon.quality.tasks import TaskSettings, run_tasks
 from surgeon.quality.tasks_load import Tasks, load_tasks
 from surgeon.quality.tasks_model import Answers, TaskModel
 from surgeon.results.tasks import Score, scores
-from surgeon.searches.objectives import Objective
+from surgeon.searches.quantities import ACCURACY, Aspect
 from surgeon.searches.trial import Trial
 
 FEW = 5
@@ -36,7 +36,7 @@ class TaskAccuracy:
 
     model: PreTrainedModel
     tokenizer: Any
-    objectives: Sequence[Objective]
+    objectives: Sequence[Aspect]
     identity: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     settings: TaskSettings = field(default_factory=TaskSettings)
@@ -51,8 +51,8 @@ class TaskAccuracy:
         positions = int(self.model.config.max_position_embeddings)
         self._tasks: dict[str, Tasks] = {}
         for objective in self.objectives:
-            if objective.task is not None:
-                self._tasks[str(objective)] = load_tasks([objective.task], positions, seeds=self.settings.seeds)
+            if objective.name == ACCURACY and objective.on is not None:
+                self._tasks[str(objective)] = load_tasks([objective.on], positions, seeds=self.settings.seeds)
 
     def measure(self, programs: Iterable[Program]) -> dict[Program, dict[str, float]]:
         """The accuracy of each program by each of the objectives' names, as `MeasuredProgram.more` has it.
@@ -83,8 +83,8 @@ class TaskAccuracy:
             for group in by_level.values()
             for trial in sorted(group, key=lambda trial: (trial.measured.divergence, trial.number))[:count]
         ]
-        found = self.measure(dict.fromkeys(Program.parse(trial.proposal.key) for trial in best))
-        more = {trial.number: found[Program.parse(trial.proposal.key)] for trial in best}
+        found = self.measure(dict.fromkeys(trial.program for trial in best))
+        more = {trial.number: found[trial.program] for trial in best}
         return [
             replace(trial, measured=replace(trial.measured, more={**trial.measured.more, **more[trial.number]}))
             if trial.number in more

@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 
 from surgeon.searches.front import DepthCurve, pareto_front
-from surgeon.searches.objectives import Objective
+from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import DEPTH, Question
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import Measured
@@ -46,7 +46,7 @@ def _as_dear(question: Question, best: Sequence[Trial]) -> list[Trial]:
     return [trial for trial, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
 
 
-def compared_by(objectives: Sequence[Objective]) -> Measured:
+def compared_by(objectives: Sequence[Aspect]) -> Measured:
     """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one."""
     names = [str(objective) for objective in objectives if str(objective) in get_args(Measured)]
     return "perplexity" if names[:1] == ["perplexity"] else "divergence"

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.language.program import Program
 from surgeon.quality.summary import CONFIDENCE, interval
-from surgeon.searches.objectives import Objective
 from surgeon.searches.optimise import Numbers
 from surgeon.searches.pricing import Pricing
+from surgeon.searches.quantities import Aspect
 from surgeon.searches.trial import MeasuredProgram, Trial
 
 RESAMPLES = 2000
@@ -46,10 +45,10 @@ class FrontPoint:
     costs: tuple[float, ...]
 
 
-def pareto_front(trials: Sequence[Trial], objectives: Sequence[Objective], pricing: Pricing) -> list[FrontPoint]:
+def pareto_front(trials: Sequence[Trial], objectives: Sequence[Aspect], pricing: Pricing) -> list[FrontPoint]:
     """The trials, measured on all of the text, that no other is better than; by the first objective, least first."""
     whole = [trial for trial in trials if trial.measured.whole]
-    costs = np.array([[one.of(trial, pricing) for one in objectives] for trial in whole]).reshape(-1, len(objectives))
+    costs = np.array([pricing.costs(objectives, trial) for trial in whole]).reshape(-1, len(objectives))
     return [FrontPoint(whole[row], tuple(map(float, costs[row]))) for row in non_dominated(costs)]
 
 
@@ -132,8 +131,7 @@ def _curve(
 ) -> DepthCurve:
     per_layer = pricing.model.family.steps_per_layer
     depths = np.array(
-        [float(pricing.model.num_layers)]
-        + [Program.parse(trial.proposal.key).effective_depth(per_layer) for trial in trials]
+        [float(pricing.model.num_layers)] + [trial.program.effective_depth(per_layer) for trial in trials]
     )
     windows = np.array([np.zeros(len(original.divergences))] + [trial.measured.divergences for trial in trials])
     means = np.where(np.isfinite(windows).all(axis=1), windows.mean(axis=1), math.inf)

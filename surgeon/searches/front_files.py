@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from surgeon.language.program import Program
 from surgeon.processes.files import write_table, write_text
 from surgeon.searches.front import DepthCurve, FrontPoint
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.objectives import Objective
+from surgeon.searches.quantities import Aspect
 from surgeon.searches.trial import Trial
 
 FRONT_FILE, FRONT_FOLDER, DEPTHS_FILE = "front.csv", "front", "depths.csv"
@@ -20,7 +19,7 @@ FRONT_FILE, FRONT_FOLDER, DEPTHS_FILE = "front.csv", "front", "depths.csv"
 def write_front(
     folder: Path,
     front: Sequence[FrontPoint],
-    objectives: Sequence[Objective],
+    objectives: Sequence[Aspect],
     mixture: Mixture,
     model: str,
     model_hash: str,
@@ -51,7 +50,7 @@ def write_front(
 
 
 def _row(trial: Trial, mixture: Mixture) -> dict[str, float | str]:
-    measured, program = trial.measured, Program.parse(trial.proposal.key)
+    measured, program = trial.measured, trial.program
     return {
         "trial": trial.number,
         "depth": program.effective_depth(mixture.model.family.steps_per_layer),

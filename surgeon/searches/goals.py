@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from surgeon.language.program import Program
-from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.searches.trial import Trial
 
 Prices = Callable[[Program], tuple[float, ...]]  # what a program costs of each limited quantity; less is better
-Focus = Callable[[Sequence["Goal"], Sequence[Trial], int], list[int]]  # how many of a round's trials each goal gets
 
 _SLACK = 1e-9
 
@@ -32,7 +31,7 @@ class Goal:
 
 
 def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
-    """Every goal the same in the end: those with the fewest trials so far first."""
+    """How many of so many trials each goal gets: the same in the end, those with the fewest so far first."""
     had = [sum(trial.proposal.level == goal.level for trial in trials) for goal in goals]
     counts = [0] * len(goals)
     for _ in range(total):
@@ -41,20 +40,17 @@ def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[i
     return counts
 
 
-def at_the_edge(is_good: Callable[[MeasuredProgram], bool]) -> Focus:
-    """Most to the levels where what is good enough ends: the cheapest one that has it, and the next cheaper ones.
+def at_the_edge(goals: Sequence[Goal], good: Collection[float | None], total: int) -> list[int]:
+    """The same, but most to where what is good enough ends: the cheapest level that has it, and the next cheaper ones.
 
-    Goals are in the order of their levels, the dearest first.
+    Args:
+        goals: in the order of their levels, the dearest first.
+        good: levels with a trial that is good enough.
     """
-
-    def focus(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
-        good = {trial.proposal.level for trial in trials if is_good(trial.measured)}
-        edge = max((place for place, goal in enumerate(goals) if goal.level in good), default=0)
-        # A cheaper level is worth more: to do better on one that is met already wins nothing.
-        places = [place for place in (edge + 1, edge + 1, edge + 2, edge) if place < len(goals)]
-        counts = [0] * len(goals)
-        for turn in range(total):
-            counts[places[turn % len(places)]] += 1
-        return counts
-
-    return focus
+    edge = max((place for place, goal in enumerate(goals) if goal.level in good), default=0)
+    # A cheaper level is worth more: to do better on one that is met already wins nothing.
+    places = [place for place in (edge + 1, edge + 1, edge + 2, edge) if place < len(goals)]
+    counts = [0] * len(goals)
+    for turn in range(total):
+        counts[places[turn % len(places)]] += 1
+    return counts

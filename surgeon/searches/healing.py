@@ -162,11 +162,11 @@ def heal_candidates(
     """
     finalists = before.finalists
     for number, one in enumerate(finalists, start=1):
-        program = Program.parse(one.trial.proposal.key)
+        program = one.trial.program
         if program not in kept.found:
             say(f"healing candidate {number} of {len(finalists)}, trial {one.trial.number}")
             kept.add(program, heal(program))
-    healed = {one.trial.number: kept.found[Program.parse(one.trial.proposal.key)] for one in finalists}
+    healed = {one.trial.number: kept.found[one.trial.program] for one in finalists}
     winner = before.chosen
     others = [one for one in finalists if one.trial.number != winner.trial.number]
     after = [replace(one, unseen=healed[one.trial.number].measured) for one in (winner, *others)]

@@ -122,7 +122,7 @@ def fast_enough_here(
     limits, dense = question.budget.limits, question.mixture.model.program
     if not any(limit.aspect.on == HERE for limit in limits):
         return ranked
-    programs = [Program.parse(trial.proposal.key) for trial in ranked[: RUNNERS_UP + 1]]
+    programs = [trial.program for trial in ranked[: RUNNERS_UP + 1]]
     times = measured_here(model, dense, programs, ranks, workload)
     fast = []
     for trial, program in zip(ranked, programs, strict=False):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from surgeon.language.program import Program
 from surgeon.searches.pricing import Pricing
@@ -95,10 +95,13 @@ def _read(aspect: Aspect, amount: str, text: str) -> Limit:
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """Limits to a model's programs.
+    """Limits to a model's programs; checked as it is made.
 
     Attributes:
         pricing: of the aspects of all limits on what programs cost by themselves, and perhaps of others.
+
+    Raises:
+        ValueError: if the unedited model has nothing of what is limited.
     """
 
     limits: tuple[Limit, ...]
@@ -106,26 +109,31 @@ class SearchBudget:
 
     def __post_init__(self) -> None:
         for limit in self.of_programs:
-            if self.pricing.dense[self._place(limit)] == 0:
+            if self.dense(limit) == 0:
                 ranks = self.pricing.deployment.ranks
-                raise ValueError(f"budget {limit}: the unedited model has {limit.aspect} 0 on {_ranks(ranks)}")
+                on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+                raise ValueError(f"budget {limit}: the unedited model has {limit.aspect} 0 on {on}")
 
     def __str__(self) -> str:
         return ",".join(map(str, self.limits))
 
-    @property
+    @cached_property
     def of_programs(self) -> tuple[Limit, ...]:
         """Limits on what follows from a program alone."""
-        return tuple(limit for limit in self.limits if not limit.aspect.quantity.measured)
+        return tuple(limit for limit in self.limits if limit.aspect.is_priced)
 
-    @property
+    @cached_property
     def of_quality(self) -> tuple[Limit, ...]:
         """Limits on what is measured."""
-        return tuple(limit for limit in self.limits if limit.aspect.quantity.measured)
+        return tuple(limit for limit in self.limits if not limit.aspect.is_priced)
+
+    def dense(self, limit: Limit) -> float:
+        """What the unedited model costs of what one of `of_programs` limits."""
+        return self.pricing.price(limit.aspect, self.pricing.model.program)
 
     def most(self, limit: Limit) -> float:
         """The cost that one of `of_programs` allows."""
-        return limit.most(self.pricing.dense[self._place(limit)])
+        return limit.most(self.dense(limit))
 
     def cost(self, limit: Limit, program: Program) -> float:
         """What a program costs of what one of `of_programs` limits."""
@@ -138,8 +146,7 @@ class SearchBudget:
         the program.
         """
         return tuple(
-            _shortfall(self.cost(limit, program), self.most(limit), self.pricing.dense[self._place(limit)])
-            for limit in self.of_programs
+            _shortfall(self.cost(limit, program), self.most(limit), self.dense(limit)) for limit in self.of_programs
         )
 
     def quality_shortfalls(self, measured: MeasuredProgram, original: MeasuredProgram) -> tuple[float, ...]:
@@ -148,21 +155,11 @@ class SearchBudget:
         Args:
             original: the unedited model, measured on the same text.
         """
-        found = []
-        for limit in self.of_quality:
-            most = limit.most(getattr(original, limit.aspect.name))
-            found.append(_shortfall(getattr(measured, limit.aspect.name), most, math.inf))
-        return tuple(found)
-
-    def meets(self, program: Program, measured: MeasuredProgram, original: MeasuredProgram) -> bool:
-        """Whether a program is within all limits; arguments as above."""
-        return not any(self.shortfalls(program)) and not any(self.quality_shortfalls(measured, original))
-
-    @property
-    def met_already(self) -> tuple[Limit, ...]:
-        """The limits of `of_programs` that the unedited model is within."""
-        dense = self.pricing.dense
-        return tuple(each for each in self.of_programs if dense[self._place(each)] <= self.most(each) * (1 + _NEAR))
+        names = [limit.aspect.name for limit in self.of_quality]
+        return tuple(
+            _shortfall(getattr(measured, name), limit.most(getattr(original, name)), math.inf)
+            for limit, name in zip(self.of_quality, names, strict=True)
+        )
 
     def require_work(self) -> tuple[str, ...]:
         """What to know of limits that ask for nothing, one line each.
@@ -170,31 +167,17 @@ class SearchBudget:
         Raises:
             ValueError: if there are limits on programs, and the unedited model is within all of them.
         """
-        said = [f"the unedited model has {self._had(limit)} already" for limit in self.met_already]
+        met = [limit for limit in self.of_programs if self.dense(limit) <= self.most(limit) * (1 + _NEAR)]
+        said = [f"the unedited model has {limit.aspect.show(self.dense(limit))} already" for limit in met]
         if said and len(said) == len(self.of_programs):
             raise ValueError(f"budget {self}: {' and '.join(said)}; ask for less")
         return tuple(
             f"{limit}: {words}; it only keeps programs from needing more"
-            for limit, words in zip(self.met_already, said, strict=True)
+            for limit, words in zip(met, said, strict=True)
         )
-
-    def _had(self, limit: Limit) -> str:
-        return limit.aspect.show(self.pricing.dense[self._place(limit)])
-
-    def _place(self, limit: Limit) -> int:
-        return self.pricing.aspects.index(limit.aspect)
-
-
-def aspects_of(limits: Iterable[Limit]) -> tuple[Aspect, ...]:
-    """What a `Pricing` has to know for these limits."""
-    return tuple(limit.aspect for limit in limits if not limit.aspect.quantity.measured)
 
 
 def _shortfall(cost: float, most: float, dense: float) -> float:
     if cost <= most * (1 + _NEAR):
         return 0.0
     return (cost - most) / (dense - most if most < dense < math.inf else most)
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,7 +29,8 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, rank_work
 from surgeon.runtime.plan.specification import Plan
-from surgeon.searches.quantities import HERE, Aspect
+from surgeon.searches.quantities import ACCURACY, HERE, Aspect
+from surgeon.searches.trial import MeasuredProgram, Trial
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
 
@@ -58,7 +59,7 @@ class Pricing:
 
     def __post_init__(self) -> None:
         for aspect in self.aspects:
-            assert not aspect.quantity.measured, f"{aspect} does not follow from a program"
+            assert aspect.is_priced, f"{aspect} does not follow from a program"
             if aspect.quantity.timed and self.workload.new < 2:
                 raise ValueError(f"a {aspect.name} is per token after the first one; ask for at least 2 new tokens")
         _ = self.dense
@@ -95,6 +96,21 @@ class Pricing:
             return self._cost(aspect, program)
         except ValueError:
             return math.inf
+
+    def cost(self, aspect: Aspect, program: Program, measured: MeasuredProgram) -> float:
+        """The same, or what was measured; infinite where it is not known."""
+        if aspect.is_priced:
+            return self.price(aspect, program)
+        if aspect.name == ACCURACY:
+            value = 1 - measured.more.get(str(aspect), math.nan)
+        else:
+            value = float(getattr(measured, aspect.name))
+        return math.inf if math.isnan(value) else value
+
+    def costs(self, aspects: Sequence[Aspect], trial: Trial) -> tuple[float, ...]:
+        """Those of a trial."""
+        program = trial.program
+        return tuple(self.cost(aspect, program, trial.measured) for aspect in aspects)
 
     def _cost(self, aspect: Aspect, program: Program) -> float:
         name, shapes = aspect.name, self.model.shapes
@@ -223,7 +239,7 @@ def open_pricing(
     workload: Workload,
     here: Hardware | None = None,
 ) -> Pricing:
-    """A pricing of these aspects, each of them once, with the hardware that they name.
+    """A pricing of these aspects, with the hardware that they name.
 
     Args:
         here: this machine, as it was calibrated, where an aspect is of it.
@@ -232,10 +248,8 @@ def open_pricing(
         FileNotFoundError: if there is no such hardware file.
         ValueError: if there is no such hardware, or as `Pricing`.
     """
-    every = tuple(dict.fromkeys(aspects))
-    named = dict.fromkeys(aspect.on for aspect in every if aspect.on is not None)
-    hardware = {}
-    for name in named:
+    every, hardware = tuple(dict.fromkeys(aspects)), {}
+    for name in {aspect.on: None for aspect in every if aspect.on is not None}:
         assert name != HERE or here is not None, "this machine has to be calibrated first"
         hardware[name] = here if name == HERE and here is not None else load_hardware(name)
     return Pricing(model, every, deployment, workload, hardware)

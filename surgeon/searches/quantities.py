@@ -1,7 +1,8 @@
 """What a search limits or minimises: what programs cost by themselves, and what is measured of them.
 
-Every quantity is kept as a cost, of which less is better: a speedup of 1.25 as 0.8 of the unedited model's time. Per
-token is of one more token of one text; what depends on ranks is of so many tensor-parallel ones.
+Every quantity is a cost, of which less is better: a speedup of 1.25 is 0.8 of the unedited model's time, an accuracy
+the share of wrong answers. Per token is of one more token of one text; what depends on ranks is of so many
+tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -126,25 +127,48 @@ QUANTITIES = {
 }
 
 
+ACCURACY = "accuracy"  # of a task; it takes so long that only the best by divergence are measured
+_ACCURACY = Quantity(ACCURACY, _number, "{:.4g}".format, measured=True)
+_UNITS = {"divergence": "divergence from the original (nats/token)", "depth": "effective depth (layers)"}
+
+
 @dataclass(frozen=True, order=True)
 class Aspect:
-    """A quantity, on a hardware where it is one of time: depth, latency@h100-sxm.
+    """A quantity, on a hardware where it is one of time, on a task where it is an accuracy: depth, latency@h100-sxm.
 
     Attributes:
         name: of the quantity.
-        on: the hardware's name or file, or `HERE`.
+        on: the hardware's name or file, or `HERE`; of an accuracy, lm-eval's task.
     """
 
     name: str
     on: str | None = None
 
     def __str__(self) -> str:
-        return self.name if self.on is None else f"{self.name}@{self.on}"
+        return self.name if self.on is None else f"{self.name}{':' if self.name == ACCURACY else '@'}{self.on}"
 
     @property
     def quantity(self) -> Quantity:
         """What it is."""
-        return QUANTITIES[self.name]
+        return _ACCURACY if self.name == ACCURACY else QUANTITIES[self.name]
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether it follows from a program alone; else it is measured."""
+        return not self.quantity.measured
+
+    def natural(self, cost: float) -> float:
+        """The number as people know it: accuracy, speedup, or the cost itself."""
+        if self.name == ACCURACY:
+            return 1 - cost
+        return 1 / cost if self.quantity.upward and cost else cost
+
+    @property
+    def label(self) -> str:
+        """With its unit, for the axis of a picture."""
+        if self.name == ACCURACY:
+            return f"accuracy on {self.on}"
+        return _UNITS.get(self.name, f"{self}{' (per token)' if self.name == 'latency' else ''}")
 
     def show(self, cost: float) -> str:
         """A cost for people, with its name: depth 12, latency 12.3 ms@h100-sxm."""
@@ -170,3 +194,32 @@ def aspect_of(name: str, on: str | None, text: str) -> Aspect:
     if on and not QUANTITIES[name].timed:
         raise ValueError(f"{text!r}: {name} is the same on any hardware; leave @{on} out")
     return Aspect(name, on or None)
+
+
+def parse_objectives(text: str) -> tuple[Aspect, ...]:
+    """What a user wants to be small, with commas between.
+
+    Raises:
+        ValueError: if one is unknown, lacks its task or its hardware, or is there twice.
+    """
+    found: list[Aspect] = []
+    for part in text.split(","):
+        objective = _objective(part.strip())
+        if objective in found:
+            raise ValueError(f"objective {text!r} names {objective} twice; keep one")
+        found.append(objective)
+    return tuple(found)
+
+
+def _objective(text: str) -> Aspect:
+    name, colon, task = text.partition(":")
+    if name == ACCURACY:
+        if not task:
+            raise ValueError(f"objective {text!r} is on a task; say on which, as in {ACCURACY}:piqa")
+        return Aspect(ACCURACY, task)
+    if colon and name in QUANTITIES:
+        raise ValueError(f"objective {text!r}: only {ACCURACY} is of a task; write {name}")
+    name, _, on = text.partition("@")
+    if name not in QUANTITIES:
+        raise ValueError(f"unknown objective {name!r}; {did_you_mean(name, (*QUANTITIES, f'{ACCURACY}:TASK'))}")
+    return aspect_of(name, on or None, text)

@@ -12,16 +12,14 @@ from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.within import require_whole_layers
-from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.front import pareto_front
-from surgeon.searches.goals import Focus, Goal, Prices, at_the_edge, evenly
-from surgeon.searches.limits import Limit, SearchBudget, aspects_of, parse_limits
+from surgeon.searches.goals import Goal, Prices, at_the_edge, evenly
+from surgeon.searches.limits import Limit, SearchBudget, parse_limits
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.objectives import Objective, aspects_to_price, parse_objectives
 from surgeon.searches.pricing import open_pricing
-from surgeon.searches.quantities import HERE, Aspect
+from surgeon.searches.quantities import ACCURACY, HERE, Aspect, parse_objectives
 from surgeon.searches.reach import reach, require_reachable
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
@@ -38,7 +36,7 @@ class SearchSettings:
     Attributes:
         space: what may change, as `parse_spaces` takes it.
         budget: limits, as `parse_limits` takes them; None: how deep is the model really?
-        objective: what is to be small, as `parse_objectives` takes it.
+        objective: what is to be small, as `parse_objectives` takes it; of several, the best of every trade-off.
         ranks: tensor-parallel ranks, for tracks and whatever depends on them.
         batch: for times, texts computed together.
         prompt, new: for times, tokens of each prompt, and added to it; by default 1024 and 512, or a half and a quarter
@@ -46,7 +44,8 @@ class SearchSettings:
         link_delay: for times, how long a collective takes at least, such as 1ms.
 
     Raises:
-        ValueError: if budget or objectives cannot be read, or neither is of quality.
+        ValueError: if budget or objectives cannot be read; or if neither is of quality, as the answer would be what
+            edits can destroy most.
     """
 
     space: str = "pair"
@@ -59,7 +58,12 @@ class SearchSettings:
     link_delay: str | None = None
 
     def __post_init__(self) -> None:
-        require_quality(self.limits, self.objectives)
+        if all(one.is_priced for one in self.objectives) and all(limit.aspect.is_priced for limit in self.limits):
+            names = ",".join(map(str, self.objectives))
+            raise ValueError(
+                f"objective {names} asks for no quality, and a model that is destroyed has least of it; limit what may "
+                f"be lost, as in the budget divergence<=0.02, or look for a front of the objectives divergence,{names}"
+            )
 
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
@@ -67,20 +71,28 @@ class SearchSettings:
         return () if self.budget is None else parse_limits(self.budget)
 
     @cached_property
-    def objectives(self) -> tuple[Objective, ...]:
+    def objectives(self) -> tuple[Aspect, ...]:
         """What is to be small."""
         return parse_objectives(self.objective)
 
     @property
+    def recorded(self) -> tuple[Aspect, ...]:
+        """What a study has of every trial: the objectives but those of which only the best are measured."""
+        return tuple(one for one in self.objectives if one.name != ACCURACY) or (Aspect("divergence"),)
+
+    @cached_property
     def along(self) -> Aspect | None:
-        """The cost whose levels are looked along; None where limits say what to come down to."""
-        return looked_along(self.limits, self.objectives)
+        """The cost whose levels are looked along: one that is an objective, or depth where no program is limited."""
+        costs = [objective for objective in self.objectives if objective.is_priced]
+        if costs:
+            return costs[0]
+        return None if any(limit.aspect.is_priced for limit in self.limits) else DEPTH
 
     @property
     def aspects(self) -> tuple[Aspect, ...]:
-        """The costs that have to be known."""
-        along = (self.along,) if self.along else ()
-        return (*aspects_of(self.limits), *aspects_to_price(self.objectives), *along)
+        """The costs that have to be known, each once."""
+        every = (*(limit.aspect for limit in self.limits), *self.objectives, *([self.along] if self.along else []))
+        return tuple(dict.fromkeys(aspect for aspect in every if aspect.is_priced))
 
     @property
     def is_timed_here(self) -> bool:
@@ -110,7 +122,7 @@ class SearchSettings:
         return mixture
 
     def priced(self, mixture: Mixture, here: Hardware | None = None) -> SearchBudget:
-        """The budget for a model.
+        """The budget for a model, with warnings of what to know of it.
 
         Args:
             here: this machine, if a cost is a time on it.
@@ -142,54 +154,50 @@ class Question:
     """A search's question, and what follows from it: goals, what trials cost, and which of them win.
 
     Attributes:
-        budget: its pricing knows the costs among the objectives, and `along`, too.
-        objectives: what is to be small; of several, the best of every trade-off are looked for.
+        budget: of the settings' limits; its pricing knows `settings.aspects`.
         original: the unedited model's quality on the text.
-
-    Raises:
-        ValueError: as `require_quality`.
     """
 
+    settings: SearchSettings
     mixture: Mixture
     budget: SearchBudget
-    objectives: tuple[Objective, ...]
     original: MeasuredProgram
-
-    def __post_init__(self) -> None:
-        require_quality(self.budget.limits, self.objectives)
 
     @property
     def along(self) -> Aspect | None:
-        """The cost whose levels are looked along; None where limits say what to come down to."""
-        return looked_along(self.budget.limits, self.objectives)
+        """As `SearchSettings.along`."""
+        return self.settings.along
+
+    @property
+    def objectives(self) -> tuple[Aspect, ...]:
+        """What is to be small."""
+        return self.settings.objectives
+
+    @property
+    def traded(self) -> tuple[Aspect, ...]:
+        """What a front is of: the objectives, and the cost that is looked along."""
+        return tuple(dict.fromkeys([*self.objectives, *([self.along] if self.along else [])]))
 
     @cached_property
     def goals(self) -> tuple[Goal, ...]:
-        """One for the budget, or one for each level, the dearest first."""
+        """One for the budget, or one for each level of what is looked along, the dearest first."""
         most = tuple(self.budget.most(limit) for limit in self.budget.of_programs)
         if self.along is None:
             return (Goal(most),)
-        return tuple(Goal((*most, level), level) for level in self.levels)
-
-    @cached_property
-    def levels(self) -> tuple[float, ...]:
-        """Of the cost that is looked along, below the unedited model's, the dearest first."""
-        assert self.along is not None
-        return levels_of(self.along, self.budget, self.mixture)
+        return tuple(Goal((*most, level), level) for level in levels_of(self.along, self.budget, self.mixture))
 
     @property
     def prices(self) -> Prices:
         """What programs cost, in the order of the goals' limits."""
-        pricing, along = self.budget.pricing, self.along
-        aspects = [limit.aspect for limit in self.budget.of_programs] + ([along] if along else [])
-        return lambda program: tuple(pricing.price(aspect, program) for aspect in aspects)
+        aspects = [*(limit.aspect for limit in self.budget.of_programs), *([self.along] if self.along else [])]
+        return lambda program: tuple(self.budget.pricing.price(aspect, program) for aspect in aspects)
 
-    @property
-    def focus(self) -> Focus:
-        """Where trials go: along a cost evenly, or where quality ends if it is limited."""
+    def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
+        """How many of a round's trials each goal gets: evenly along a cost, or where quality ends if it is limited."""
         if self.along is None or not self.budget.of_quality:
-            return evenly
-        return at_the_edge(lambda measured: not any(self.budget.quality_shortfalls(measured, self.original)))
+            return evenly(goals, trials, total)
+        good = {trial.proposal.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
+        return at_the_edge(goals, good, total)
 
     def cost(self, trial: Trial) -> float:
         """What a single winner is chosen by, less is better; infinite for a trial that breaks the budget.
@@ -200,31 +208,30 @@ class Question:
         if not trial.measured.whole or not self.is_met(trial):
             return math.inf
         if self.along is None or not self.budget.of_quality:
-            return self.values(trial)[0]
+            return self.costs(trial)[0]
         dense = self.budget.pricing.price(self.along, self.mixture.model.program)
         divergence = trial.measured.divergence
         return self.price(self.along, trial) / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
 
+    def costs(self, trial: Trial) -> tuple[float, ...]:
+        """The objectives of a trial, less is better."""
+        return self.budget.pricing.costs(self.objectives, trial)
+
+    def recorded_costs(self, proposal: Proposal, measured: MeasuredProgram) -> tuple[float, ...]:
+        """What a study has of a proposal, in the order of `settings.recorded`."""
+        return self.budget.pricing.costs(self.settings.recorded, Trial(0, proposal, measured))
+
     def price(self, aspect: Aspect, trial: Trial) -> float:
         """What a trial's program costs of one quantity."""
-        return self.budget.pricing.price(aspect, Program.parse(trial.proposal.key))
+        return self.budget.pricing.price(aspect, trial.program)
+
+    def lacks_of_quality(self, measured: MeasuredProgram) -> tuple[float, ...]:
+        """As `SearchBudget.quality_shortfalls`."""
+        return self.budget.quality_shortfalls(measured, self.original)
 
     def is_met(self, trial: Trial) -> bool:
         """Whether a trial is within all limits."""
-        return self.budget.meets(Program.parse(trial.proposal.key), trial.measured, self.original)
-
-    @property
-    def traded(self) -> tuple[Objective, ...]:
-        """What a front is of: the objectives, and the cost that is looked along."""
-        along = self.along
-        known = along is None or any(objective.aspect == along for objective in self.objectives)
-        return self.objectives if known else (*self.objectives, Objective(along))
-
-    def told(self, proposal: Proposal, measured: MeasuredProgram) -> tuple[float, ...]:
-        """The values of `told_names` for a proposal and what was measured of it."""
-        known = told(self.objectives)
-        program = Program.parse(proposal.key)
-        return tuple(objective.cost(program, measured, self.budget.pricing) for objective in known)
+        return not any(self.budget.shortfalls(trial.program)) and not any(self.lacks_of_quality(trial.measured))
 
     def best_in_words(self, trials: Collection[Trial]) -> str:
         """The best trial in a few words, or where there is no single one, how many are on the front."""
@@ -235,35 +242,6 @@ class Question:
             return ""
         cost = f"{self.cost(best):.4g}" if self.along is None else self.along.show(self.price(self.along, best))
         return f"best {cost}"
-
-    def values(self, trial: Trial) -> tuple[float, ...]:
-        """The objectives of a trial, less is better."""
-        return tuple(objective.of(trial, self.budget.pricing) for objective in self.objectives)
-
-
-def require_quality(limits: Sequence[Limit], objectives: Sequence[Objective]) -> None:
-    """Refuse a question to which the answer is what edits can destroy most.
-
-    Raises:
-        ValueError: if neither an objective nor a limit is of quality; it says how one is asked for.
-    """
-    if all(one.is_priced for one in objectives) and not any(limit.aspect.quantity.measured for limit in limits):
-        names = ",".join(map(str, objectives))
-        raise ValueError(
-            f"objective {names} asks for no quality, and a model that is destroyed has least of it; limit what may be "
-            f"lost, as in the budget divergence<=0.02, or look for a front of the objectives divergence,{names}"
-        )
-
-
-def told(objectives: Sequence[Objective]) -> tuple[Objective, ...]:
-    """What a study is told of every trial: the objectives but those of which only the best are measured."""
-    known = tuple(objective for objective in objectives if not objective.is_of_few)
-    return known or (Objective(Aspect("divergence")),)
-
-
-def told_names(objectives: Sequence[Objective]) -> tuple[str, ...]:
-    """Their names."""
-    return tuple(map(str, told(objectives)))
 
 
 def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[float, ...]:
@@ -277,11 +255,3 @@ def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[flo
     if cost == DEPTH:
         return tuple(map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1)))
     return tuple(dense - (dense - least) * step / LEVELS for step in range(1, LEVELS + 1)) if least < dense else ()
-
-
-def looked_along(limits: Sequence[Limit], objectives: Sequence[Objective]) -> Aspect | None:
-    """The cost whose levels are looked along: one that is an objective, or depth where no program is limited."""
-    costs = [objective.aspect for objective in objectives if objective.aspect is not None and objective.is_priced]
-    if costs:
-        return costs[0]
-    return None if any(not limit.aspect.quantity.measured for limit in limits) else DEPTH

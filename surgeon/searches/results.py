@@ -13,13 +13,11 @@ import numpy as np
 import pandas as pd
 
 from surgeon.checkpoint.read import read_json
-from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.processes.files import write_json, write_table, write_text
 from surgeon.searches.front import DepthCurve
 from surgeon.searches.healing import HealedComparison
 from surgeon.searches.limits import Limit, SearchBudget
-from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import DEPTH, Question
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial
@@ -75,10 +73,10 @@ def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
 
 
 def _row(question: Question, trial: Trial) -> dict[str, Any]:
-    measured, program = trial.measured, Program.parse(trial.proposal.key)
+    measured, program = trial.measured, trial.program
     pricing = question.budget.pricing
     costs = {
-        str(aspect): _natural(aspect, pricing.price(aspect, program))
+        str(aspect): aspect.natural(pricing.price(aspect, program))
         for aspect in dict.fromkeys([DEPTH, *pricing.aspects])
     }
     return {
@@ -97,11 +95,6 @@ def _row(question: Question, trial: Trial) -> dict[str, Any]:
         **measured.more,
         "program": trial.proposal.key,
     }
-
-
-def _natural(aspect: Aspect, cost: float) -> float:
-    """The number as people know it: a speedup is kept as its inverse."""
-    return 1 / cost if aspect.quantity.upward and cost else cost
 
 
 def terms_table(question: Question, terms: Terms) -> pd.DataFrame:

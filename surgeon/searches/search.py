@@ -6,7 +6,6 @@ foretell than a mixture, a search of several never does worse than one of them, 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,15 +53,20 @@ class Search:
         left = self.trials - len(earlier)
         if left <= 0:
             return []
-        if not earlier:
-            return self._first_round()[:left]
-        batch, others = min(BATCH, left), len(self.strands) - 1
         found: dict[str, Proposal] = {}
+        if not earlier:  # a few of each goal: they run on all of the text, and later ones can be raced against them
+            goals = sum(len(proposer.goals) for proposer in self.strands.values())
+            count = max(1, min(FIRST, self.trials // 2 // max(1, goals)))
+            for proposer in self.strands.values():
+                for proposal in proposer.first_round(count):
+                    found.setdefault(proposal.key, proposal)
+            return [*found.values()][:left]
+        batch, others = min(BATCH, left), len(self.strands) - 1
         for name, proposer in self.strands.items():
             # Half of the trials are the mixture's.
             share = max(1, batch // 2 // others) if name != MIXTURE and others else batch - batch // 2 * bool(others)
             trials = [trial for trial in earlier if proposer.knows(trial.proposal.choice)]
-            made = proposer.next_round(trials, self.question.focus(proposer.goals, trials, share))
+            made = proposer.next_round(trials, self.question.shared_out(proposer.goals, trials, share))
             if not made:  # these goals are tried out; others may not be
                 made = proposer.next_round(trials, [share] * len(proposer.goals))[:share]
             for proposal in made:
@@ -71,27 +75,14 @@ class Search:
 
     def measure(self, proposals: Sequence[Proposal], earlier: Sequence[Trial]) -> list[MeasuredProgram]:
         """Measure a round's proposals, or some of them, each against the best of its kind so far."""
-        rivals: dict[int | None, MeasuredProgram | None] = {}
-        by_rival: dict[int | None, list[Program]] = defaultdict(list)
-        for proposal in proposals:
-            rival = self._rival(proposal, earlier)
-            number = None if rival is None else rival.number
-            rivals[number] = None if rival is None else rival.measured
-            by_rival[number].append(Program.parse(proposal.key))
+        rivals = [self._rival(proposal, earlier) for proposal in proposals]
+        numbers = [None if rival is None else rival.number for rival in rivals]
+        programs = [Program.parse(proposal.key) for proposal in proposals]
         found: dict[Program, MeasuredProgram] = {}
-        for number, programs in by_rival.items():
-            found |= self.evaluator.measure(programs, rivals[number])
-        return [found[Program.parse(proposal.key)] for proposal in proposals]
-
-    def _first_round(self) -> list[Proposal]:
-        """A few of each goal: they run on all of the text, and later ones can be raced against them."""
-        goals = sum(len(proposer.goals) for proposer in self.strands.values())
-        count = max(1, min(FIRST, self.trials // 2 // max(1, goals)))
-        found: dict[str, Proposal] = {}
-        for proposer in self.strands.values():
-            for proposal in proposer.first_round(count):
-                found.setdefault(proposal.key, proposal)
-        return [*found.values()]
+        for number, rival in dict(zip(numbers, rivals, strict=True)).items():
+            against = [program for program, other in zip(programs, numbers, strict=True) if other == number]
+            found |= self.evaluator.measure(against, None if rival is None else rival.measured)
+        return [found[program] for program in programs]
 
     def _rival(self, proposal: Proposal, earlier: Sequence[Trial]) -> Trial | None:
         """The best trial so far of the same level and, where spaces are looked at by themselves, of the same space.
@@ -122,6 +113,5 @@ class Search:
         return Proposer(mixture, terms, question.prices, question.goals, self._value)
 
     def _value(self, trial: Trial) -> float:
-        values = self.question.values(trial)
-        quality = [value for value, one in zip(values, self.question.objectives, strict=True) if not one.is_priced]
-        return quality[0] if quality else trial.measured.divergence
+        quality = [objective for objective in self.question.objectives if not objective.is_priced]
+        return self.question.budget.pricing.costs(quality, trial)[0] if quality else trial.measured.divergence

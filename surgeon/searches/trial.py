@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from surgeon.language.program import Program
 from surgeon.searches.edit import Choice, Edit
 
 _BY_PLACE = ("nll", "divergences", "blocks")  # of the text
@@ -82,3 +83,8 @@ class Trial:
     number: int
     proposal: Proposal
     measured: MeasuredProgram
+
+    @property
+    def program(self) -> Program:
+        """What was tried."""
+        return Program.parse(self.proposal.key)

@@ -167,7 +167,7 @@ def remeasure(
         evaluate: measures programs on that text, all of its windows.
         by: what they are compared by: their divergences, or their negative log-likelihoods.
     """
-    programs = {trial.number: Program.parse(trial.proposal.key) for trial in (winner, *runners_up)}
+    programs = {trial.number: trial.program for trial in (winner, *runners_up)}
     found = evaluate([dense, *programs.values()])
     first, *others = (Finalist(trial, found[programs[trial.number]]) for trial in (winner, *runners_up))
     return compare(first, others, found[dense], by)

@@ -54,9 +54,8 @@ def search(spaces: str, budget: str | None, objectives: str = "divergence", tria
     model = Model.of_config(tiny_model("llama", num_layers=LAYERS).config, "tiny")
     settings, evaluator = SearchSettings(spaces, budget, objectives), MadeUpEvaluator()
     mixture = settings.mixture(model)
-    pricing = Pricing(model, tuple(dict.fromkeys(settings.aspects)), Deployment(2))
-    budgeted = SearchBudget(settings.limits, pricing)
-    question = Question(mixture, budgeted, settings.objectives, evaluator.measured(0.0))
+    budgeted = SearchBudget(settings.limits, Pricing(model, settings.aspects, Deployment(2)))
+    question = Question(settings, mixture, budgeted, evaluator.measured(0.0))
     alone = np.array([damage([edit]) for edit in mixture.edits])
     made: Any = evaluator
     return Search(question, Terms(alone, np.eye(len(alone))), made, trials), evaluator

@@ -12,7 +12,7 @@ from surgeon.language.program import Program
 from surgeon.quality.tasks import TaskSettings
 from surgeon.results.tasks import Score, scores
 from surgeon.searches.accuracy import TaskAccuracy, accuracy_of
-from surgeon.searches.objectives import parse_objectives
+from surgeon.searches.quantities import parse_objectives
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.quality.tasks_helpers import CHOICES, evaluate, write_rows
 from tests.tiny_models import tiny_model, tiny_tokenizer

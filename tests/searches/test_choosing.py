@@ -25,8 +25,8 @@ def test_two_objectives_give_the_middle_of_their_front() -> None:
     trials = run(searching, evaluator)
     (winner,), why = choose(searching.question, trials, [])
     assert "nearest to the best of every objective" in why
-    values = [searching.question.values(trial) for trial in trials]
-    first = searching.question.values(winner)
+    values = [searching.question.costs(trial) for trial in trials]
+    first = searching.question.costs(winner)
     assert not any(all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values)
 
 

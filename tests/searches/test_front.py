@@ -16,8 +16,8 @@ from surgeon.searches.edit import Edit
 from surgeon.searches.front import bootstrapped_knee, depth_curves, knee_of, lower_envelope, non_dominated, pareto_front
 from surgeon.searches.front_files import write_depths, write_front
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.objectives import aspects_to_price, parse_objectives
 from surgeon.searches.pricing import Pricing
+from surgeon.searches.quantities import Aspect, parse_objectives
 from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.cost.examples import model
@@ -25,7 +25,7 @@ from tests.cost.examples import model
 EIGHT = model(num_hidden_layers=8)
 MIXTURE = Mixture(parse_spaces("pair,drop"), EIGHT)
 OBJECTIVES = parse_objectives("divergence,depth")
-PRICING = Pricing(EIGHT, aspects_to_price(OBJECTIVES), Deployment(2), Workload(1, 5, 4))
+PRICING = Pricing(EIGHT, (Aspect("depth"),), Deployment(2), Workload(1, 5, 4))
 
 
 def trial(number: int, choice: tuple[Edit, ...], divergences: list[float], whole: bool = True) -> Trial:

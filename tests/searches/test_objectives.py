@@ -10,9 +10,8 @@ import pytest
 from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
-from surgeon.searches.objectives import Objective, aspects_to_price, parse_objectives
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.quantities import Aspect
+from surgeon.searches.quantities import Aspect, parse_objectives
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.cost.examples import hardware, model
 
@@ -21,24 +20,21 @@ MEASURED = MeasuredProgram(7.5, 0.03, 0.02, 0.04, 100, more={"accuracy:piqa": 0.
 
 
 def pricing(text: str) -> Pricing:
-    aspects = aspects_to_price(parse_objectives(text))
+    aspects = tuple(one for one in parse_objectives(text) if one.is_priced)
     return Pricing(model(), aspects, Deployment(2), Workload(1, 5, 4), {"l4": hardware()})
 
 
 def test_several_objectives() -> None:
     found = parse_objectives("divergence, depth,latency@l4,accuracy:piqa")
-    expected = [Objective(Aspect("divergence")), Objective(Aspect("depth")), Objective(Aspect("latency", "l4"))]
-    assert list(found) == [*expected, Objective(task="piqa")]
+    assert found == (Aspect("divergence"), Aspect("depth"), Aspect("latency", "l4"), Aspect("accuracy", "piqa"))
     assert [str(one) for one in found] == ["divergence", "depth", "latency@l4", "accuracy:piqa"]
-    assert aspects_to_price(found) == (Aspect("depth"), Aspect("latency", "l4"))
-    assert [one.is_of_few for one in found] == [False, False, False, True]
     assert [one.is_priced for one in found] == [False, True, True, False]
 
 
 def test_less_is_better_of_all() -> None:
     text = "divergence,perplexity,depth,speedup@l4,accuracy:piqa,accuracy:arc"
     prices = pricing(text)
-    costs = [one.cost(PROGRAM, MEASURED, prices) for one in parse_objectives(text)]
+    costs = [prices.cost(one, PROGRAM, MEASURED) for one in parse_objectives(text)]
     ratio = prices.price(Aspect("speedup", "l4"), PROGRAM)
     assert costs == [0.03, 7.5, 3, ratio, pytest.approx(0.3), math.inf]
     assert ratio < 1
@@ -47,10 +43,10 @@ def test_less_is_better_of_all() -> None:
 
 
 def test_what_is_not_known_is_never_best() -> None:
-    (divergence,) = parse_objectives("divergence")
-    assert divergence.cost(PROGRAM, replace(MEASURED, divergence=math.nan), pricing("depth")) == math.inf
+    objectives = parse_objectives("divergence,depth")
+    assert pricing("depth").cost(objectives[0], PROGRAM, replace(MEASURED, divergence=math.nan)) == math.inf
     trial = Trial(3, Proposal(str(PROGRAM), "window", ()), MEASURED)
-    assert divergence.of(trial, pricing("depth")) == 0.03
+    assert pricing("depth").costs(objectives, trial) == (0.03, 3)
 
 
 @pytest.mark.parametrize(
