@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surgeon.benchmarks.timing import PassTiming, RankRun
-from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, exchange, pass_seconds
+from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
 from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.plan.placement import Group
 
@@ -103,5 +103,4 @@ class _Measured(Costs):
         """Have all ranks wait for a collective."""
         if len(clocks) > 1:
             transfers = self.transfers(torch.zeros(1), tuple(range(len(clocks))))
-            for clock, transfer, arrival in zip(clocks, transfers, exchange(clocks, transfers), strict=True):
-                clock.land(transfer, arrival)
+            meet(clocks, transfers)

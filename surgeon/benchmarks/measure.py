@@ -150,32 +150,23 @@ def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measu
     decode = [one for one in lead.passes if one.decode]
     first_token = prefill[-1].ended - lead.began
     decoding = sum(one.seconds for one in decode)
-    decode_passes = [[one for one in run.passes if one.decode] for run in runs]
+    by_kind = [[[one for one in run.passes if one.decode == kind] for run in runs] for kind in (False, True)]
     return Measurement(
         first_token=first_token,
         prefill=sum(one.seconds for one in prefill),
         decode=decoding,
         per_token=decoding / len(decode) if decode else math.nan,
         rate=load.batch * load.new / (first_token + decoding),
-        prefill_pass=_split([[one for one in run.passes if not one.decode] for run in runs]),
-        decode_pass=_split(decode_passes) if decode else None,
+        prefill_pass=_split(by_kind[0]),
+        decode_pass=_split(by_kind[1]) if decode else None,
     )
 
 
 def _split(passes_by_rank: list[list[PassTiming]]) -> Split:
     """The split of passes of one kind on the rank that waits most; where none waits, on the one that computes most."""
-    splits = [_rank_split(rank, passes) for rank, passes in enumerate(passes_by_rank)]
+    splits = []
+    for rank, passes in enumerate(passes_by_rank):
+        waiting = fmean(math.nan if one.waiting is None else one.waiting for one in passes)
+        compute = fmean(one.seconds for one in passes) - waiting
+        splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary))
     return max(splits, key=lambda split: (0 if math.isnan(split.waiting) else split.waiting, split.compute))
-
-
-def _rank_split(rank: int, passes: list[PassTiming]) -> Split:
-    seconds = fmean(one.seconds for one in passes)
-    waits = [one.waiting for one in passes if one.waiting is not None]
-    waiting = fmean(waits) if waits else math.nan
-    return Split(
-        rank=rank,
-        waiting=waiting,
-        compute=seconds - waiting,
-        layers=passes[-1].layers,
-        vocabulary=passes[-1].vocabulary,
-    )

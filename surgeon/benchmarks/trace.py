@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.benchmarks.timing import Exchange, PassTiming, RankRun
-from surgeon.language.program import ATTENTION, Step, Sublayer
+from surgeon.language.program import ATTENTION, Step
 from surgeon.runtime.comm.link import Link
 
 PASSES, COMPUTE, WAITING, COMMUNICATION = 0, 1, 2, 3  # rows; what is in flight at the same time takes further rows
+CATEGORIES = {PASSES: "pass", COMPUTE: "compute", WAITING: "waiting"}
 ROW_NAMES = {PASSES: "forward passes", COMPUTE: "compute", WAITING: "waiting for other ranks"}
 MICROSECONDS = 1e6
 
@@ -43,29 +44,21 @@ def chrome_trace(runs: dict[str, list[RankRun]], wires: Wires) -> dict[str, Any]
         runs: by program and rank, with computations and exchanges kept.
     """
     events: list[TraceEvent] = []
+    process = 0
     for name, by_rank in runs.items():
         start = min(run.passes[0].began for run in by_rank)
         for rank, run in enumerate(by_rank):
-            process = len({event["pid"] for event in events})
-            peers = [[each.passes[number] for each in by_rank] for number in range(len(run.passes))]
-            events += _names(process, f"{name}, rank {rank}")
-            for one, everybody in zip(run.passes, peers, strict=True):
+            for what, labels in (("name", {"name": f"{name}, rank {rank}"}), ("sort_index", {"sort_index": process})):
+                events.append({"ph": "M", "name": f"process_{what}", "pid": process, "tid": 0, "args": labels})
+            for number, one in enumerate(run.passes):
+                everybody = [each.passes[number] for each in by_rank]
                 events += _pass_events(one, rank, everybody, wires, process, start)
-    return {"traceEvents": events + list(_row_names(events)), "displayTimeUnit": "ms"}
-
-
-def _names(process: int, name: str) -> list[TraceEvent]:
-    return [
-        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}},
-    ]
-
-
-def _row_names(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
+            process += 1
     for process, row in sorted({(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}):
         name = ROW_NAMES.get(row, f"in flight {row - COMMUNICATION + 1}")
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": row, "args": {"sort_index": row}}
+        for what, labels in (("name", {"name": name}), ("sort_index", {"sort_index": row})):
+            events.append({"ph": "M", "name": f"thread_{what}", "pid": process, "tid": row, "args": labels})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _pass_events(
@@ -73,7 +66,15 @@ def _pass_events(
 ) -> Iterator[TraceEvent]:
     def event(row: int, name: str, began: float, ended: float, **more: Any) -> TraceEvent:
         times = {"ts": (began - start) * MICROSECONDS, "dur": max(0.0, ended - began) * MICROSECONDS}
-        return {"ph": "X", "name": name, "cat": _category(row), "pid": process, "tid": row, **times, "args": more}
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": CATEGORIES.get(row, "communication"),
+            "pid": process,
+            "tid": row,
+            **times,
+            "args": more,
+        }
 
     kind = "decode" if one.decode else "prefill"
     tokens = f"{one.tokens} {'token' if one.tokens == 1 else 'tokens'}"
@@ -93,19 +94,12 @@ def explain(what: Step | str) -> str:
     """A step as the program writes it, and in words; anything else is a word already."""
     if isinstance(what, str):
         return what
-    inside = ", ".join(map(_explain_sublayer, what.sublayers))
-    return f"{what} ({'late: ' if what.late else ''}{inside})"
-
-
-def _explain_sublayer(sublayer: Sublayer) -> str:
-    kind = "attention" if sublayer.kind == ATTENTION else "feed-forward"
-    layers = "~".join(map(str, sublayer.layers))
-    piece = "" if sublayer.piece is None else f" slice {sublayer.piece[0]} of {sublayer.piece[1]}"
-    return f"{kind} {layers}{piece}"
-
-
-def _category(row: int) -> str:
-    return {PASSES: "pass", COMPUTE: "compute", WAITING: "waiting"}.get(row, "communication")
+    inside = []
+    for sublayer in what.sublayers:
+        kind = "attention" if sublayer.kind == ATTENTION else "feed-forward"
+        piece = "" if sublayer.piece is None else f" slice {sublayer.piece[0]} of {sublayer.piece[1]}"
+        inside.append(f"{kind} {'~'.join(map(str, sublayer.layers))}{piece}")
+    return f"{what} ({'late: ' if what.late else ''}{', '.join(inside)})"
 
 
 def arrivals(rank: int, everybody: Sequence[PassTiming], wires: Wires) -> list[float]:

@@ -7,7 +7,7 @@ reduction, a dense program costs c + d per step, and a ladder's period is max(c,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
@@ -203,6 +203,12 @@ def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list
     return arrivals
 
 
+def meet(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> None:
+    """Have all ranks of a group wait for a collective."""
+    for clock, transfer, arrival in zip(clocks, transfers, exchange(clocks, transfers), strict=True):
+        clock.land(transfer, arrival)
+
+
 class SimulatedRanks(Machine):
     """A group of ranks on which time passes and nothing else happens.
 
@@ -218,24 +224,15 @@ class SimulatedRanks(Machine):
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
         by_rank = {rank: self.costs.items(rank, step) for rank in self.group}
-        for turn in zip_longest(*by_rank.values()):
-            self._take(dict(zip(by_rank, turn, strict=True)))
-        return Partial(self.costs.part(step, self.group), self._finishing(step, stream))
-
-    def _take(self, turn: dict[int, Burst | Swap | None]) -> None:
-        """Let every rank do its next item; those that exchange something are at the same one."""
-        groups: dict[Group, Transfer] = {}
-        for rank, item in turn.items():
-            if isinstance(item, Swap):
-                groups[item.group] = item.transfer
-            else:
-                self.clocks[rank].spend(item)
-        for group, transfer in groups.items():
-            clocks = [self.clocks[rank] for rank in group]
-            for clock, arrival in zip(clocks, exchange(clocks, [transfer] * len(group)), strict=True):
-                clock.land(transfer, arrival)
-
-    def _finishing(self, step: Step, stream: Tensor) -> Callable[[Tensor], Tensor]:
+        for turn in zip_longest(*by_rank.values()):  # those that exchange something are at the same item
+            groups: dict[Group, Transfer] = {}
+            for rank, item in zip(by_rank, turn, strict=True):
+                if isinstance(item, Swap):
+                    groups[item.group] = item.transfer
+                else:
+                    self.clocks[rank].spend(item)
+            for group, transfer in groups.items():
+                meet([self.clocks[rank] for rank in group], [transfer] * len(group))
         burst = self.costs.finish(step, self.group)
 
         def finish(_: Tensor) -> Tensor:
@@ -243,7 +240,7 @@ class SimulatedRanks(Machine):
                 self.clocks[rank].spend(burst)
             return stream
 
-        return finish
+        return Partial(self.costs.part(step, self.group), finish)
 
     def reduce(self, partial: Partial) -> Pending:
         part, finish = partial

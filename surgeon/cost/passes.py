@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from surgeon.cost.clocks import Burst, Costs, RankClock, Swap, Transfer, exchange
+from surgeon.cost.clocks import Burst, Costs, RankClock, Swap, Transfer, meet
 from surgeon.cost.collectives import Operation, Wiring
 from surgeon.cost.kernels import Kernel, RankSpeed, burst
-from surgeon.cost.work import Forward, Item, RankWork, Sent
+from surgeon.cost.work import Forward, Item, RankWork
 from surgeon.language.program import Fork, Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.quantised import Compression, Packing
@@ -65,11 +65,9 @@ class Setting:
             elif self.connected:
                 found.append(self.burst(kernels))
                 kernels = []
-                found.append(Swap(item.group, self._inside(item, tokens, sent)))
+                inside = self.transfer(item.operation, self.operand(tokens, item.width), item.group, sent)
+                found.append(Swap(item.group, inside))
         return Timed([*found, self.burst(kernels)] if kernels else found, sent)
-
-    def _inside(self, sent: Sent, tokens: int, counts: Counts) -> Transfer:
-        return self.transfer(sent.operation, self.operand(tokens, sent.width), sent.group, counts)
 
     def operand(self, tokens: int, width: int) -> Tensor:
         """Something to be sent, without values."""
@@ -85,14 +83,11 @@ class Setting:
             return self._exact(operation, part.nbytes, group, counts)
         packing = Packing(self.compress, part.shape, part.dtype)
         sent = self._exact("all-gather", packing.nbytes, group, counts)
-        return replace(
-            sent,
-            before=self._repacking(part.nbytes, PACKING),
-            after=self._repacking(len(group) * part.nbytes, UNPACKING),
+        before, after = (
+            self.burst([Kernel("pack", "copy", 0.0, often * moved, launches=launches)])
+            for moved, (often, launches) in ((part.nbytes, PACKING), (len(group) * part.nbytes, UNPACKING))
         )
-
-    def _repacking(self, moved: int, often: tuple[float, int]) -> Burst:
-        return self.burst([Kernel("pack", "copy", 0.0, often[0] * moved, launches=often[1])])
+        return replace(sent, before=before, after=after)
 
     def _exact(self, operation: Operation, size: int, group: Group, counts: Counts | None) -> Transfer:
         if counts is not None:
@@ -105,8 +100,7 @@ class Setting:
         """A collective of all ranks, exact and hidden behind nothing."""
         if self.connected and len(clocks) > 1:
             sent = self._exact(operation, size, tuple(range(len(clocks))), counts)
-            for clock, arrival in zip(clocks, exchange(clocks, [sent] * len(clocks)), strict=True):
-                clock.land(sent, arrival)
+            meet(clocks, [sent] * len(clocks))
 
 
 @dataclass
@@ -194,5 +188,5 @@ def one_token(setting: Setting, items: Sequence[Item]) -> float:
         if isinstance(item, Burst):
             clock.spend(item)
         else:
-            clock.land(item.transfer, exchange([clock], [item.transfer])[0])
+            meet([clock], [item.transfer])
     return max(clock.now, clock.host)
