@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import get_args
+from itertools import count
+from typing import NamedTuple, get_args
 
-from surgeon.cost.clocks import RankClock, pass_seconds
-from surgeon.cost.collectives import Wiring
+import torch
+from torch import Tensor
+
+from surgeon.cost.clocks import Burst, Costs, RankClock, Swap, Transfer, meet, pass_seconds
+from surgeon.cost.collectives import Operation, Wiring
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.kernels import RankSpeed
-from surgeon.cost.passes import PassCosts, Setting, one_token
+from surgeon.cost.kernels import Kernel, RankSpeed, burst
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.room import KEPT, Room, room
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
-from surgeon.language.program import Program, Step
+from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.comm.quantised import Compression
-from surgeon.runtime.plan.placement import Part, Work, rank_work
+from surgeon.runtime.comm.quantised import Compression, Packing
+from surgeon.runtime.plan.placement import Group, Part, Work, rank_work, step_parts
 from surgeon.runtime.plan.specification import KvMode, LowRankMode, Plan
 
 DTYPES = ("float32", "bfloat16", "float16")
+CANDIDATE = 16  # bytes of a rank's best token of a text: its logit and its number
+# Estimates: how often compression reads or writes each number of what it packs, and of what it unpacks, in kernels that
+# do all of it at once; and in how many of them.
+PACKING, UNPACKING = (6.0, 2), (3.0, 1)
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,62 @@ def _mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
     return replace(passes[first], **means)
 
 
+class PredictedRanks:
+    """Ranks of a plan on hardware, whose passes are predicted.
+
+    Attributes:
+        work: by rank, every step's, with a number that is the same of steps that cost the same.
+        node: ranks of a node.
+        captured: whether decoding passes are captured graphs.
+    """
+
+    def __init__(self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment) -> None:
+        self.shapes, self.plan, self.hardware, self.deployment = shapes, plan, hardware, deployment
+        self.program, self.work = _works(plan)
+        asynchronous = hardware.host.asynchronous
+        self.captured = asynchronous if deployment.graphs is None else deployment.graphs
+        if self.captured and not asynchronous:
+            raise ValueError(f"{hardware.name} launches kernels one by one; captured graphs are for GPUs")
+        self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
+        self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
+        self._ways: dict[tuple[object, ...], bool] = {}
+
+    def wiring(self, graphs: bool) -> Wiring:
+        """What connects them in passes that are captured graphs, or others."""
+        hardware, deployment = self.hardware, self.deployment
+        within = hardware.link(deployment.link) if min(self.plan.ranks, self.node) > 1 else None
+        across = hardware.network(deployment.network) if self.plan.ranks > self.node else None
+        return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
+
+    def gathers(self, part: Part) -> bool:
+        """Whether first factors are shared out: as the deployment says, or as is faster for one token."""
+        if self.plan.low_rank != "auto":
+            return self.plan.low_rank == "gather"
+        key = replace(part.sublayer, layers=(0,)), part.sharers
+        if key not in self._ways:
+            work = Work(Step((replace(part.sublayer, piece=None),)), (replace(part, index=0),))
+            ways: tuple[GathersFirst, ...] = (lambda _: True, lambda _: False)
+            gathered, replicated = (PassCosts(self, Forward(1, 1), self.captured, way).alone(work) for way in ways)
+            self._ways[key] = gathered < replicated
+        return self._ways[key]
+
+    def forward(self, forward: Forward, graphs: bool) -> PassCost:
+        """One pass.
+
+        Args:
+            graphs: whether it is a captured graph.
+        """
+        costs = PassCosts(self, forward, graphs, self.gathers)
+        start = self.speed.host.forward.at(forward.texts)
+        clocks = [RankClock(now=start, host=start, launches=start) for _ in range(self.plan.ranks)]
+        costs.embed(clocks)
+        pass_seconds(self.program, clocks, costs)
+        costs.choose(clocks)
+        last = max(clocks, key=lambda clock: clock.now)
+        times = last.now, last.compute, last.launches, last.exposed, last.communication
+        return PassCost(*times, layers=costs.layers, vocabulary=costs.vocabulary)
+
+
 @lru_cache(maxsize=KEPT)
 def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     """A plan's program, and every rank's work: with a number that is the same of steps that differ in layers only."""
@@ -188,74 +252,138 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     return program, [[(work, number(work)) for work in each] for each in by_rank]
 
 
-def _never(_: Part) -> bool:
-    return False
+class Timed(NamedTuple):
+    """What a rank does of a step, and the collectives inside it."""
+
+    items: list[Burst | Swap]
+    sent: Counts
 
 
-def _always(_: Part) -> bool:
-    return True
-
-
-class PredictedRanks:
-    """Ranks of a plan on hardware, whose passes are predicted.
+class PassCosts(Costs):
+    """What takes how long in one pass.
 
     Attributes:
-        captured: whether decoding passes are captured graphs.
+        layers, vocabulary: collectives that rank 0 has started.
     """
 
-    def __init__(self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment) -> None:
-        self.shapes, self.plan, self.hardware, self.deployment = shapes, plan, hardware, deployment
-        self.program, self.work = _works(plan)
-        asynchronous = hardware.host.asynchronous
-        self.captured = asynchronous if deployment.graphs is None else deployment.graphs
-        if self.captured and not asynchronous:
-            raise ValueError(f"{hardware.name} launches kernels one by one; captured graphs are for GPUs")
-        self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
-        self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
-        self._ways: dict[tuple[object, ...], bool] = {}
-
-    def setting(self, graphs: bool, gathers: GathersFirst) -> Setting:
-        """What passes have in common.
+    def __init__(self, ranks: PredictedRanks, forward: Forward, graphs: bool, gathers: GathersFirst) -> None:
+        """Before anything is computed.
 
         Args:
+            graphs: whether the pass is a captured graph.
             gathers: whether ranks share out a part's first factors.
         """
-        rank_work = RankWork(self.plan, self.shapes, gathers, self.hardware.host.asynchronous)
-        wires, deployment = self._wires(graphs), self.deployment
-        return Setting(rank_work, self.work, self.speed, wires, deployment.connected, deployment.compress, graphs)
+        self.ranks, self.plan, self.forward, self.graphs = ranks, ranks.plan, forward, graphs
+        self.rank_work = RankWork(ranks.plan, ranks.shapes, gathers, ranks.hardware.host.asynchronous)
+        self.wires, self.connected = ranks.wiring(graphs), ranks.deployment.connected
+        self.layers, self.vocabulary = Counts(), Counts()
+        self._next = [count() for _ in ranks.work]
+        self._known: dict[object, Timed] = {}
+        self._reductions: dict[object, tuple[Transfer, Counts]] = {}
 
-    def _wires(self, graphs: bool) -> Wiring:
-        hardware, deployment = self.hardware, self.deployment
-        within = hardware.link(deployment.link) if min(self.plan.ranks, self.node) > 1 else None
-        across = hardware.network(deployment.network) if self.plan.ranks > self.node else None
-        return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
+    def leave_attention(self) -> None:
+        self.forward = self.forward.ending
+        self._known.clear()
 
-    def gathers(self, part: Part) -> bool:
-        """Whether first factors are shared out: as the deployment says, or as is faster for one token."""
-        if self.plan.low_rank != "auto":
-            return self.plan.low_rank == "gather"
-        key = replace(part.sublayer, layers=(0,)), part.sharers
-        if key not in self._ways:
-            work = Work(Step((replace(part.sublayer, piece=None),)), (replace(part, index=0),))
-            times = []
-            for way in (_never, _always):
-                setting = self.setting(self.captured, way)
-                times.append(one_token(setting, setting.rank_work.items(work, Forward(1, 1))))
-            self._ways[key] = times[1] < times[0]
-        return self._ways[key]
+    def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
+        work, like = self.ranks.work[rank][next(self._next[rank])]
+        assert work.step is step, f"the executor is at {step}, the rank's work at {work.step}"
+        if like not in self._known:
+            self._known[like] = self._timed(work)
+        items, sent = self._known[like]
+        if rank == 0:
+            self.layers += sent
+        return items
 
-    def forward(self, forward: Forward, graphs: bool) -> PassCost:
-        """One pass.
+    def part(self, node: Step | Fork, group: Group) -> Tensor:
+        return self._operand(self.rank_work.reduced(node, isinstance(node, Fork) or _whole(node, group)))
 
-        Args:
-            graphs: whether it is a captured graph.
-        """
-        costs = PassCosts(self.setting(graphs, self.gathers), forward)
-        start = self.speed.host.forward.at(forward.texts)
-        clocks = [RankClock(now=start, host=start, launches=start) for _ in range(self.plan.ranks)]
-        costs.embed(clocks)
-        pass_seconds(self.program, clocks, costs)
-        costs.choose(clocks)
-        last = max(clocks, key=lambda clock: clock.now)
-        times = last.now, last.compute, last.launches, last.exposed, last.communication
-        return PassCost(*times, layers=costs.layers, vocabulary=costs.vocabulary)
+    def finish(self, step: Step, group: Group) -> Burst | None:
+        kernels = [] if _whole(step, group) else self.rank_work.finish(step, self.forward)
+        return self._burst(kernels) if kernels else None
+
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
+        if not self.connected:
+            return ()
+        key = part.shape, group
+        if key not in self._reductions:
+            sent = Counts()
+            self._reductions[key] = self._transfer("all-reduce", part, group, sent), sent
+        transfer, sent = self._reductions[key]
+        if group[0] == 0:
+            self.layers += sent
+        return [transfer] * len(group)
+
+    def embed(self, clocks: Sequence[RankClock]) -> None:
+        """Before the program: rows of the embedding, and their sum over the ranks, which have some rows each."""
+        numbers, values = self.rank_work.numbers, self.forward.tokens * self.plan.hidden
+        self._end(clocks, [numbers.copy("embedding", 2 * values)], "all-reduce", numbers.size * values)
+
+    def choose(self, clocks: Sequence[RankClock]) -> None:
+        """Behind it: every text's last token through the final norm and the head, and the best of all ranks' logits."""
+        plan, numbers, texts = self.plan, self.rank_work.numbers, self.forward.texts
+        rows = -(-plan.vocabulary // plan.ranks)
+        norm, head = numbers.copy("norm", 2 * texts * plan.hidden), numbers.product("head", texts, rows, plan.hidden)
+        self._end(clocks, [norm, head, numbers.copy("best", texts * rows)], "all-gather", CANDIDATE * texts)
+
+    def alone(self, work: Work) -> float:
+        """Seconds that a rank takes for a step, with ranks that do the same."""
+        clock = RankClock()
+        for item in self._timed(work).items:
+            if isinstance(item, Burst):
+                clock.spend(item)
+            else:
+                meet([clock], [item.transfer])
+        return max(clock.now, clock.host)
+
+    def _end(self, clocks: Sequence[RankClock], kernels: Sequence[Kernel], operation: Operation, size: int) -> None:
+        """What every rank computes at an end of the program, and a collective of all, exact and hidden by nothing."""
+        for clock in clocks:
+            clock.spend(self._burst(kernels))
+        if self.connected and len(clocks) > 1:
+            sent = self._exact(operation, size, tuple(range(len(clocks))), self.vocabulary)
+            meet(clocks, [sent] * len(clocks))
+
+    def _timed(self, work: Work) -> Timed:
+        """A step's kernels as one burst between every two exchanges."""
+        found: list[Burst | Swap] = []
+        sent, kernels = Counts(), list[Kernel]()
+        for item in self.rank_work.items(work, self.forward):
+            if isinstance(item, Kernel):
+                kernels.append(item)
+            elif self.connected:
+                inside = self._transfer(item.operation, self._operand(item.width), item.group, sent)
+                found += [self._burst(kernels), Swap(item.group, inside)]
+                kernels = []
+        return Timed([*found, self._burst(kernels)] if kernels else found, sent)
+
+    def _burst(self, kernels: Sequence[Kernel]) -> Burst:
+        return burst(kernels, self.ranks.speed, self.graphs)
+
+    def _operand(self, width: int) -> Tensor:
+        """Something to be sent, without values."""
+        return torch.empty(self.forward.tokens, width, dtype=getattr(torch, self.plan.dtype), device="meta")
+
+    def _transfer(self, operation: Operation, part: Tensor, group: Group, counts: Counts) -> Transfer:
+        """A collective of a rank's part, as it is sent."""
+        compress = self.ranks.deployment.compress
+        if compress is None or operation == "all-gather":
+            return self._exact(operation, part.nbytes, group, counts)
+        packing = Packing(compress, part.shape, part.dtype)
+        sent = self._exact("all-gather", packing.nbytes, group, counts)
+        before, after = (
+            self._burst([Kernel("pack", "copy", 0.0, often * moved, launches=launches)])
+            for moved, (often, launches) in ((part.nbytes, PACKING), (len(group) * part.nbytes, UNPACKING))
+        )
+        return replace(sent, before=before, after=after)
+
+    def _exact(self, operation: Operation, size: int, group: Group, counts: Counts) -> Transfer:
+        counts.all_reduces += operation == "all-reduce"
+        counts.all_gathers += operation == "all-gather"
+        counts.bytes += size
+        return self.wires.transfer(operation, size, group)
+
+
+def _whole(step: Step, group: Group) -> bool:
+    """Whether each rank of a group computes whole sublayers of a step."""
+    return all(part == step.sublayers[index] for index, part in step_parts(step, 0, len(group)))
