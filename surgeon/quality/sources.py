@@ -59,8 +59,9 @@ def documents(data: str, separator: str | None, reading: Reading | None = None) 
     """
     reading = reading or Reading()
     path, column = file_and_column(data)
+    is_text = path is not None and not is_table(path)
     texts: Iterable[Iterable[str]]  # each in pieces
-    if path is not None and not is_table(path):
+    if path is not None and is_text:
         if column is not None:
             raise ValueError(f"{path} is read as a text file, which has no columns; drop :{column}")
         texts = [read_pieces(path, reading)]
@@ -75,7 +76,7 @@ def documents(data: str, separator: str | None, reading: Reading | None = None) 
     for pieces in texts:
         if separator is None:
             text = Text(pieces)
-            if path is not None and not is_table(path) and text.is_blank():
+            if is_text and text.is_blank():
                 raise ValueError(f"{path} is empty; give a text file with something in it")
             yield text
         else:

@@ -9,6 +9,7 @@ without text are counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def read_column(
     is_guessed = column is None and chosen not in looked_at[-1][1]
     if is_guessed:
         with_text = dict.fromkeys(name for _, row in looked_at for name in _of_text(row))
-        chosen = choose_column(place, with_text, source, how)
+        chosen = _choose_column(place, with_text, source, how)
         if not is_whole:
             reading.notes.append(f"column {chosen!r} is read, the only one of text in {place}")
     elif chosen not in looked_at[-1][1]:
@@ -124,17 +125,8 @@ def _of_text(row: Row) -> list[str]:
     return [name for name, value in row.items() if isinstance(value, str) or name == TEXT_COLUMN]
 
 
-def choose_column(place: str, with_text: Iterable[str], source: str, how: str = "{source}:{column}") -> str:
-    """The column to read: the one named text, or else the only one that holds strings.
-
-    Args:
-        place: what was looked at.
-        source: all that is to be read.
-        how: how a user says which column is meant.
-
-    Raises:
-        ValueError: if none is or several are.
-    """
+def _choose_column(place: str, with_text: Iterable[str], source: str, how: str = "{source}:{column}") -> str:
+    """The column to read of `source`, by what was looked at of it, `place`; arguments as `read_column`."""
     names = list(with_text)
     if TEXT_COLUMN in names:
         return TEXT_COLUMN
@@ -161,45 +153,42 @@ def _checked(value: Any, where: str, column: str) -> str:
 def _open_parquet(path: Path, column: str | None) -> tuple[str, Iterator[tuple[str, Row]]]:
     """The column to read of a parquet file, whose schema says which have text, and the rows with it alone."""
     import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     if is_packed(path):
         raise ValueError(f"{path} is compressed as a whole, and parquet is so within; unpack it (gunzip {path})")
-    try:
+
+    @contextmanager
+    def reading() -> Iterator[None]:
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = first_line(error)
+            raise ValueError(f"{path} is damaged or no parquet file ({reason}); copy it again") from error
+
+    with reading():
         file = parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _damaged(path, error) from error
     schema = file.schema_arrow
     if column is None:
-        with_text = [each.name for each in schema if each.name == TEXT_COLUMN or _holds_text(each.type)]
-        column = choose_column(str(path), with_text, str(path))
+        kinds = {each.name: each.type.value_type if types.is_dictionary(each.type) else each.type for each in schema}
+        strings = (types.is_string, types.is_large_string, types.is_string_view)
+        with_text = [name for name, kind in kinds.items() if name == TEXT_COLUMN or any(is_(kind) for is_ in strings)]
+        chosen = _choose_column(str(path), with_text, str(path))
     elif column not in schema.names:
         raise _no_column(column, str(path), schema.names)
-    return column, _parquet_rows(path, file, column)
+    else:
+        chosen = column
 
+    def rows() -> Iterator[tuple[str, Row]]:
+        row = 0
+        try:
+            with reading():
+                for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[chosen]):
+                    for value in batch.column(0).to_pylist():
+                        row += 1
+                        yield f"{path}: row {row}", {chosen: value}
+        except UnicodeDecodeError as error:
+            reason = f"not text in UTF-8 (byte {error.start} of a row behind row {row})"
+            raise ValueError(f"{path}: column {chosen!r} is {reason}; mend that row") from error
 
-def _parquet_rows(path: Path, file: Any, column: str) -> Iterator[tuple[str, Row]]:
-    import pyarrow
-
-    row = 0
-    try:
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                yield f"{path}: row {row}", {column: value}
-    except UnicodeDecodeError as error:
-        reason = f"not text in UTF-8 (byte {error.start} of a row behind row {row})"
-        raise ValueError(f"{path}: column {column!r} is {reason}; mend that row") from error
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is damaged or no parquet file ({first_line(error)}); copy it again")
-
-
-def _holds_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+    return chosen, rows()

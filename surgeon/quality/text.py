@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -58,11 +58,12 @@ def _in_brackets(ends: tuple[float, float] | None, digits: int) -> str:
     return "" if ends is None else f" ({ends[0]:.{digits}g} to {ends[1]:.{digits}g})"
 
 
-def logits_of(model: PreTrainedModel) -> Logits:
-    """A model's own forward pass, without a cache."""
+def logits_of(model: nn.Module) -> Logits:
+    """A model's own forward pass, without a cache, whatever is wrapped around it."""
 
     def logits(ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids.to(input_device(model)), use_cache=False).logits
+        device = input_device(model) if isinstance(model, PreTrainedModel) else next(model.parameters()).device
+        found: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
         return found
 
     return logits
@@ -93,7 +94,7 @@ def text_values(
         ValueError: if the vocabularies differ, or the model's predictions are not finite.
     """
     parts = []
-    with progress("text", len(ids), "windows") if shown else nullcontext(_untold) as advance:
+    with progress("text", len(ids), "windows") if shown else nullcontext(lambda _: None) as advance:
         for window in ids.split(1):
             parts.append(_window(model, window, original))
             advance(1)
@@ -102,10 +103,6 @@ def text_values(
         where = int(np.flatnonzero(~np.isfinite(nll))[0])
         raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
     return nll, None if original is None else np.array([float(part.divergence) for part in parts])
-
-
-def _untold(_: float) -> None:
-    """Where progress is not shown."""
 
 
 def _window(model: Logits, window: Tensor, original: Logits | None) -> Quality:

@@ -14,7 +14,7 @@ from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
 from surgeon.quality.summary import Values
-from surgeon.quality.text import Logits, TextQuality, text_quality, text_values
+from surgeon.quality.text import Logits, TextQuality, logits_of, text_quality, text_values
 
 
 class Measure(Protocol):
@@ -59,7 +59,7 @@ class HeldOutQuality:
 
     def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
         """The quality of a model as it is, without dropout."""
-        return self.quality(model, logits_by(model))
+        return self.quality(model, logits_of(model))
 
     def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
         """The same by logits that the model takes part in, asked for window by window in their order."""
@@ -69,7 +69,7 @@ class HeldOutQuality:
     def values(self, model: nn.Module) -> tuple[Values, Values | None]:
         """The same window by window, as `text_values` gives it."""
         with _evaluated(model):
-            return text_values(logits_by(model), self.ids, self._reference, shown=False)
+            return text_values(logits_of(model), self.ids, self._reference, shown=False)
 
     @property
     def _reference(self) -> Logits | None:
@@ -92,14 +92,3 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def logits_by(model: nn.Module) -> Logits:
-    """A model's own forward pass, whatever is wrapped around it."""
-    device = next(model.parameters()).device
-
-    def logits(ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
-        return found
-
-    return logits

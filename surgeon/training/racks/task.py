@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from surgeon.quality.text import TextQuality
+from surgeon.quality.text import TextQuality, logits_of
 from surgeon.training.distill.distiller import Distillation
-from surgeon.training.held_out import HeldOutQuality, Measure, logits_by
+from surgeon.training.held_out import HeldOutQuality, Measure
 from surgeon.training.racks.distilled import DistilledRackLoss
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.streams import StreamSink, StreamSource, stretch_of
@@ -63,7 +63,7 @@ class RackHeldOut:
         return self._latest[1]
 
     def _measured(self, model: nn.Module, step: int) -> TextQuality:
-        whole, windows = logits_by(model), iter(range(len(self.held_out.ids)))
+        whole, windows = logits_of(model), iter(range(len(self.held_out.ids)))
 
         def logits(ids: Tensor) -> Tensor:
             window = next(windows)
