@@ -48,37 +48,63 @@ def _mean(*names: str) -> list[dict[str, Any]]:
 
 
 def _multiple_choice(row: Row, where: str) -> Row:
-    choices = _texts(row, "choices", where)
-    return {"prompt": _question(_text(row, "query", where)), "choices": choices, "gold": _gold(row, choices, where)}
+    query, choices = _text(row["query"], "query", where).rstrip(), _texts(row["choices"], "choices", where)
+    # To a question that says so lm-eval's tasks add the word for the answer.
+    asks = query.startswith(_QUESTION) and not query.endswith(_ANSWER)
+    return {
+        "prompt": f"{query}\n{_ANSWER}" if asks else query,
+        "choices": choices,
+        "gold": _gold(row["gold"], len(choices), where),
+    }
 
 
 def _contexts(row: Row, where: str) -> Row:
-    contexts = [context.rstrip() for context in _texts(row, "context_options", where)]
-    gold = _gold(row, contexts, where)
-    return {"context_options": contexts, "continuation": _text(row, "continuation", where).lstrip(), "gold": gold}
+    contexts = [context.rstrip() for context in _texts(row["context_options"], "context_options", where)]
+    return {
+        "context_options": contexts,
+        "continuation": _text(row["continuation"], "continuation", where).lstrip(),
+        "gold": _gold(row["gold"], len(contexts), where),
+    }
 
 
 def _continuation(row: Row, where: str) -> Row:
-    return {
-        "prompt": _text(row, "context", where).rstrip(),
-        "target": " " + _text(row, "continuation", where).lstrip(),
-    }
+    continuation = _text(row["continuation"], "continuation", where).lstrip()
+    return {"prompt": _text(row["context"], "context", where).rstrip(), "target": f" {continuation}"}
 
 
 def _number(row: Row, where: str) -> Row:
     answer = row["answer"]
     answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
-    answer = _text({"answer": answer}, "answer", where).strip()
+    answer = target = _text(answer, "answer", where).strip()
     if not _NUMBER.fullmatch(answer):
         raise ValueError(
             f"{where}: the answer {shown(answer)} is no number; rows with context and answer are scored on the last "
             "number written (for other answers give query, choices and gold)"
         )
-    prompt = f"{_QUESTION} {_text(row, 'context', where).strip()}\n{_ANSWER}"
-    target = answer
+    prompt = f"{_QUESTION} {_text(row['context'], 'context', where).strip()}\n{_ANSWER}"
     if "chain_of_thought" in row:
-        target = f"{_text(row, 'chain_of_thought', where).strip()}\n#### {answer}"
+        target = f"{_text(row['chain_of_thought'], 'chain_of_thought', where).strip()}\n#### {answer}"
     return {"prompt": prompt, "target": target, "answer": answer}
+
+
+def _text(value: Any, key: str, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {key} must be text with something in it, not {shown(value)}")
+    if (surrogate := lone_surrogate(value)) is not None:
+        raise ValueError(f"{where}: {key} is not text in UTF-8 ({surrogate}); mend this row")
+    return value
+
+
+def _texts(value: Any, key: str, where: str) -> list[str]:
+    if not isinstance(value, list) or len(value) < 2:
+        raise ValueError(f"{where}: {key} must be a list of at least two texts, not {shown(value)}")
+    return [_text(text, key, where) for text in value]
+
+
+def _gold(gold: Any, choices: int, where: str) -> int:
+    if type(gold) is not int or not 0 <= gold < choices:
+        raise ValueError(f"{where}: gold must be the right one's number, 0 to {choices - 1}, not {shown(gold)}")
+    return gold
 
 
 # The patterns are those of lm-eval's gsm8k, so that numbers compare.
@@ -163,20 +189,24 @@ def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}")
-    form: RowForm | None = None
-    reasoned = False
-    rows = []
+    rows: list[Row] = []
+    form, reasoned = FORMS[0], False
     for number, row in read_json_lines(path):
         where = f"{path}:{number}"
-        if form is None:
-            form, reasoned = _form_of(row, where), "chain_of_thought" in row
+        if not rows:
+            fitting = [each for each in FORMS if set(each.keys) <= set(row)]
+            if len(fitting) != 1:
+                known = "; ".join(f"{', '.join(each.keys)} ({each.name})" for each in FORMS)
+                what = "fit several kinds of task" if fitting else "fit no kind of task"
+                raise ValueError(f"{where}: the keys {', '.join(row)} {what}; a row has one of: {known}")
+            form, reasoned = fitting[0], "chain_of_thought" in row
         missing = [key for key in form.keys if key not in row]
         if form.name == "number" and ("chain_of_thought" in row) != reasoned:
             raise ValueError(f"{where}: either every row has a chain_of_thought or none has")
         if missing:
             raise ValueError(f"{where}: the key {missing[0]!r} is missing; every row needs {', '.join(form.keys)}")
         rows.append(form.columns(row, where))
-    if form is None:
+    if not rows:
         raise ValueError(f"{path} is empty; give a file with rows in it")
     return form, rows
 
@@ -211,42 +241,3 @@ def file_task(path: Path, positions: int) -> tuple[Any, str]:
     task = ConfigurableTask(config=config | {"custom_dataset": lambda **_: held})
     task.set_config("custom_dataset", None)  # results list the settings; code is none of them
     return task, hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _form_of(row: Row, where: str) -> RowForm:
-    fitting = [form for form in FORMS if set(form.keys) <= set(row)]
-    if len(fitting) == 1:
-        return fitting[0]
-    known = "; ".join(f"{', '.join(form.keys)} ({form.name})" for form in FORMS)
-    what = "fit several kinds of task" if fitting else "fit no kind of task"
-    raise ValueError(f"{where}: the keys {', '.join(row)} {what}; a row has one of: {known}")
-
-
-def _question(query: str) -> str:
-    """The prompt of a multiple choice; to a question that says so lm-eval's tasks add the word for the answer."""
-    query = query.rstrip()
-    asks = query.startswith(_QUESTION) and not query.endswith(_ANSWER)
-    return f"{query}\n{_ANSWER}" if asks else query
-
-
-def _text(row: Row, key: str, where: str) -> str:
-    value = row[key]
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {key} must be text with something in it, not {shown(value)}")
-    if (surrogate := lone_surrogate(value)) is not None:
-        raise ValueError(f"{where}: {key} is not text in UTF-8 ({surrogate}); mend this row")
-    return value
-
-
-def _texts(row: Row, key: str, where: str) -> list[str]:
-    value = row[key]
-    if not isinstance(value, list) or len(value) < 2:
-        raise ValueError(f"{where}: {key} must be a list of at least two texts, not {shown(value)}")
-    return [_text({key: text}, key, where) for text in value]
-
-
-def _gold(row: Row, choices: list[str], where: str) -> int:
-    gold = row["gold"]
-    if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
-        raise ValueError(f"{where}: gold must be the right one's number, 0 to {len(choices) - 1}, not {shown(gold)}")
-    return gold

@@ -7,7 +7,6 @@ import fnmatch
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,15 +40,8 @@ class Preset:
 PRESETS = {
     "paper": Preset(
         (
-            "mmlu",
-            "piqa",
-            "arc_easy",
-            "arc_challenge",
-            "winogrande",
-            "openbookqa",
-            "hellaswag",
-            "gsm8k",
-            "ifeval",
+            *("mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa", "hellaswag"),
+            *("gsm8k", "ifeval"),
         ),
         num_fewshot=5,
     )
@@ -227,17 +219,9 @@ def _members(group: dict[str, Any]) -> Iterator[str]:
 
 def _build(manager: TaskManager, name: str) -> list[Any]:
     """Build what lm-eval knows under a name."""
-    with _explained(name), without_retries():
-        built = manager.load([name])
-    groups = list(built["groups"].values())  # the one that was asked for first
-    return groups[:1] or list(built["tasks"].values())
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Put what goes wrong with a task into words."""
     try:
-        yield
+        with without_retries():
+            built = manager.load([name])
     except ImportError as error:
         raise ImportError(
             f"task {name} needs a package that is not installed ({_brief(error)}); "
@@ -250,6 +234,8 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # whatever is wrong with a task's settings
         raise ValueError(f"task {name} cannot be set up ({type(error).__name__}: {_brief(error)})") from error
+    groups = list(built["groups"].values())  # the one that was asked for first
+    return groups[:1] or list(built["tasks"].values())
 
 
 def _leaves(item: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import LossParts, ModelTrainer
 
-_STAGES = ("original", "before", "after")
-
 
 @dataclass(frozen=True)
 class RunFigures:
@@ -54,17 +52,13 @@ class RunFigures:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        stages = {name: getattr(self, name) for name in _STAGES}
-        told = {name: None if one is None else one.to_json() for name, one in stages.items()}
-        return {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds} | told
+        return asdict(self)
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> RunFigures:
         """The inverse of `to_json`."""
-        stages: dict[str, Any] = {
-            name: None if said[name] is None else TextQuality.from_json(said[name]) for name in _STAGES
-        }
-        return RunFigures(said["steps"], said["tokens"], said["seconds"], **stages)
+        qualities = {name: said[name] and TextQuality.from_json(said[name]) for name in ("original", "before", "after")}
+        return cls(**{**said, **qualities})
 
 
 @dataclass(frozen=True)

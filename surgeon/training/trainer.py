@@ -37,7 +37,7 @@ from surgeon.training.checkpoints import (
 from surgeon.training.held_out import Measure
 from surgeon.training.texts import RunOrder, TrainingWindows
 
-_WINDOWS_SHOWN = 16
+_WINDOWS_NAMED = 16
 
 
 class LossParts(Protocol):
@@ -165,7 +165,7 @@ class ModelTrainer(Trainer):
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                said = first_line(error)
+                reason = first_line(error)
             # Outside the handler, whose exception holds on to the tensors of the step.
             model.zero_grad()
             if on_gpu:
@@ -173,12 +173,12 @@ class ModelTrainer(Trainer):
             size = min(self.micro_batch, windows)
             if size == 1:
                 raise ValueError(
-                    f"out of memory at step {step} with one window at a time ({said}); use a smaller window, "
+                    f"out of memory at step {step} with one window at a time ({reason}); use a smaller window, "
                     "gradient_checkpointing, or train fewer weights (adapters, norms only)"
                 )
             if self.args.world_size > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled:
                 raise ValueError(
-                    f"out of memory at step {step} with {size} windows at a time in a process ({said}); use a smaller "
+                    f"out of memory at step {step} with {size} windows at a time in a process ({reason}); use a smaller "
                     f"micro-batch than {size} in another output"
                 )
             # At most half as many, so that they divide those of a step.
@@ -247,12 +247,11 @@ class ModelTrainer(Trainer):
         else:
             return norm
         step = self.state.global_step
-        windows = [self.order[place] for place in range(step * self.batch, (step + 1) * self.batch)]
-        shown = ", ".join(map(str, windows[:_WINDOWS_SHOWN]))
-        more = f" and {len(windows) - _WINDOWS_SHOWN} more" if len(windows) > _WINDOWS_SHOWN else ""
+        windows = [str(self.order[place]) for place in range(step * self.batch, (step + 1) * self.batch)]
+        more = f" and {len(windows) - _WINDOWS_NAMED} more" if len(windows) > _WINDOWS_NAMED else ""
         raise ValueError(
-            f"{what} at step {step + 1}, made on windows {shown}{more} of the training text; that step is not taken, "
-            f"and {self._last_good()}"
+            f"{what} at step {step + 1}, made on windows {', '.join(windows[:_WINDOWS_NAMED])}{more} of the training "
+            f"text; that step is not taken, and {self._last_good()}"
         )
 
     def _last_good(self) -> str:
