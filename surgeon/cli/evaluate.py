@@ -37,10 +37,6 @@ class SubjectArguments:
         ),
     ] = None
 
-    def __post_init__(self) -> None:
-        if not self.tasks and self.data is None:
-            raise ValueError("there is nothing to measure; give --tasks, --data or both")
-
 
 @dataclass(frozen=True)
 class TaskArguments:
@@ -75,10 +71,6 @@ class ResultFiles:
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="Write every row's prompts and answers, too (needs --output).")
     ] = False
-
-    def __post_init__(self) -> None:
-        if self.log_samples and self.output is None:
-            raise ValueError("--log-samples writes files; say where to with --output")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,16 @@ import typer
 
 from surgeon.cli.grouped import grouped
 from surgeon.cli.heal_racks import HealRacksArguments
-from surgeon.cli.options import DATA_HELP, ProgramOption, SeparatorOption, WindowOption
+from surgeon.cli.options import (
+    DATA_HELP,
+    FormOption,
+    OverwriteOption,
+    ProcessDeviceOption,
+    ProgramOption,
+    SeparatorOption,
+    TrainerArgumentsOption,
+    WindowOption,
+)
 
 if TYPE_CHECKING:
     from surgeon.training.distill.distiller import Distillation
@@ -134,28 +143,19 @@ class ScheduleArguments:
             help="End after so many measurements without a better one, with the best one's weights.", show_default=False
         ),
     ] = None
-    trainer_arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--trainer-arg",
-            metavar="NAME=VALUE",
-            help="An argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, "
-            "fsdp=true, deepspeed=FILE; may be repeated. One that would do nothing is refused.",
-            show_default=False,
-        ),
-    ] = None
+    trainer_arg: TrainerArgumentsOption = None
 
 
 @dataclass(frozen=True)
 class WrittenArguments:
     """How the result is written; a group of options (see grouped.py)."""
 
-    form: Annotated[Literal["auto", "plain", "fused", "program"], typer.Option(help="As of surgeon export.")] = "auto"
+    form: FormOption = "auto"
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Of the written weights. Default: the original's.", show_default=False),
     ] = None
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False
+    overwrite: OverwriteOption = False
 
 
 @grouped
@@ -181,9 +181,7 @@ def heal(
     by_racks: HealRacksArguments,
     schedule: ScheduleArguments,
     written: WrittenArguments,
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda (one GPU for each process), or auto: cuda where there is one.")
-    ] = "auto",
+    device: ProcessDeviceOption = "auto",
 ) -> None:
     """Train an edited model until it does again what the original did.
 

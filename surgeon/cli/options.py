@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -85,6 +85,26 @@ ResultsOption = Annotated[
         help="What surgeon eval, bench or search wrote with --output, for the model card; may be repeated.",
         show_default=False,
     ),
+]
+
+
+# Of what trains.
+TrainerArgumentsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trainer-arg",
+        metavar="NAME=VALUE",
+        help="An argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, fsdp=true, "
+        "deepspeed=FILE; may be repeated. One that would do nothing is refused.",
+        show_default=False,
+    ),
+]
+FormOption = Annotated[
+    Literal["auto", "plain", "fused", "program"], typer.Option("--form", help="As of surgeon export.")
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]
+ProcessDeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu, cuda (one GPU for each process), or auto: cuda where there is one.")
 ]
 
 

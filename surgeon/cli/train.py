@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from surgeon.cli.options import FormOption, OverwriteOption, ProcessDeviceOption, TrainerArgumentsOption
+
 
 def train(
     config: Annotated[
@@ -31,24 +33,13 @@ def train(
         int | None,
         typer.Option(min=0, help="Of the weights and the order of the text, in its place.", show_default=False),
     ] = None,
-    trainer_arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--trainer-arg",
-            metavar="NAME=VALUE",
-            help="An argument of transformers' TrainingArguments, e.g. bf16=true, fsdp=true; may be repeated. One that "
-            "would do nothing is refused.",
-            show_default=False,
-        ),
-    ] = None,
-    form: Annotated[Literal["auto", "plain", "fused", "program"], typer.Option(help="As of surgeon export.")] = "auto",
+    trainer_arg: TrainerArgumentsOption = None,
+    form: FormOption = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the written weights.")
     ] = "float32",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda (one GPU for each process), or auto: cuda where there is one.")
-    ] = "auto",
+    overwrite: OverwriteOption = False,
+    device: ProcessDeviceOption = "auto",
 ) -> None:
     """Train a model from scratch, from random weights that are the same for every program on an architecture.
 
@@ -58,17 +49,9 @@ def train(
     from surgeon.library.train import train as train_model
     from surgeon.training.arguments import parse_trainer_arguments
 
-    arguments = parse_trainer_arguments(trainer_arg or [])
+    arguments, how = parse_trainer_arguments(trainer_arg or []), {"form": form, "dtype": dtype}
     found = train_model(
-        config,
-        output,
-        steps=steps,
-        seed=seed,
-        arguments=arguments,
-        form=form,
-        dtype=dtype,
-        overwrite=overwrite,
-        device=device,
+        config, output, steps=steps, seed=seed, arguments=arguments, overwrite=overwrite, device=device, **how
     )
     if found is not None:
         print(found.folder)

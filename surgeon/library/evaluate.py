@@ -92,9 +92,9 @@ def evaluate(
         OSError: if the output cannot be written.
     """
     if not tasks and data is None:
-        raise ValueError("there is nothing to measure; give --tasks, --data or both")
+        raise ValueError("there is nothing to measure; give tasks, data or both")
     if log_samples and output is None:
-        raise ValueError("--log-samples writes files; say where to with --output")
+        raise ValueError("log_samples writes files; say where to by an output folder")
     seeds, folder = Seeds.all(seed), None if output is None else Path(output)
     settings = TaskSettings(limit, batch_size, apply_chat_template, seeds)
     choose_device(device)

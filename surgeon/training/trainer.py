@@ -178,8 +178,8 @@ class ModelTrainer(Trainer):
                 )
             if self.args.world_size > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled:
                 raise ValueError(
-                    f"out of memory at step {step} with {size} windows at a time in a process ({reason}); use a smaller "
-                    f"micro-batch than {size} in another output"
+                    f"out of memory at step {step} with {size} windows at a time in a process ({reason}); use a "
+                    f"smaller micro-batch than {size} in another output"
                 )
             # At most half as many, so that they divide those of a step.
             self.micro_batch = max(half for half in range(1, size // 2 + 1) if windows % half == 0)

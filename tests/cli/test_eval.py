@@ -106,7 +106,7 @@ def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
     [
         (["--limit", "0"], "error: limit must be at least 1 row of each task, not 0"),
         (["--batch-size", "0"], "error: batch size must be at least 1, not 0"),
-        (["--log-samples"], "error: --log-samples writes files; say where to with --output"),
+        (["--log-samples"], "error: log_samples writes files; say where to by an output folder"),
         (["--device", "gpu"], "error: unknown device 'gpu'"),
         (["--program", "A0 F0 A7"], "error: A7 is out of range: the model's layers are 0 to 3"),
         (["--num-fewshot", "6"], "choices.jsonl has 6 different rows: too few for 6 examples and one question"),
@@ -174,7 +174,7 @@ def test_divergence_from_another_model(run: Run, tiny_text: Path, tiny_checkpoin
 
 def test_a_text_or_tasks_are_needed(run: Run) -> None:
     code, _, err = run()
-    assert (code, err) == (1, "error: there is nothing to measure; give --tasks, --data or both\n")
+    assert (code, err) == (1, "error: there is nothing to measure; give tasks, data or both\n")
 
 
 def test_a_recipe_with_calibrated_factors(run: Run, tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path) -> None:
