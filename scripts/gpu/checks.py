@@ -40,6 +40,7 @@ from scripts.gpu.judges import (
 )
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.plans import Needs
+from surgeon.benchmarks.tables import bench_table
 from surgeon.cli.app import main as surgeon_command
 from surgeon.cost.workload import Workload
 from surgeon.demo import demo_model
@@ -47,7 +48,6 @@ from surgeon.errors import first_line
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.reports.bench import bench_table
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding
 from surgeon.runtime.worker.options import RankOptions

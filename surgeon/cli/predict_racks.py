@@ -43,7 +43,7 @@ def train_on_racks(asked: RacksArguments, model: str, hardware: str) -> None:
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.hardware_file import load_hardware
     from surgeon.cost.racks import RackTraining, local, pipelined
-    from surgeon.reports.bench import aligned
+    from surgeon.words import aligned
 
     assert asked.racks is not None
     shapes, machine = open_candidates(model)[0].model.shapes, load_hardware(hardware)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
+
+import pandas as pd
 
 from surgeon.cost.candidates import Candidate
 from surgeon.cost.hardware import Hardware
@@ -19,6 +22,7 @@ from surgeon.language.operations.pair import pair
 from surgeon.language.operations.variants import DENSE, middle_layers, variant
 from surgeon.language.program import Program
 from surgeon.opened import Model
+from surgeon.words import aligned, plural
 
 PAYS = 1.02  # times the dense program's speed: less is within what predictions miss by
 TRACK_DEPTH = 4
@@ -190,6 +194,14 @@ class Extent:
     never: bool
     best: float
 
+    def __str__(self) -> str:
+        """The batches at which it pays."""
+        if self.never:
+            return "never"
+        if self.starts is None:
+            return "always" if self.stops is None else f"below {self.stops}"
+        return f"from {self.starts}" + (f", below {self.stops}" if self.stops else "")
+
 
 def reaches(found: Sequence[Choice]) -> list[Extent]:
     """Of every program, link and number of ranks: between which batches it pays."""
@@ -206,3 +218,26 @@ def reaches(found: Sequence[Choice]) -> list[Extent]:
             best = max(speedup for _, speedup in row)
             result.append(Extent(program, link, ranks, starts, stops, not paying, best))
     return result
+
+
+def choice_table(found: Sequence[Choice]) -> pd.DataFrame:
+    """A row for every link, number of ranks and batch: what wins, and what every program wins there."""
+    rows = []
+    for one in found:
+        row: dict[str, object] = {"link": one.link, "ranks": one.ranks, "batch": one.batch}
+        row |= {"winner": one.winner if one.dense else "", "speedup": one.speedup if one.dense else math.nan}
+        rows.append(row | {f"{name}_speedup": speedup for name, speedup in one.by_program.items()})
+    return pd.DataFrame(rows)
+
+
+def describe_reaches(found: Sequence[Extent]) -> str:
+    """At which batches each program pays; programs down, ranks across, by link."""
+    parts = []
+    for link in dict.fromkeys(one.link for one in found):
+        here = {(one.program, one.ranks): str(one) for one in found if one.link == link}
+        ranks = list(dict.fromkeys(count for _, count in here))
+        lines = [["batches", *(plural(count, "rank") for count in ranks)]]
+        programs = dict.fromkeys(program for program, _ in here)
+        lines += [[program, *(here.get((program, count), "-") for count in ranks)] for program in programs]
+        parts += [link or "no link", aligned(lines), ""]
+    return "\n".join(parts).rstrip()

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+
+import pandas as pd
 
 from surgeon.cost.candidates import Candidate
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import divides, plan_on_paper
-from surgeon.cost.predict import Deployment, Prediction, predict
+from surgeon.cost.predict import Deployment, PassCost, Prediction, predict
 from surgeon.cost.room import most_texts, room
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.memory import show_size
+from surgeon.results.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
 
 MOST_RANKS = 64  # that are looked at for those that have room
 MOST_TEXTS = 1 << 16  # likewise
-TOO_LARGE = "does not fit into memory"
-AXES = ("ranks", "batch", "prompt", "new")
+MS = 1e3
 _RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?")
 
 
@@ -147,3 +150,45 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
+    """One row per program, ranks and load; speedups are over the first program on the same ranks for the same load."""
+    table = pd.DataFrame([_row(cell) for cell in cells])
+    where = list(AXES)
+    first = table[table["program"] == table["program"].iloc[0]].set_index(where)
+    own = first.reindex(pd.MultiIndex.from_frame(table[where]))
+    for name, column in zip(SPEEDUPS, ("first_token_ms", "per_token_ms"), strict=False):
+        table[name] = own[column].to_numpy() / table[column].to_numpy()
+    table[SPEEDUPS[-1]] = table["tokens_per_second"].to_numpy() / own["tokens_per_second"].to_numpy()
+    return table
+
+
+def _row(cell: SweepCell) -> dict[str, object]:
+    load, found = cell.workload, cell.prediction
+    row: dict[str, object] = {
+        "program": cell.candidate.name,
+        "ranks": cell.deployment.ranks,
+        "batch": load.batch,
+        "prompt": load.prompt,
+        "new": load.new,
+        "first_token_ms": math.nan if found is None else found.first_token * MS,
+        "per_token_ms": math.nan if found is None else found.per_token * MS,
+        "tokens_per_second": math.nan if found is None else found.rate,
+        "communication_share": math.nan if found is None else found.share,
+    }
+    for phase in ("prefill", "decode"):
+        row |= _split(phase, None if found is None else getattr(found, phase))
+    sizes = ("weights", "cache", "activations", "needed", "there")
+    row |= {f"{name}_bytes": math.nan if found is None else getattr(found.memory, name) for name in sizes}
+    return row | {"fits": int(found is not None and found.memory.fits), "refused": cell.refused}
+
+
+def _split(phase: str, cost: PassCost | None) -> dict[str, object]:
+    values: dict[str, float] = {f"{part}_ms": math.nan for part in (*PARTS, "communication")}
+    values |= dict.fromkeys(("all_reduces", "all_gathers", "bytes", "vocabulary_collectives"), math.nan)
+    if cost is not None:
+        values = {f"{part}_ms": getattr(cost, part) * MS for part in (*PARTS, "communication")}
+        values |= asdict(cost.layers)
+        values["vocabulary_collectives"] = cost.vocabulary.all_reduces + cost.vocabulary.all_gathers
+    return {f"{phase}_{name}": value for name, value in values.items()}

@@ -8,23 +8,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from surgeon.benchmarks.compression_cost import CompressionCost, measure_compression, windows_of
 from surgeon.benchmarks.measure import RankBench, Result
 from surgeon.benchmarks.plans import Needs, plan_candidates
+from surgeon.benchmarks.tables import bench_record, bench_table, compression_record
 from surgeon.benchmarks.trace import Wires, chrome_trace
 from surgeon.cost.candidates import open_candidates
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.library.opening import as_range
 from surgeon.opened import Model
-from surgeon.processes.files import write_json, write_table, write_text
+from surgeon.processes.files import write_text
 from surgeon.processes.torchrun import read_environment
 from surgeon.progress import progress
 from surgeon.provenance import provenance
-from surgeon.reports.bench import bench_record, bench_table, describe_bench, draw_bench
-from surgeon.reports.compression import compression_record, describe_compression
+from surgeon.results.bench import BenchSpeeds
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.words import plural
@@ -34,36 +32,16 @@ RANDOM = "random tokens"
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class Benchmark(BenchSpeeds):
     """What was measured.
 
     Attributes:
-        place: what it ran on.
         results: by load, of every program.
         compression: what sending integers does to predictions, by program; nothing where none were sent.
-        text: that this was measured on.
-        files: what was written.
     """
 
-    place: str
-    results: Sequence[Result]
+    results: Sequence[Result] = ()
     compression: Mapping[str, CompressionCost] = field(default_factory=dict)
-    text: str = RANDOM
-    files: tuple[Path, ...] = ()
-
-    @property
-    def heading(self) -> str:
-        """What all of it has in common."""
-        load, rounds = self.results[0].load, len(self.results[0].rounds)
-        return f"{self.place}, prompt {load.prompt}, {load.new} new, {plural(rounds, 'round')}"
-
-    def table(self) -> pd.DataFrame:
-        """One row per program and batch; speedups are over the first program."""
-        return bench_table(self.results)
-
-    def __str__(self) -> str:
-        compressed = f"\n\n{describe_compression(self.compression, self.text)}" if self.compression else ""
-        return f"{self.heading}\n\n{describe_bench(self.table())}{compressed}"
 
 
 def bench(
@@ -135,12 +113,19 @@ def bench(
             for name, texts in windows.items()
             if kind is not None
         }
-    place = f"{plural(ranks.ranks, 'rank')} ({ranks})"
-    found = Benchmark(place, results, costs, data or RANDOM, () if traced is None else (traced,))
+    place, load = f"{plural(ranks.ranks, 'rank')} ({ranks})", loads[0]
+    heading = f"{place}, prompt {load.prompt}, {load.new} new, {plural(rounds, 'round')}"
+    settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
+    if costs:
+        settings["compression"] = compression_record(costs, data or RANDOM)
+    files = () if traced is None else (traced,)
+    found = Benchmark(bench_table(results), results, costs, record=settings, files=files)
     if folder is None:
         return found
-    named = model.name if isinstance(model, Model) else str(model)
-    return replace(found, files=(*found.files, *_write(found, named, candidates[0].model.hash, folder)))
+    name = model.name if isinstance(model, Model) else str(model)
+    record = provenance(name, candidates[0].model.hash, **settings, results=bench_record(results))
+    found = replace(found, record=record)
+    return replace(found, files=(*files, *found.write(folder), folder / found.RECORD, *found.draw(folder)))
 
 
 def _check_trace(path: Path, ranks: RankOptions) -> None:
@@ -155,15 +140,3 @@ def _check_trace(path: Path, ranks: RankOptions) -> None:
         raise ValueError("a trace puts all ranks on one clock, and machines have one each; take none under torchrun")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"the trace {path} must be a file in a folder that exists")
-
-
-def _write(found: Benchmark, model: str, model_hash: str, folder: Path) -> tuple[Path, ...]:
-    first = found.results[0]
-    settings: dict[str, Any] = {"seed": first.load.seed, "place": found.place, "rounds": len(first.rounds)}
-    if found.compression:
-        settings["compression"] = compression_record(found.compression, found.text)
-    table, record = found.table(), provenance(model, model_hash, **settings, results=bench_record(found.results))
-    write_table(folder / "bench.csv", table)
-    write_json(folder / "bench.json", record)
-    draw_bench(table, folder / "bench.png", found.heading)
-    return tuple(folder / f"bench.{ending}" for ending in ("csv", "json", "png"))

@@ -6,35 +6,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import pandas as pd
-
-from surgeon.cost.best import METRICS, Allowance, Choice, Metric, known_programs, reaches, survey
+from surgeon.cost.best import (
+    METRICS,
+    Allowance,
+    Choice,
+    Metric,
+    choice_table,
+    describe_reaches,
+    known_programs,
+    reaches,
+    survey,
+)
 from surgeon.cost.candidates import Candidate, open_candidates
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware, write_hardware
 from surgeon.cost.predict import Deployment
-from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep
+from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep, prediction_table
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.library.opening import as_range
 from surgeon.opened import Model
-from surgeon.processes.files import write_json, write_table
 from surgeon.progress import progress
 from surgeon.provenance import provenance
-from surgeon.reports.best import choice_table, describe_choices, describe_reaches, draw_choices
-from surgeon.reports.predict import (
-    describe_predictions,
-    describe_sweep,
-    draw_predictions,
-    draw_sweep,
-    prediction_table,
-    words_of,
-)
+from surgeon.results.best import BestRun
+from surgeon.results.prediction import PredictRun, words_of
+from surgeon.results.result import RunResult
 
+Run = TypeVar("Run", bound=RunResult)
 _SHORT: dict[Metric, str] = {
     "token": "time per token",
     "first": "time to the first token",
@@ -43,43 +45,14 @@ _SHORT: dict[Metric, str] = {
 
 
 @dataclass(frozen=True)
-class Predictions:
+class Predictions(PredictRun):
     """What programs would cost.
 
     Attributes:
         cells: by ranks and load, of every program.
-        swept: whether they are a sweep's, in which some may not fit.
-        files: what was written.
     """
 
-    hardware: Hardware
-    cells: Sequence[SweepCell]
-    swept: bool = False
-    files: tuple[Path, ...] = ()
-
-    @property
-    def heading(self) -> str:
-        """What all predictions have in common."""
-        deployments, loads = [cell.deployment for cell in self.cells], [cell.workload for cell in self.cells]
-        hardware, common, ranks = self.hardware, deployments[0], {one.ranks for one in deployments}
-        most = max(ranks)
-        words = [words_of("ranks", most)] if len(ranks) == 1 else []
-        if most > 1:
-            words.append(common.link or next(iter(hardware.links), "no link"))
-        if most > (common.node or hardware.devices) and hardware.networks:
-            words.append(common.network or next(iter(hardware.networks)))
-        words += [str(common.dtype), *([common.compress] if common.compress else [])]
-        for axis in ("prompt", "new"):
-            values = {getattr(one, axis) for one in loads}
-            words += [words_of(axis, values.pop())] if len(values) == 1 else []
-        return f"{self.cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
-
-    def table(self) -> pd.DataFrame:
-        """One row per program, ranks and load; speedups are over the first program."""
-        return prediction_table(self.cells)
-
-    def __str__(self) -> str:
-        return f"{self.heading}\n\n{(describe_sweep if self.swept else describe_predictions)(self.table())}"
+    cells: Sequence[SweepCell] = ()
 
 
 def predict(
@@ -127,52 +100,63 @@ def predict(
         for cell in cells:
             if cell.refused:
                 raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
-    found = Predictions(machine, cells, sweep is not None)
-    return found if folder is None else replace(found, files=_write(found, model, folder))
+    said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": sweep is not None}
+    found = Predictions(prediction_table(cells), cells, record=said)
+    return found if folder is None else _written(replace(found, record=_record(model, machine, cells, said)), folder)
 
 
-def _write(found: Predictions, model: str | Path | Model, folder: Path) -> tuple[Path, ...]:
+def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
+    """What all predictions have in common."""
+    deployments, loads = [cell.deployment for cell in cells], [cell.workload for cell in cells]
+    common, ranks = deployments[0], {one.ranks for one in deployments}
+    most = max(ranks)
+    words = [words_of("ranks", most)] if len(ranks) == 1 else []
+    if most > 1:
+        words.append(common.link or next(iter(hardware.links), "no link"))
+    if most > (common.node or hardware.devices) and hardware.networks:
+        words.append(common.network or next(iter(hardware.networks)))
+    words += [str(common.dtype), *([common.compress] if common.compress else [])]
+    for axis in ("prompt", "new"):
+        values = {getattr(one, axis) for one in loads}
+        words += [words_of(axis, values.pop())] if len(values) == 1 else []
+    return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
+
+
+def _record(
+    model: str | Path | Model, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]
+) -> dict[str, Any]:
     programs = {
         cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
-        for cell in reversed(found.cells)
+        for cell in reversed(cells)
         if cell.prediction is not None
     }
-    settings: dict[str, Any] = {
-        "heading": found.heading,
-        "swept": found.swept,
-        "deployment": asdict(found.cells[0].deployment) | {"connected": True},
+    settings = said | {
+        "deployment": asdict(cells[0].deployment) | {"connected": True},
         "programs": programs,
-        "hardware": found.hardware.name,
-        "hardware_file": write_hardware(found.hardware),
+        "hardware": hardware.name,
+        "hardware_file": write_hardware(hardware),
     }
-    name, table = model.name if isinstance(model, Model) else str(model), found.table()
-    write_table(folder / "predict.csv", table)
-    write_json(folder / "predict.json", provenance(name, "", **settings))
-    (draw_sweep if found.swept else draw_predictions)(table, folder / "predict.png", found.heading)
-    return tuple(folder / f"predict.{ending}" for ending in ("csv", "json", "png"))
+    return provenance(model.name if isinstance(model, Model) else str(model), "", **settings)
+
+
+def _written(found: Run, folder: Path) -> Run:
+    """The same once its table, its record and its picture lie in a folder."""
+    return replace(found, files=(*found.write(folder), folder / found.RECORD, *found.draw(folder)))
 
 
 @dataclass(frozen=True)
-class BestPrograms:
+class BestPrograms(BestRun):
     """Which of the known programs is fastest where.
 
     Attributes:
         choices: one for each link, number of ranks and batch.
-        files: what was written.
     """
 
-    heading: str
-    choices: Sequence[Choice]
-    files: tuple[Path, ...] = ()
-
-    def table(self) -> pd.DataFrame:
-        """One row per link, ranks and batch."""
-        return choice_table(self.choices)
+    choices: Sequence[Choice] = ()
 
     def __str__(self) -> str:
         return (
-            f"{self.heading}\n\nFastest, and times as fast as the dense model\n\n{describe_choices(self.choices)}\n\n"
-            f"The batches at which a program pays\n\n{describe_reaches(reaches(self.choices))}"
+            f"{super().__str__()}\n\nThe batches at which a program pays\n\n{describe_reaches(reaches(self.choices))}"
         )
 
 
@@ -215,13 +199,12 @@ def best_programs(
         choices = survey(known, machine, deployment, load, axes, by, advance)
     name = first.model.label
     heading = f"{name} on {machine.name}: {deployment.dtype}, prompt {prompt}, {new} new, by {_SHORT[by]}"
+    found = BestPrograms(choice_table(choices), choices, record={"heading": heading})
     if folder is None:
-        return BestPrograms(heading, choices)
+        return found
     programs = {one.name: str(one.program(2)) for one in known}
-    write_table(folder / "best.csv", choice_table(choices))
-    write_json(folder / "best.json", provenance(name, "", heading=heading, programs_on_2_ranks=programs))
-    draw_choices(choices, folder / "best.png", heading)
-    return BestPrograms(heading, choices, tuple(folder / f"best.{ending}" for ending in ("csv", "json", "png")))
+    record = provenance(name, "", heading=heading, programs_on_2_ranks=programs)
+    return _written(replace(found, record=record), folder)
 
 
 def _open(

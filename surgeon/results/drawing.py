@@ -215,9 +215,34 @@ def rule(axes: Axes, value: float) -> None:
     axes.axhline(value, color=SOFT, lw=1.2, ls=(0, (4, 3)), zorder=1, clip_on=False)
 
 
-def finish(axes: Axes, layers: bool = False) -> None:
+def bars(
+    axes: Axes,
+    names: Any,
+    parts: Sequence[tuple[str, str, Any]],
+    notes: Sequence[str],
+    room: float = 1.6,
+) -> None:
+    """Draw a horizontal bar for each name, the first on top, of parts end to end, with a note behind it.
+
+    Args:
+        parts: what each is, its colour, and its length in each bar.
+        room: the width of the axes, in lengths of the longest bar.
+    """
+    places, ends = np.arange(len(names)), np.zeros(len(names))
+    for words, colour, lengths in parts:
+        axes.barh(places, lengths, left=ends, color=colour, label=words, height=0.62)
+        ends = ends + lengths
+    for place, end, note in zip(places.tolist(), ends, notes, strict=True):
+        axes.text(end, place, f"  {note}", va="center", fontsize=8)
+    axes.set_yticks(places, labels=list(names), fontsize=9)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, room * float(np.nanmax(ends)))
+
+
+def finish(axes: Axes, layers: bool = False, grid: bool = True) -> None:
     """What charts in files have in common: a faint grid, small labels, no box; whole layers on the x axis."""
-    axes.grid(alpha=0.25)
+    if grid:
+        axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", labelsize=8, length=2)
     if layers:

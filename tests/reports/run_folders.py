@@ -321,7 +321,8 @@ def make_prediction(folder: Path, **more: Any) -> Path:
         too_much = numbers["needed_bytes"] > numbers["there_bytes"]
         rows.append(row | {"fits": int(not none and not too_much), "refused": "no slices" if none else ""})
     write_csv(folder / "predict.csv", rows)
-    (folder / "predict.json").write_text(json.dumps(record(hardware="h100-sxm", swept=True, **more)))
+    own = {"hardware": "h100-sxm", "heading": "on h100-sxm", "swept": True}
+    (folder / "predict.json").write_text(json.dumps(record(**(own | more))))
     return folder
 
 

@@ -13,7 +13,6 @@ from matplotlib.colors import to_hex
 
 from surgeon.language.program import Program
 from surgeon.reports.page import render
-from surgeon.reports.predict import draw_sweep
 from surgeon.results.prediction import PredictRun
 from tests.reports.read_page import colours_in, drawing_of, map_named, marks_in, page_of
 from tests.reports.run_folders import (
@@ -395,5 +394,5 @@ def test_predictions_of_nothing_that_can_be_shared_out(tmp_path: Path) -> None:
     assert page.text().count("cannot be shared") == len(rows)
     assert not list(page.maps())
     assert page.count("figure") == 0
-    table = PredictRun.read(folder).cells
-    assert draw_sweep(table, tmp_path / "sweep.png", "nothing").exists()
+    (picture,) = PredictRun.read(folder).draw(tmp_path)
+    assert picture.exists()

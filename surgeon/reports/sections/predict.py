@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pandas as pd
 
 from surgeon.reports.blocks import Block, Finding, Gallery, Paragraph, Table
-from surgeon.reports.predict import drawn_axes, swept_axes, words_of
 from surgeon.reports.runs import Kind, Run
 from surgeon.results.drawing import Chart, chart, points, scale
-from surgeon.results.prediction import PredictRun
+from surgeon.results.prediction import PredictRun, drawn_axes, swept_axes, words_of
 from surgeon.words import NO_VALUE, TIMES, number, plural
 
 _GIB = 1 << 30
@@ -19,7 +18,7 @@ _MOST_CHARTS = 8
 
 
 def _show(run: Run[PredictRun]) -> Iterator[Block]:
-    table = run.found.cells
+    table = run.found.speeds
     hardware = run.record.get("hardware", "hardware that has no name")
     yield Paragraph(
         f"What programs would cost on {hardware}, from its figures and the model's shapes: nothing was run. Speedups "
@@ -40,9 +39,7 @@ def _speedups(table: pd.DataFrame) -> list[Chart]:
 
 
 def _charts(table: pd.DataFrame, column: str, title: str) -> list[Chart]:
-    along, by, *others = drawn_axes(table)
-    for name in others:
-        table = table[table[name] == table[name].iloc[0]]
+    along, by, table = drawn_axes(table)
     charts = []
     for value in list(table[by].unique())[:_MOST_CHARTS]:
         own = table[(table[by] == value) & table[column].notna()]
@@ -89,7 +86,7 @@ def _cells(table: pd.DataFrame) -> Table:
 
 
 def _findings(run: Run[PredictRun]) -> Iterator[Finding]:
-    table = run.found.cells
+    table = run.found.speeds
     fitting = table[(table["fits"] == 1) & (table["program"] != table["program"].iloc[0])]
     hardware = run.record.get("hardware", "hardware")
     if fitting["tokens_per_second_speedup"].notna().any():

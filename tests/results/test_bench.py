@@ -7,12 +7,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from matplotlib.image import imread
 
 from surgeon.benchmarks.measure import Measurement, Result, Split
+from surgeon.benchmarks.tables import bench_record, bench_table
 from surgeon.cost.workload import Workload
-from surgeon.reports.bench import bench_record, bench_table, describe_bench, draw_bench
+from surgeon.results.bench import BenchSpeeds
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.plan.specification import Plan
 
@@ -48,6 +50,10 @@ def result(name: str, per_token: list[float], batch: int = 1, waiting: float = 0
     return Result(name, plan, Workload(batch, 5, 4), name != "upper-bound", rounds)
 
 
+def found(table: pd.DataFrame) -> BenchSpeeds:
+    return BenchSpeeds(table, record={"heading": "a title"})
+
+
 def test_medians_over_rounds_and_of_each_rounds_ratio() -> None:
     # The machine is slow in the second round: the ratio of the medians would be 1.
     results = [result("dense", [2.0, 12.0, 4.0]), result("fused", [1.0, 6.0, 4.0])]
@@ -69,7 +75,7 @@ def test_medians_over_rounds_and_of_each_rounds_ratio() -> None:
 def test_tables_fit_a_terminal() -> None:
     names = ["a-name-of-18-chars", "another-of-18-long"]
     results = [result(name, times, 128) for name, times in zip(names, ([99.9, 0.0123], [1.0, 9.0]), strict=True)]
-    text = describe_bench(bench_table(results))
+    text = str(found(bench_table(results)))
     assert max(map(len, text.splitlines())) <= 80
     assert "Times as fast as a-name-of-18-chars" in text
     assert "75%" in text
@@ -78,15 +84,15 @@ def test_tables_fit_a_terminal() -> None:
 
 
 def test_one_program_is_not_compared() -> None:
-    assert "Times as fast" not in describe_bench(bench_table([result("dense", [1.0])]))
+    assert "Times as fast" not in str(found(bench_table([result("dense", [1.0])])))
 
 
 @pytest.mark.parametrize(("waiting", "decodes"), [(0.75, True), (math.nan, True), (0.75, False)])
 def test_the_picture_and_the_record_take_what_is_not_there(waiting: float, decodes: bool, tmp_path: Path) -> None:
     results = [result(name, [1.0, 2.0], 1, waiting, decodes) for name in ("dense", "fused")]
     table = bench_table(results)
-    assert ("-" in describe_bench(table)) == (math.isnan(waiting) or not decodes)
-    path = draw_bench(table, tmp_path / "bench.png", "a title")
+    assert ("-" in str(found(table))) == (math.isnan(waiting) or not decodes)
+    (path,) = found(table).draw(tmp_path)
     assert imread(path).std() > 0.1
     record = json.loads(json.dumps(bench_record(results), allow_nan=False))
     assert [one["text"] for one in record] == ["A0 F0 A1 F1", "A0 F0 [A1 F1]"]
@@ -94,3 +100,16 @@ def test_the_picture_and_the_record_take_what_is_not_there(waiting: float, decod
     assert first["per_token"] == (1.0 if decodes else None)
     assert first["prefill_pass"]["waiting"] == (None if math.isnan(waiting) else waiting)
     assert (record[0]["batch"], record[0]["prompt"], record[0]["new"]) == (1, 5, 4)
+
+
+def test_what_compression_costs_is_said_of_every_program() -> None:
+    table = bench_table([result("dense", [1.0])])
+    one = {"program": "dense", "compression": "int8", "text": "random tokens", "predicted": 40, "exact_bytes": 200}
+    sure = one | {"divergence": 0.01, "divergence_low": -0.001, "divergence_high": 0.02, "bytes": 50}
+    unsure = sure | {"program": "fused", "divergence_low": None, "divergence_high": None}
+    costs = [each | {"exact_perplexity": 9.5, "perplexity": 9.625} for each in (sure, unsure)]
+    lines = str(BenchSpeeds(table, record={"heading": "a title", "compression": costs})).splitlines()
+    assert lines[-5] == "What int8 changes in predictions of 40 tokens (random tokens)"
+    assert lines[-2].split() == ["dense", "0.01", "0", "to", "0.02", "9.625", "9.5", "25%"]
+    assert lines[-1].split() == ["fused", "0.01", "-", "9.625", "9.5", "25%"]
+    assert max(map(len, lines)) <= 80

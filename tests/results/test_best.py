@@ -7,8 +7,8 @@ from typing import Any
 
 from PIL import Image
 
-from surgeon.cost.best import Choice, Extent
-from surgeon.reports.best import choice_table, describe_choices, describe_reaches, draw_choices
+from surgeon.cost.best import Choice, Extent, choice_table, describe_reaches
+from surgeon.results.best import BestRun
 
 DENSE: Any = object()  # only whether it is there is asked
 FOUND = [
@@ -20,8 +20,8 @@ FOUND = [
 
 
 def test_lines_name_the_winner_and_what_it_wins() -> None:
-    text = describe_choices(FOUND)
-    assert text.splitlines() == [
+    text = str(BestRun(choice_table(FOUND), record={"heading": "winners"}))
+    assert text.splitlines()[4:] == [
         "fast",
         "ranks  batch 1  batch 8",
         "2      lp 1.50    dense",
@@ -51,7 +51,7 @@ def test_the_table_has_every_programs_speedup() -> None:
 
 
 def test_the_picture_shows_winners_in_their_colours(tmp_path: Path) -> None:
-    picture = Image.open(draw_choices(FOUND, tmp_path / "best.png", "winners")).convert("RGB")
+    picture = Image.open(BestRun(choice_table(FOUND), record={"heading": "winners"}).draw(tmp_path)[0]).convert("RGB")
     colours = {colour for _, colour in picture.getcolors(picture.width * picture.height) or []}
     assert (0xD5, 0xDA, 0xDF) in colours  # nothing pays
     assert len({colour for colour in colours if max(colour) - min(colour) > 40}) >= 2

@@ -1,0 +1,117 @@
+"""What was measured of programs on ranks, as one table for a file, and as JSON holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from surgeon.benchmarks.compression_cost import CompressionCost
+from surgeon.benchmarks.measure import Measurement, Result, Split
+from surgeon.language.program import Program
+from surgeon.results.bench import COLUMNS, RATIOS
+
+MS = 1e3
+_TIMES = (
+    lambda one: one.first_token * MS,
+    lambda one: one.prefill * MS,
+    lambda one: one.decode * MS,
+    lambda one: one.per_token * MS,
+    lambda one: one.rate,
+)
+_RATIOS: tuple[Callable[[Measurement, Measurement], float], ...] = (
+    lambda base, own: base.first_token / own.first_token,
+    lambda base, own: base.per_token / own.per_token,
+    lambda base, own: own.rate / base.rate,
+)
+
+
+def bench_table(results: Sequence[Result]) -> pd.DataFrame:
+    """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round)."""
+    return pd.DataFrame([_row(result, _first_of(result, results)) for result in results])
+
+
+def _first_of(result: Result, results: Sequence[Result]) -> Result:
+    return next(other for other in results if other.load == result.load)
+
+
+def _row(result: Result, first: Result) -> dict[str, object]:
+    plan = result.plan
+    program = Program.parse(plan.program)
+    row: dict[str, object] = {
+        "program": result.name,
+        "batch": result.load.batch,
+        "effective_depth": program.effective_depth(plan.family.steps_per_layer),
+        "sync_points": program.sync_points(plan.ranks) if result.connected else 0,
+    }
+    row |= {name: median(map(value, result.rounds)) for name, value in zip(COLUMNS, _TIMES, strict=True)}
+    row |= _split_columns("prefill", [one.prefill_pass for one in result.rounds])
+    row |= _split_columns("decode", [one.decode_pass for one in result.rounds if one.decode_pass is not None])
+    pairs = list(zip(first.rounds, result.rounds, strict=True))
+    for name, ratio in zip(RATIOS, _RATIOS, strict=True):
+        ratios = [ratio(*pair) for pair in pairs]
+        row |= {name: median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
+    return row
+
+
+def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
+    """Medians of one pass of a phase; what it sends is the same in every round."""
+    if not splits:
+        return {}
+    last = splits[-1]
+    return {
+        f"{phase}_compute_ms": median(split.compute for split in splits) * MS,
+        f"{phase}_waiting_ms": median(split.waiting for split in splits) * MS,
+        f"{phase}_all_reduces": last.layers.all_reduces,
+        f"{phase}_all_gathers": last.layers.all_gathers,
+        f"{phase}_bytes": last.layers.bytes,
+        f"{phase}_vocabulary_collectives": last.vocabulary.all_reduces + last.vocabulary.all_gathers,
+        f"{phase}_vocabulary_bytes": last.vocabulary.bytes,
+    }
+
+
+def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:
+    """Every round of every program and batch, as JSON holds it: seconds, tokens per second, counts."""
+    return [
+        {
+            "program": result.name,
+            "text": result.plan.program,
+            "checkpoint": str(result.plan.folder),
+            "dtype": result.plan.dtype,
+            "connected": result.connected,
+            **asdict(result.load),
+            "rounds": [_finite(asdict(one)) for one in result.rounds],
+        }
+        for result in results
+    ]
+
+
+def _finite(value: Any) -> Any:
+    """The same with None in place of NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def compression_record(costs: Mapping[str, CompressionCost], text: str) -> list[dict[str, object]]:
+    """What sending integers costs, as JSON holds it: divergences in nats per token (None where there is no interval).
+
+    Args:
+        costs: by the program's name.
+        text: what was predicted.
+    """
+    records = []
+    for name, cost in costs.items():
+        (low, high), (exact, compressed) = cost.divergence_interval, cost.perplexities
+        numbers = {"divergence": cost.divergence, "divergence_low": low, "divergence_high": high}
+        numbers |= {"exact_perplexity": exact, "perplexity": compressed}
+        about = {"program": name, "compression": cost.kind, "text": text, "predicted": cost.predicted}
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        records.append(about | finite | {"exact_bytes": cost.exact_bytes, "bytes": cost.compressed_bytes})
+    return records
