@@ -159,7 +159,7 @@ class RunResult:
             FileNotFoundError: if the folder holds none, or a file is missing.
             ValueError: if a file is damaged, was written by an older version, or it is of another model.
         """
-        folder, file = (path, path / cls.RECORD) if path.is_dir() else (path.parent, path)
+        folder, file = (path.parent, path) if path.is_file() else (path, path / cls.RECORD)
         if not file.is_file():
             raise FileNotFoundError(
                 f"{folder} has no {file.name}; give the output folder of a finished surgeon {cls.COMMAND}"

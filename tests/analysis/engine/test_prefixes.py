@@ -33,7 +33,7 @@ def streams(programs: Sequence[Program], kept: StateCache | None) -> tuple[dict[
     """The streams after programs, and how many sublayers ran."""
     model, ran, plan = tiny_model("llama", 3), [], share(programs)
     states = None if kept is None else PlanStates(kept, plan, kept.prefixes.registers(plan), WINDOWS)
-    run = run_plan(plan if states is None else states.plan, PlanMachine(model, IDS), ran.append, kept=states)
+    run = run_plan(plan if states is None else states.plan, PlanMachine(model, IDS), ran.append, cached=states)
     return dict(run), sum(ran)
 
 
@@ -70,7 +70,7 @@ def test_a_limit_is_kept_and_changes_no_number(limit: int) -> None:
     for program in PROGRAMS * 2:
         found, _ = streams([program], kept)
         assert kept.bytes <= limit
-        assert kept.bytes == sum(one.bytes for one in kept._kept.values())
+        assert kept.bytes == sum(one.bytes for one in kept._entries.values())
         assert torch.equal(found[program], streams([program], None)[0][program])
 
 
@@ -104,7 +104,7 @@ def test_what_a_plan_will_take_stays_until_then() -> None:
     expected = streams([program], kept)[0][program]
     plan = share([program, PROGRAMS[2]])
     states = PlanStates(kept, plan, kept.prefixes.registers(plan), WINDOWS)
-    run = run_plan(states.plan, PlanMachine(tiny_model("llama", 3), IDS), kept=states)
+    run = run_plan(states.plan, PlanMachine(tiny_model("llama", 3), IDS), cached=states)
     kept.shrink(0)
     found = dict(run)
     assert kept.bytes == 0
