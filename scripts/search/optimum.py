@@ -97,7 +97,7 @@ def _measure(subject: Subject) -> Measured:
             found = evaluator.measure(programs[start : start + TOGETHER])
             every |= {str(program): measured.divergence for program, measured in found.items()}
     seconds = time.monotonic() - begun
-    print(f"{subject.label}: {layers} layers, {subject.windows.predicted:,} tokens; {len(every):,} choices of "
+    print(f"{subject.opened.label}: {layers} layers, {subject.windows.predicted:,} tokens; {len(every):,} choices of "
           f"pairs measured ({seconds:.0f} s)")  # fmt: skip
     return Measured(mixture, evaluator, terms, every)
 

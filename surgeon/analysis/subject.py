@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.gpus import gpu_with_room
-from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, show_size
+from surgeon.memory import free_bytes, gpu_free_bytes, parse_size, resident_bytes, show_size
 from surgeon.opened import Model, open_model
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
@@ -36,31 +36,6 @@ class Subject:
     windows: Windows
     memory: int | None = None
 
-    @property
-    def folder(self) -> Path:
-        """Where the model lies."""
-        return self.opened.folder
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's, every token of which has a row in the embedding."""
-        return self.opened.tokenizer
-
-    @property
-    def model_hash(self) -> str:
-        """Which model it is."""
-        return self.opened.hash
-
-    @property
-    def label(self) -> str:
-        """A short name for titles."""
-        return self.opened.label
-
-    @property
-    def reference(self) -> str:
-        """How a recipe names the model."""
-        return self.opened.reference
-
     def provenance(self, **more: Any) -> dict[str, Any]:
         """The record that goes beside every table made of this subject."""
         text = self.windows
@@ -79,31 +54,34 @@ class Subject:
 
 
 def open_subject(
-    model: str | Model,
-    data: str,
+    model: str | Path | Model,
+    data: str | Path,
     tokens: int = DEFAULT_TOKENS,
     window: int | None = None,
     separator: str | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     elsewhere: bool = False,
 ) -> Subject:
-    """Load a model and the text to measure it on; arguments as `load` and `load_windows` take them.
+    """Load a model and the text to measure it on, and warn of what there is to know of the text.
 
     Args:
-        memory: a limit in bytes on the memory of the whole process, as `load_for_analysis` takes it.
+        model, data, tokens, window, separator: as `open_model` and `load_windows` take them.
+        memory: a limit on the memory of the whole process, in bytes or as one writes it ("2GB").
         elsewhere: other processes will run the model; here it only has to be known what it consists of.
 
     Raises:
         FileNotFoundError: if the model, a file of it, or the data is missing.
-        ValueError: if one of them cannot be used, saying why.
+        ValueError: if one of them cannot be used, saying why, or the limit is no amount of memory.
     """
-    opened = model if isinstance(model, Model) else open_model(model)
+    opened, limit = open_model(model), parse_size(memory) if isinstance(memory, str) else memory
     # The text comes first: what is wrong with it is said before a large model is loaded.
-    windows = load_windows(opened.tokenizer, data, window_for(opened.config, window), tokens, separator)
+    windows = load_windows(opened.tokenizer, str(data), window_for(opened.config, window), tokens, separator)
+    for note in windows.notes:
+        warnings.warn(note, stacklevel=2)
     # One with a program of its own is not streamed.
     streams = elsewhere and opened.form.shipped is None
-    loaded = load_streamed(opened) if streams else load_for_analysis(opened, memory)
-    return Subject(opened, loaded, windows, memory)
+    loaded = load_streamed(opened) if streams else load_for_analysis(opened, limit)
+    return Subject(opened, loaded, windows, limit)
 
 
 def load_for_analysis(model: Model, memory: int | None = None, device: str | None = None) -> PreTrainedModel:

@@ -9,7 +9,8 @@ from pathlib import Path
 from surgeon.analysis.cells import SCANNED, check_operations, select
 from surgeon.analysis.scan import scan as run_scan
 from surgeon.analysis.screen import rounds
-from surgeon.library.opening import as_range, open_measured, warn
+from surgeon.analysis.subject import open_subject
+from surgeon.library.opening import as_range, warn
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.results.scan import Scan
@@ -67,7 +68,7 @@ def scan(
         max_length=max_length,
         permutations=permutations,
     )
-    subject = open_measured(
+    subject = open_subject(
         opened, data, tokens=tokens, window=window, separator=separator, memory=memory, elsewhere=workers > 1
     )
     windows = len(subject.windows.ids)

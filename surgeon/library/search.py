@@ -11,11 +11,11 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.analysis.subject import Subject
+from surgeon.analysis.subject import Subject, open_subject
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.library.opening import open_measured, warn
+from surgeon.library.opening import warn
 from surgeon.memory import free_bytes
 from surgeon.models.edit import restore
 from surgeon.opened import Model, open_model
@@ -217,7 +217,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     healing.require_layers_in_turn(own)
     budget = None if settings.is_timed_here else settings.priced(mixture)
     storage = open_storage(options.storage, output)
-    subject = open_measured(
+    subject = open_subject(
         model,
         options.data,
         tokens=options.tokens,
@@ -231,7 +231,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         restore(subject.model)  # its program is the one that others are compared with
     kept = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
     evaluator = Evaluator(
-        subject.model, subject.windows, subject.memory, output, model_hash=subject.model_hash, kept=kept, own=own
+        subject.model, subject.windows, subject.memory, output, model_hash=subject.opened.hash, kept=kept, own=own
     )
     original = evaluator.measure([mixture.model.program])[mixture.model.program]
     given = {"model": opened.name, "options": asdict(options)}
@@ -241,7 +241,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         if not worker:
             warn(lost_trials(output, study.name, storage.place, len(study.finished())))
         if budget is None:
-            here = study.shared("here", lambda: calibrate_here(subject.folder, settings.ranks))
+            here = study.shared("here", lambda: calibrate_here(subject.opened.folder, settings.ranks))
             budget = settings.priced(mixture, parse_hardware(here))
         question = Question(settings, mixture, budget, original)
         terms = _terms(study, question, evaluator)
@@ -253,8 +253,8 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     if any(objective.name == ACCURACY for objective in settings.objectives):
         from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
 
-        identity = {"model_hash": subject.model_hash}
-        tasks = TaskAccuracy(subject.model, subject.tokenizer, settings.objectives, identity, output)
+        identity = {"model_hash": subject.opened.hash}
+        tasks = TaskAccuracy(subject.model, subject.opened.tokenizer, settings.objectives, identity, output)
         trials = tasks.of_the_best(trials)
     return _end(question, trials, settings, subject, unseen, healer, record, output)
 
@@ -263,19 +263,19 @@ def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
     """The text to measure winners on again, with warnings of what there is to know of it; None if none is wanted."""
     if options.holdout == 0:
         return None
-    found = held_out(subject.tokenizer, subject.windows, options.holdout, options.holdout_data)
+    found = held_out(subject.opened.tokenizer, subject.windows, options.holdout, options.holdout_data)
     warn(note for note in found.notes if note not in subject.windows.notes)
     return found
 
 
 def _open_study(subject: Subject, edits: Sequence[Any], options: SearchOptions, storage: StudyStorage) -> RoundStudy:
     """The study in its storage, new or gone on with."""
-    known = {"format": FORMAT, "model_hash": subject.model_hash, "data": subject.windows.digest}
+    known = {"format": FORMAT, "model_hash": subject.opened.hash, "data": subject.windows.digest}
     known |= asdict(options.settings)
     name = options.study or DEFAULT_STUDY
     if options.study is None and options.storage is not None:
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-        name = f"{DEFAULT_STUDY} {subject.label} {digest[:8]}"
+        name = f"{DEFAULT_STUDY} {subject.opened.label} {digest[:8]}"
     objectives = tuple(map(str, options.settings.recorded))
     return RoundStudy(storage, name, known, edits=edits, objectives=objectives, workers=options.workers)
 
@@ -332,7 +332,7 @@ def _end(
     curves = depth_curves(trials, question.original, question.budget.pricing) if along_depth else []
     ranked, why = choose(question, trials, curves)
     workload = settings.workload(model.positions)
-    first, *others = fast_enough_here(question, ranked, subject.folder, settings.ranks, workload)
+    first, *others = fast_enough_here(question, ranked, subject.opened.folder, settings.ranks, workload)
     winner = Winner(first, why)
     if unseen is not None:
         evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=model.own)
@@ -343,21 +343,21 @@ def _end(
             with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
                 healed = heal_candidates(compared, healer, known, healer.how, say_aside)
             winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
-    recipe = question.mixture.recipe(winner.trial.proposal.choice, subject.reference, subject.model_hash)
+    recipe = question.mixture.recipe(winner.trial.proposal.choice, subject.opened.reference, subject.opened.hash)
     write_winner(output, question, winner, recipe, record)
     write_record(output, question, winner, curves, record)
     files = [output / name for name in (RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE, "search.png")]
     searched = SearchedTrials(trials_table(question, trials), compared_by(question.objectives))
-    draw_search(files[-1], searched, model.num_layers, f"{subject.label}: the search")
+    draw_search(files[-1], searched, model.num_layers, f"{subject.opened.label}: the search")
     if curves:
         write_depths(output, curves)
         files.append(output / "quality-against-depth.png")
-        draw_depths(files[-1], curves, f"{subject.label}: how deep it really is")
+        draw_depths(files[-1], curves, f"{subject.opened.label}: how deep it really is")
     front: list[FrontPoint] = []
     objectives, pricing = question.traded, question.budget.pricing
     if len(objectives) > 1:
         front = pareto_front(trials, objectives, pricing)
-        write_front(output, front, objectives, question.mixture, subject.reference, subject.model_hash)
+        write_front(output, front, objectives, question.mixture, subject.opened.reference, subject.opened.hash)
         files.append(output / "front.png")
-        draw_front(files[-1], front, trials, objectives, pricing, subject.label)
+        draw_front(files[-1], front, trials, objectives, pricing, subject.opened.label)
     return SearchResult(question, tuple(trials), winner, recipe, tuple(curves), tuple(front), record, tuple(files))

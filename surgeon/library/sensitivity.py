@@ -7,7 +7,8 @@ from pathlib import Path
 
 from surgeon.analysis.jacobian import PowerIteration
 from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
-from surgeon.library.opening import open_measured, warn
+from surgeon.analysis.subject import open_subject
+from surgeon.library.opening import warn
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.results.sensitivity import Sensitivity
@@ -43,7 +44,7 @@ def sensitivity(
         OSError: if the folder cannot be written to.
     """
     folder = Path(output)
-    subject = open_measured(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
+    subject = open_subject(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
     power = PowerIteration(iterations=iterations, seed=seed)
     found = measure_sensitivity(subject, folder, power=power, jacobian_windows=windows_for_jacobians)
     slow = [f"{row.first}-{row.last}" for row in found.pairs.itertuples() if not row.converged]

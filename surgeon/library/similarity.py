@@ -8,7 +8,7 @@ from typing import Any
 
 from surgeon.analysis.proxies import correlate, damages, read_scan
 from surgeon.analysis.similarity import similarity as measure_similarity
-from surgeon.library.opening import open_measured
+from surgeon.analysis.subject import open_subject
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.results.sensitivity import Sensitivity
@@ -45,7 +45,7 @@ def similarity(
     if sensitivity is not None and scan is None:
         raise ValueError("sensitivity is used with scan only; give scan, too, a folder made by surgeon scan")
     folder = Path(output)
-    subject = open_measured(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
+    subject = open_subject(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
     # What is wrong with the folders is said before any work begins.
     measured = None if scan is None else read_scan(Path(scan), subject.opened.hash)
     pairs = None if sensitivity is None else Sensitivity.read(Path(sensitivity), subject.opened.hash).pairs

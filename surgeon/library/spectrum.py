@@ -16,7 +16,8 @@ from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ra
 from surgeon.analysis.spectrum import request
 from surgeon.analysis.spectrum import spectrum as find_spectrum
 from surgeon.analysis.spectrum_tables import notes_on
-from surgeon.library.opening import as_range, open_measured, warn
+from surgeon.analysis.subject import open_subject
+from surgeon.library.opening import as_range, warn
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.results.spectrum import Spectrum, parse_ranks
@@ -77,7 +78,7 @@ def spectrum(
     share = _share(opened, keep, budget, allocation, damage)
     other = None if calibration is None else str(calibration)
     text = load_calibration(opened, str(data), tokens, calibration_tokens, window, separator, other)
-    subject = open_measured(opened, data, tokens=tokens, window=window, separator=separator)
+    subject = open_subject(opened, data, tokens=tokens, window=window, separator=separator)
     warn(text.notes)
     size = text.ids.shape[1]
     named = recorded(text, after=0 if other is not None else tokens // size * size)

@@ -80,7 +80,7 @@ class CandidateHealing:
             return None
         searched, window = subject.windows, subject.windows.ids.shape[1]
         tokens = self.steps * self.batch * window
-        text = load_windows(subject.tokenizer, self.data, window, tokens, searched.separator, at_most=True)
+        text = load_windows(subject.opened.tokenizer, self.data, window, tokens, searched.separator, at_most=True)
         if len(text.ids) < self.batch:
             raise ValueError(
                 f"{self.data} has {len(text.ids)} windows of {window} tokens to heal on, fewer than one batch of "
@@ -91,7 +91,7 @@ class CandidateHealing:
         require_apart(text, searched, held_out)
         settings = brief_settings(self.steps, self.batch, by)
         texts = TrainTexts(text, held_out)
-        return CandidateHealer(subject.folder, subject.model_hash, subject.model, texts, settings, folder)
+        return CandidateHealer(subject.opened.folder, subject.opened.hash, subject.model, texts, settings, folder)
 
     def require_layers_in_turn(self, own: Program | None) -> None:
         """Refuse to heal candidates of a model that runs a program of its own.
