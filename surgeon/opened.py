@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from surgeon.checkpoint.config_only import CONFIG, read_config_only
+from surgeon.checkpoint.config import CONFIG, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import load, open_stored
 from surgeon.checkpoint.read import Checkpoint, locate, read_json

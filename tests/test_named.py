@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.checkpoint.config_only import read_config_only
+from surgeon.checkpoint.config import read_config_only
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import locate
 from surgeon.cost.hardware_file import load_hardware

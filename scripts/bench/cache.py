@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.load import open_stored
 from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.memory import parse_size
 from surgeon.runtime.batching.windows import blocks_for
@@ -36,7 +35,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of the longest text")
     parser.add_argument("--texts", type=int, default=64, help="that are wanted together")
     options = parser.parse_args()
-    program = low_rank_attentions(read_config(Checkpoint(locate("demo"))).num_hidden_layers, options.rank)
+    program = low_rank_attentions(open_stored("demo").num_layers, options.rank)
     print("| ranks | kv | blocks | texts |\n|--:|:--|--:|--:|")
     for ranks in (1, 2):
         for kv in ("full", "lowrank", "auto"):

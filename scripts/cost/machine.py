@@ -40,8 +40,7 @@ from scripts.bench.runtime import Way, parse_way
 from scripts.cost.against import Cell, draw, lines
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.timing import load_timed
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import open_stored
 from surgeon.cost.calibrate import MachineCalibration, hardware_text
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.predict import Deployment, predict
@@ -80,7 +79,7 @@ class Model:
     @property
     def config(self) -> Any:
         """Its configuration."""
-        return read_config(Checkpoint(self.folder))
+        return open_stored(self.folder).config
 
     @property
     def shapes(self) -> ModelShapes:

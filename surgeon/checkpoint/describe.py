@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.codas import read_codas
-from surgeon.checkpoint.config_only import read_config_only
+from surgeon.checkpoint.config import read_config_only
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel

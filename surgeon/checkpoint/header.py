@@ -14,6 +14,7 @@ import math
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,20 @@ def _parse(path: Path) -> dict[str, Entry]:
         if length > min(size - 8, LONGEST_HEADER):
             raise _Damaged(f"its first bytes promise a header of {length} bytes, and it has {size} in all")
         text = file.read(length)
+    try:
+        entries = parse_json(text.decode())
+    except ValueError as error:
+        raise _Damaged(f"its header is not valid: {error}") from error
+    if not isinstance(entries, dict):
+        raise _Damaged("its header is no JSON object")
+    metadata = entries.pop(METADATA, None)
+    # Texts by name, or the safetensors library refuses the file where a tensor is read.
+    if not isinstance(metadata, dict | None):
+        raise _Damaged(f"its {METADATA} is no JSON object: {shown(metadata)}")
+    for name, value in (metadata or {}).items():
+        if not isinstance(value, str):
+            raise _Damaged(f"its {METADATA} has {shown(name)}: {shown(value)}, where a text should be")
     start = 8 + length
-    entries = _entries(text)
-    _check_metadata(entries.pop(METADATA, None))
     tensors = {name: _tensor(name, entry, start, path) for name, entry in entries.items()}
     _check_places(tensors, start, size)
     try:  # what is sound so far, and refused by the library that reads it later (numbers that no JSON has)
@@ -91,27 +103,6 @@ def _parse(path: Path) -> dict[str, Entry]:
             return tensors
     except SafetensorError as error:
         raise _Damaged(first_line(error)) from error
-
-
-def _entries(text: bytes) -> dict[str, Any]:
-    try:
-        entries = parse_json(text.decode())
-    except ValueError as error:
-        raise _Damaged(f"its header is not valid: {error}") from error
-    if not isinstance(entries, dict):
-        raise _Damaged("its header is no JSON object")
-    return entries
-
-
-def _check_metadata(metadata: Any) -> None:
-    """Texts by name, or the safetensors library refuses the file where a tensor is read."""
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict):
-        raise _Damaged(f"its {METADATA} is no JSON object: {shown(metadata)}")
-    for name, value in metadata.items():
-        if not isinstance(value, str):
-            raise _Damaged(f"its {METADATA} has {shown(name)}: {shown(value)}, where a text should be")
 
 
 def _tensor(name: str, entry: Any, start: int, path: Path) -> Entry:
@@ -155,16 +146,15 @@ def parse_json(text: str) -> Any:
     Raises:
         ValueError: saying what is wrong with it.
     """
+
+    def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            ((double, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"it has the key {double[:80]!r} twice")
+        return found
+
     try:
-        return json.loads(text, object_pairs_hook=_without_doubles)
+        return json.loads(text, object_pairs_hook=without_doubles)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"it has the key {double[:80]!r} twice")
-    return found

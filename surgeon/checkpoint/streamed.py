@@ -8,7 +8,6 @@ when the tensors are dropped.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.load import check_complete, open_stored
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.gpus import avoid_cudnn_attention
-from surgeon.models.families import Family, SublayerSpec, family_of
-from surgeon.models.weights import FactorSource, ModelWeights, Names
+from surgeon.models.families import SublayerSpec, family_of
+from surgeon.models.weights import FactorSource, ModelWeights
 
 
 class StreamedLayers(nn.ModuleList):
@@ -31,51 +29,36 @@ class StreamedLayers(nn.ModuleList):
 
     Args:
         layers: on the meta device.
-        dtype, device: to compute in and on.
+        stored: the model that they are of.
+        device: to compute on.
     """
 
-    def __init__(
-        self, layers: nn.ModuleList, checkpoint: Checkpoint, family: Family, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layers: nn.ModuleList, stored: StoredModel, device: torch.device) -> None:
         super().__init__(layers)
-        self.checkpoint = checkpoint
-        self.family = family
-        self.dtype = dtype
-        self.device = device
+        self.stored = stored
+        self.dtype, self.device = stored.compute_dtype(device), device
 
     def weights(self, head_dim: int, factors: FactorSource | None = None) -> ModelWeights:
         """What the files hold, read when it is asked for; `factors` as `ModelWeights` takes them."""
-        return ModelWeights(_Converted(self), self.family, head_dim, factors)
+        return ModelWeights(_Converted(self), self.stored.family, head_dim, factors)
 
     def sublayer_bytes(self, spec: SublayerSpec) -> int:
         """How much memory one sublayer's weights take."""
-        return sum(parameter.numel() for parameter in self._expected(0, spec).values()) * self.dtype.itemsize
-
-    def _expected(self, layer: int, spec: SublayerSpec) -> dict[str, nn.Parameter]:
-        return {
-            f"{root}.{name}": parameter
-            for root in (spec.norm, *spec.modules)
-            for name, parameter in self[layer].get_submodule(root).named_parameters()
-        }
+        modules = map(self[0].get_submodule, (spec.norm, *spec.modules))
+        return sum(one.numel() for module in modules for one in module.parameters()) * self.dtype.itemsize
 
 
 class _Converted:
     """A checkpoint whose tensors come in another dtype, on a device; the layers' must be as their modules are."""
 
     def __init__(self, layers: StreamedLayers) -> None:
-        self.layers = layers
-        prefix = Names(layers.checkpoint, layers.family).layers
+        self.checkpoint, self.to = layers.stored.checkpoint, (layers.device, layers.dtype)
+        prefix = layers.stored.weights.names.layers
         self.expected = {f"{prefix}{name}": tuple(parameter.shape) for name, parameter in layers.named_parameters()}
-
-    @property
-    def where(self) -> str:
-        return self.layers.checkpoint.where
-
-    def names(self) -> Iterable[str]:
-        return self.layers.checkpoint.names()
+        self.where, self.names = self.checkpoint.where, self.checkpoint.names
 
     def __contains__(self, name: str) -> bool:
-        return name in self.layers.checkpoint
+        return name in self.checkpoint
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor.
@@ -83,24 +66,24 @@ class _Converted:
         Raises:
             ValueError: if it is missing, or has another shape than the architecture asks for.
         """
-        shape = self.layers.checkpoint.shape(name)
+        shape = self.checkpoint.shape(name)
         if shape != self.expected.get(name, shape):
             raise ValueError(
-                f"{self.layers.checkpoint.folder}: tensor {name} has the shape {shape}, but config.json asks for "
+                f"{self.checkpoint.folder}: tensor {name} has the shape {shape}, but config.json asks for "
                 f"{self.expected[name]}"
             )
         return shape
 
     def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002 - the same for all
-        return self.layers.dtype
+        return self.to[1]
 
     def tensor(self, name: str) -> Tensor:
         self.shape(name)
-        return self.layers.checkpoint.tensor(name).to(self.layers.device, self.layers.dtype)
+        return self.checkpoint.tensor(name).to(*self.to)
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         self.shape(name)
-        return self.layers.checkpoint.part(name, dim, first, end).to(self.layers.device, self.layers.dtype)
+        return self.checkpoint.part(name, dim, first, end).to(*self.to)
 
 
 def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTrainedModel:
@@ -111,16 +94,22 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     """
     avoid_cudnn_attention()
     stored = open_stored(model)
-    checkpoint, family, dtype = stored.checkpoint, stored.family, stored.compute_dtype(device)
-    if form_of(checkpoint).shipped is not None:
+    family, dtype = stored.family, stored.compute_dtype(device)
+    if form_of(stored.checkpoint).shipped is not None:
         raise ValueError(f"{stored.folder} is an edited model, which has to fit into memory")
     config = copy.deepcopy(stored.config)  # which becomes the model's own
     with init_empty_weights(include_buffers=False):
         whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _fill(whole, _without_layers(stored.folder, config, family, dtype).to(device), family)
+    outside = _without_layers(stored, dtype).to(device)
+    whole.load_state_dict(outside.state_dict(), strict=False, assign=True)
+    whole.tie_weights()
+    for buffer in whole.buffers():
+        buffer.data = buffer.data.to(whole.device)
+    for name, parameter in whole.named_parameters():
+        assert not parameter.is_meta or name.startswith(f"{family.layers}."), name
     path, _, name = family.layers.rpartition(".")
     parent = whole.get_submodule(path)
-    setattr(parent, name, StreamedLayers(getattr(parent, name), checkpoint, family, dtype, torch.device(device)))
+    setattr(parent, name, StreamedLayers(getattr(parent, name), stored, torch.device(device)))
     streamed: PreTrainedModel = whole.eval()
     return streamed
 
@@ -131,26 +120,16 @@ def streamed_layers(model: PreTrainedModel) -> StreamedLayers | None:
     return layers if isinstance(layers, StreamedLayers) else None
 
 
-def _without_layers(folder: Path, config: Any, family: Family, dtype: torch.dtype) -> nn.Module:
+def _without_layers(stored: StoredModel, dtype: torch.dtype) -> nn.Module:
     """The same model with no decoder layers: embeddings, final norm and head, loaded as `transformers` loads them."""
-    shallow = copy.deepcopy(config)
-    for key, value in family.per_layer_entries(config, []).items():
+    shallow = copy.deepcopy(stored.config)
+    for key, value in stored.family.per_layer_entries(stored.config, []).items():
         setattr(shallow, key, value)
     shallow.num_hidden_layers = 0
     model_class: Any = AutoModelForCausalLM
     model, report = model_class.from_pretrained(
-        folder, config=shallow, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        stored.folder, config=shallow, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
     )
-    check_complete(folder, report)
+    check_complete(stored.folder, report)
     loaded: nn.Module = model
     return loaded
-
-
-def _fill(model: Any, loaded: nn.Module, family: Family) -> None:
-    """Put what was loaded into the whole model."""
-    model.load_state_dict(loaded.state_dict(), strict=False, assign=True)
-    model.tie_weights()
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(model.device)
-    for name, parameter in model.named_parameters():
-        assert not parameter.is_meta or name.startswith(f"{family.layers}."), name

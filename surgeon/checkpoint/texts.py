@@ -10,8 +10,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from surgeon.checkpoint.encoding import Encoder
-from surgeon.checkpoint.load import open_stored, read_config
-from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.read import locate, read_json
 from surgeon.checkpoint.stored import StoredModel
 
 CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
@@ -79,19 +79,14 @@ def read_tokenizer(path_or_name: str | Path) -> Any:
     folder = locate(path_or_name)
     try:
         # Of a checkpoint with a modeling file, transformers would read the configuration by running it.
-        config = read_config(Checkpoint(folder)) if has_modeling_file(folder) else None
+        path = folder / "config.json"
+        config = open_stored(folder).config if path.exists() and "auto_map" in read_json(path) else None
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"{folder} has no tokenizer that can be read ({reason}); copy the original model's tokenizer files into it"
         ) from error
-
-
-def has_modeling_file(folder: Path) -> bool:
-    """Whether a checkpoint's configuration names classes of a file beside it."""
-    path = folder / "config.json"
-    return path.exists() and "auto_map" in read_json(path)
 
 
 def encode(encoder: Encoder, prompt: str, most: int) -> list[int]:

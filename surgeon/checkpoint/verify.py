@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgeon.checkpoint.read import check_inside, read_json
-from surgeon.checkpoint.tensor_file import blocks_of
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,8 @@ class FileRecord:
     @classmethod
     def of(cls, path: Path) -> FileRecord:
         """Read a file."""
-        digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            for block in blocks_of(file, size, path):
-                digest.update(block)
-        return cls(size, digest.hexdigest())
+            return cls(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def verify(folder: Path, report: Path) -> int:

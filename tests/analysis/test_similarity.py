@@ -152,8 +152,8 @@ def test_weights_that_are_read_when_needed(windows: Windows, tmp_path: Path, mon
     read: Counter[str] = Counter()
     layers = streamed_layers(model)
     assert layers is not None
-    tensor = layers.checkpoint.tensor
-    monkeypatch.setattr(layers.checkpoint, "tensor", lambda name: read.update([name]) or tensor(name))
+    tensor = layers.stored.checkpoint.tensor
+    monkeypatch.setattr(layers.stored.checkpoint, "tensor", lambda name: read.update([name]) or tensor(name))
     found = similarity(subject_of(model, windows), tmp_path / "streamed")
     pd.testing.assert_frame_equal(found.layers, whole.layers, rtol=1e-6)
     pd.testing.assert_frame_equal(found.distances, whole.distances, rtol=1e-6)

@@ -102,8 +102,8 @@ def test_a_layer_is_read_once_where_memory_keeps_nothing(tmp_path: Path, monkeyp
     layers = streamed_layers(model)
     assert layers is not None
     read: list[str] = []
-    original = layers.checkpoint.tensor
-    monkeypatch.setattr(layers.checkpoint, "tensor", lambda name: read.append(name) or original(name))
+    original = layers.stored.checkpoint.tensor
+    monkeypatch.setattr(layers.stored.checkpoint, "tensor", lambda name: read.append(name) or original(name))
     monkeypatch.setattr(measure_module, "streaming_room", lambda *_: Streaming(0, 1 << 20, None))
     dense = Program.dense(4)
     plan = share([dense, *(prune(dense, layers=range(a, a + 1)) for a in range(4))])

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.analysis import subject
-from surgeon.checkpoint.config_only import read_config_only
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.cli.app import main
 from surgeon.cli.options import DATA_HELP
@@ -25,6 +24,7 @@ from surgeon.language.recipe import read_recipe
 from surgeon.models.edit import program_of
 from surgeon.models.recipe_program import recipe_program
 from surgeon.models.shapes import ModelShapes
+from surgeon.opened import open_model
 from surgeon.searches import mixture
 from surgeon.searches.evaluate import Evaluator
 from surgeon.training.run import train
@@ -298,7 +298,7 @@ def test_a_budget_of_predicted_time(
     budget = ("--budget", "speedup>=1.05@cpu-2", "--ranks", "2", "--prompt", "16", "--new", "8", "--trials", "2")
     assert search(tiny_checkpoint, tiny_text, output, *budget) == 0
     program = read_recipe(output / "recipe.yaml").program(4)
-    shapes = ModelShapes.of("tiny", read_config_only(tiny_checkpoint).config)
+    shapes = ModelShapes.of("tiny", open_model(tiny_checkpoint, weights=False).config)
     hardware, workload = load_hardware("cpu-2"), Workload(1, 16, 8)
     dense, found = (
         predict(shapes, one, hardware, workload, Deployment(2)).per_token for one in (Program.dense(4), program)
@@ -452,7 +452,7 @@ def test_native_tracks(
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program=str(own))
     asked = ("--space", "pair,drop:layers,rank:0.5", "--budget", "params=0.7x", "--holdout", "0")
     assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "out", *asked, "--trials", "3") == 0
-    recipe, config = read_recipe(tmp_path / "out" / "recipe.yaml"), read_config_only(tiny_checkpoint).config
+    recipe, config = read_recipe(tmp_path / "out" / "recipe.yaml"), open_model(tiny_checkpoint, weights=False).config
     program = recipe_program(recipe, config, own)
     assert program != own
     assert program.parameters(ModelShapes.of("", config).layer_shapes) <= 0.7 * own.parameters(

@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 
 from surgeon.analysis.factors.calibration import load_recorded
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import open_stored
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.families.llama import LLAMA
@@ -52,7 +51,7 @@ def test_everything(spectrum: Run, tmp_path: Path) -> None:
     again = load_recorded(open_model(recipe.model), text)
     assert again.digest == record["calibration_hash"]
     assert recipe.weights == record["model_hash"]
-    shapes = LLAMA.layer_shapes(read_config(Checkpoint(Path(recipe.model))))
+    shapes = LLAMA.layer_shapes(open_stored(recipe.model).config)
     program = recipe.program(4, shapes=shapes)
     assert 0.45 < program.parameters(shapes) / Program.dense(4).parameters(shapes) <= 0.5
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.checkpoint.config_only import read_config_only
+from surgeon.checkpoint.config import read_config_only
 from surgeon.cost.candidates import apart, open_candidates
 from surgeon.cost.plans import plan_on_paper
 from surgeon.language.program import Program
@@ -80,7 +80,7 @@ def test_a_program_that_a_checkpoint_has(tmp_path: Path) -> None:
 def test_configurations_that_are_saved_are_read(family: str, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     config = tiny_model(family).config
     config.save_pretrained(tmp_path)
-    assert ModelShapes.of("x", read_config_only(tmp_path).config) == ModelShapes.of("x", config)
+    assert ModelShapes.of("x", read_config_only(tmp_path)[0]) == ModelShapes.of("x", config)
 
 
 @pytest.mark.parametrize(

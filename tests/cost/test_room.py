@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import open_stored
 from surgeon.cost.hardware import RankShare
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.room import most_texts, room
@@ -27,7 +26,7 @@ def test_a_configuration_says_what_a_checkpoint_does(
     family: str, program: str, ranks: int, tiny_model: Callable[..., Any], tmp_path: Path
 ) -> None:
     tiny_model(family).save_pretrained(tmp_path)
-    of = ModelShapes.of("tiny", read_config(Checkpoint(tmp_path)))
+    of = ModelShapes.of("tiny", open_stored(tmp_path).config)
     plan = make_plan(tmp_path, ranks, 32, program)
     own = plan_on_paper(of, Program.parse(program), ranks, 32, "float32", "auto", "full")
     assert footprint(own, of) == footprint(plan)

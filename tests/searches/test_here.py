@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.checkpoint.load import read_config
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.load import open_stored
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.workload import Workload
@@ -47,7 +46,7 @@ def test_a_time_is_the_median_of_rounds_and_speedup_that_of_each_round() -> None
 
 @pytest.mark.alone
 def test_the_calibrated_machine_prices_programs(tiny_checkpoint: Path) -> None:
-    config = read_config(Checkpoint(tiny_checkpoint))
+    config = open_stored(tiny_checkpoint).config
     hardware = parse_hardware(calibrate_here(tiny_checkpoint, 1, rounds=1, device="cpu"))
     assert hardware.name == "here"
     shapes = ModelShapes.of("tiny", config)

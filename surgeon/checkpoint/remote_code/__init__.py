@@ -19,7 +19,7 @@ What config.json of a checkpoint in the program form says, for a Llama (`model_t
 
 `ProgramLlamaConfig` is `LlamaConfig` but for its `model_type`, and so for every architecture. Without running the file:
 take "surgeon_" off the `model_type`, leave out `auto_map` and what begins with "surgeon_", and read the rest as the
-stock configuration, as `surgeon.checkpoint.load.read_config` does.
+stock configuration, as `surgeon.checkpoint.config.read_config` does.
 """
 
 from __future__ import annotations
