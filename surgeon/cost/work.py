@@ -116,7 +116,7 @@ class RankWork:
     def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
         sublayer, plan = maps.sublayer, self.plan
         heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
-        kept = plan.kept_ranks(sublayer, kv_heads)
+        kept = plan.kept_factors(sublayer, kv_heads)
         yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
         yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
         window = plan.window(sublayer)

@@ -13,6 +13,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.program import RankMachine
 from surgeon.runtime.plan.checks import make_plan
+from tests.runtime.on_ranks import greedy
 from tests.tiny_models import tiny_model
 
 SECOND = 60 / PULSES / 5  # there are five to a pulse
@@ -100,7 +101,7 @@ def test_an_engine_gets_on_within_a_pass(tmp_path: Path, monkeypatch: pytest.Mon
         return reduce(machine, partial)
 
     monkeypatch.setattr(RankMachine, "reduce", noting)
-    engine.greedy([5, 6, 7], 2)
+    greedy(engine, [5, 6, 7], 2)
     assert found == sorted(found)
     steps = [share / 6 for share in range(1, 7)]
     assert sorted(set(found)) == pytest.approx([*steps, *(1 + step for step in steps)])

@@ -262,3 +262,15 @@ def continued_both_ways(rank: Rank, plan: Plan) -> tuple[Tensor, Tensor, list[Co
         elif way == "auto":
             problems = {0: "nothing is recorded"}
     return logits[0], logits[1], counts, problems
+
+
+def greedy(engine: RankEngine, prompt: list[int], new_tokens: int) -> list[int]:
+    """Continue one text with the most likely tokens, the same on every rank: without a scheduler or rank 0."""
+    found: list[int] = []
+    blocks = blocks_for(len(prompt) + new_tokens)
+    cache, start, newest = engine.new_cache(blocks), 0, prompt
+    while len(found) < new_tokens:
+        best = engine.step([Row(start, newest, ([(0, blocks)],), Wanted.BEST)], cache).best
+        start, newest = start + len(newest), best
+        found += best
+    return found

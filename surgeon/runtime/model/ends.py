@@ -119,12 +119,19 @@ class Vocabulary:
             is tied to where kernels can read them there: products are faster with weights that are packed.
     """
 
-    def __init__(self, source: ModelWeights, plan: Plan, collectives: Collectives, device: torch.device) -> None:
+    def __init__(
+        self, source: ModelWeights, plan: Plan, rank: int, device: torch.device, collectives: Callable[[], Collectives]
+    ) -> None:
+        """Read the rows of a rank.
+
+        Args:
+            collectives: of all ranks, which are others while passes are recorded.
+        """
         family = plan.family
         self.plan = plan
         self.collectives = collectives
         self.rows = -(-plan.vocabulary // plan.ranks)
-        self.first = min(collectives.rank * self.rows, plan.vocabulary)
+        self.first = min(rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
@@ -154,7 +161,7 @@ class Vocabulary:
     def embed(self, tokens: Tensor, counts: Counts) -> Tensor:
         """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""
         own = self.embedding.rows(tokens, self.first)
-        return own if self.plan.ranks == 1 else self.collectives.exact.all_reduce(own, counts)()
+        return own if self.plan.ranks == 1 else self.collectives().exact.all_reduce(own, counts)()
 
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
@@ -166,16 +173,13 @@ class Vocabulary:
     def gather(self, own: Tensor, counts: Counts) -> Tensor:
         """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""
         padded = F.pad(own, (0, self.rows - own.shape[-1]))
-        gathered = self.collectives.all_gather(padded, counts)
+        gathered = self.collectives().all_gather(padded, counts)
         return torch.cat(list(gathered), -1)[..., : self.plan.vocabulary]
 
     def score(self, own: Tensor, targets: list[int], top: int, counts: Counts) -> list[TokenLogprob]:
         """How likely a target is by each token's logits, of which this rank has its own."""
-
-        def all_gather(tensor: Tensor) -> Tensor:
-            return self.collectives.all_gather(tensor, counts)
-
-        return score(own, self.first, self.rows, targets, top, all_gather)
+        collectives = self.collectives()
+        return score(own, self.first, self.rows, targets, top, lambda tensor: collectives.all_gather(tensor, counts))
 
     def best(self, own: Tensor, counts: Counts) -> Tensor:
         """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows).
@@ -191,7 +195,7 @@ class Vocabulary:
         if self.plan.ranks == 1:
             return at.masked_fill(~best.isfinite(), UNDEFINED)
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
-        candidates = self.collectives.all_gather(torch.stack([best.double(), (at + self.first).double()], -1), counts)
+        candidates = self.collectives().all_gather(torch.stack([best.double(), (at + self.first).double()], -1), counts)
         highest, winner = candidates[..., 0].max(0)
         return candidates[..., 1].gather(0, winner[None])[0].long().masked_fill(~highest.isfinite(), UNDEFINED)
 

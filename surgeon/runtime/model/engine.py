@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from surgeon.beside import torch_threads
-from surgeon.runtime.batching.request import UNDEFINED, UndefinedLogits
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
@@ -158,23 +157,6 @@ class RankEngine(RankModel):
         """Logits of one text, (tokens, vocabulary), on every rank, with a cache of its own."""
         blocks = blocks_for(len(tokens))
         return self.logits([Row(0, tokens, ([(0, blocks)],), Wanted.NOTHING)], self.new_cache(blocks))
-
-    def greedy(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """Continue one text with the most likely tokens, the same on every rank: without a scheduler or rank 0.
-
-        Raises:
-            UndefinedLogits: if the logits are not finite somewhere.
-        """
-        found: list[int] = []
-        blocks = blocks_for(len(prompt) + new_tokens)
-        cache, start, newest = self.new_cache(blocks), 0, prompt
-        while len(found) < new_tokens:
-            best = self.step([Row(start, newest, ([(0, blocks)],), Wanted.BEST)], cache).best
-            if UNDEFINED in best:
-                raise UndefinedLogits(f"the model's logits are not finite after {start + len(newest)} tokens")
-            start, newest = start + len(newest), best
-            found += best
-        return found
 
 
 def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -> None:

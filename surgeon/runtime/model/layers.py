@@ -180,13 +180,13 @@ class Rebuild:
         rotates: whether keys have rotary positions.
 
     Attributes:
-        ranks: of k and of v.
+        columns: that the first factors of k and of v give.
         width: numbers of a token's keys, and of its values.
     """
 
     def __init__(self, tensors: Tensors, plan: Plan, head_gain: Tensor | None, rotates: bool) -> None:
         self.seconds = [second_factor(tensors, role, packs=False) for role in "kv"]
-        self.ranks = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
+        self.columns = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
         self.head_dim, self.epsilon = plan.head_dim, plan.epsilon
         self.head_gain = None if head_gain is None else head_gain.contiguous()
@@ -199,7 +199,7 @@ class Rebuild:
             angles: of their positions, if there are rotary ones.
             out: where to put them, (2, N, K * D).
         """
-        for second, part, room in zip(self.seconds, kept.split(self.ranks, -1), out, strict=True):
+        for second, part, room in zip(self.seconds, kept.split(self.columns, -1), out, strict=True):
             second(part, room)
         keys, values = out.unflatten(-1, (-1, self.head_dim))
         place_(keys, self.head_gain, self.epsilon, angles if self.rotates else None)

@@ -9,7 +9,8 @@ as the rank, goes through the second factor (`surgeon.runtime.model.outputs`).
 Base has each matrix W = B A by itself: a rank has some columns of B and rows of A, and every product is summed over the
 ranks, so that all of them have all heads.
 
-Shapes: T tokens of a pass, n ranks that share the sublayer.
+A rank is a process here; a matrix's rank is called the columns that its first factor gives. Shapes: T tokens of a pass,
+n ranks that share the sublayer.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ class Sharing:
         """The sum over all ranks."""
         return self.collectives().all_reduce(part, self.counts())()
 
-    def share(self, rank: int) -> slice:
-        """This rank's part of a number of rank columns; the last ranks may have fewer."""
-        each = -(-rank // self.members)
-        return slice(min(rank, self.member * each), min(rank, (self.member + 1) * each))
+    def share(self, columns: int) -> slice:
+        """This rank's part of what first factors give; the last ranks may have fewer."""
+        each = -(-columns // self.members)
+        return slice(min(columns, self.member * each), min(columns, (self.member + 1) * each))
 
 
 class Gathered:
@@ -81,9 +82,9 @@ class Gathered:
         factored = [role for role in roles if is_factored(role, tensors)]
         whole = [role for role in roles if role not in factored]
         firsts = [tensors[f"{role}.first.weight"] for role in factored]
-        self.ranks = [len(first) for first in firsts]
-        own = torch.cat(firsts)[sharing.share(sum(self.ranks))]
-        self.width = -(-sum(self.ranks) // sharing.members)
+        self.columns = [len(first) for first in firsts]
+        own = torch.cat(firsts)[sharing.share(sum(self.columns))]
+        self.width = -(-sum(self.columns) // sharing.members)
         own = torch.cat([own, own.new_zeros(self.width - len(own), own.shape[1])])  # parts must be of one size
         weights = [own, *(tensors[f"{role}.weight"] for role in whole)]
         self.first = Linear(weights, [None, *(tensors.get(f"{role}.bias") for role in whole)])
@@ -95,8 +96,8 @@ class Gathered:
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
         own, *outputs = self.first(x).split(self.widths, -1)
-        gathered = self.sharing.gather(own.contiguous())[:, : sum(self.ranks)]
-        parts = gathered.split(self.ranks, -1)
+        gathered = self.sharing.gather(own.contiguous())[:, : sum(self.columns)]
+        parts = gathered.split(self.columns, -1)
         made = [part if second is None else second(part) for second, part in zip(self.seconds, parts, strict=True)]
         outputs = [*made, *outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat([outputs[place] for place in self.order], -1)

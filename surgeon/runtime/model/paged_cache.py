@@ -34,7 +34,7 @@ class Buffers:
 
     def __init__(self, rebuilds: Sequence[Rebuild], like: Tensor) -> None:
         """Start without any room."""
-        self._kept_width = max((sum(one.ranks) for one in rebuilds), default=0)
+        self._kept_width = max((sum(one.columns) for one in rebuilds), default=0)
         self._rebuilt_width = max((2 * one.width for one in rebuilds), default=0)
         self.kept = self.rebuilt = like.new_empty(0)
 
@@ -52,7 +52,7 @@ class Buffers:
     def for_kept(self, rebuild: Rebuild, tokens: int) -> Tensor:
         """Room for what is kept of so many tokens, (N, R)."""
         self.reserve(tokens)
-        return self.kept[: tokens * sum(rebuild.ranks)].view(tokens, -1)
+        return self.kept[: tokens * sum(rebuild.columns)].view(tokens, -1)
 
     def for_rebuilt(self, rebuild: Rebuild, tokens: int) -> Tensor:
         """Room for their keys and values, (2, N, K * D)."""
@@ -106,7 +106,7 @@ class PagedCache:
                 self.pairs[slot], self.places_in_group[slot] = pair, place
         self.slots = [pair.chunk(2) for pair in self.pairs]
         self.halves = [[stored[slot] for slot in slots for _ in range(2)] for slots in groups]
-        self.low_rank = {slot: like.new_empty(places, sum(one.ranks)) for slot, one in self.rebuilds.items()}
+        self.low_rank = {slot: like.new_empty(places, sum(one.columns)) for slot, one in self.rebuilds.items()}
         self.buffers = Buffers(list(self.rebuilds.values()), like)
 
     @property

@@ -123,7 +123,7 @@ class RankProgram:
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
         if sublayer.kind == ATTENTION:
             kv_heads = count_outputs(tensors, "k") // plan.head_dim
-            if plan.kept_ranks(sublayer, kv_heads) is not None:
+            if plan.kept_factors(sublayer, kv_heads) is not None:
                 later = frozenset("kv")  # the cache keeps what the first ones give
         maps = self._maps(work, part, tensors, later, based=sublayer != part.sublayer)
         if sublayer.kind == ATTENTION:

@@ -8,8 +8,7 @@ drafted. The engine (engine.py) chooses among them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
 from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
@@ -80,7 +78,7 @@ class RankModel(RankProgram):
         super().__init__(plan, collectives, device)
         source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         self.load(source)
-        self.vocabulary = Vocabulary(source, plan, collectives, device)
+        self.vocabulary = Vocabulary(source, plan, self.rank, device, lambda: self.groups[collectives.group])
         self.ends = Ends(source, plan, device)
         self._angles = self._angles_of(0)
 
@@ -134,16 +132,6 @@ class RankModel(RankProgram):
         best, full = ([at for at, want in enumerate(wanted) if want == kind] for kind in (Wanted.BEST, Wanted.LOGITS))
         likeliest = self.best_tokens(own if len(best) == len(wanted) else own[best]).tolist() if best else []
         return likeliest, self.whole_logits(own[full]) if full else None
-
-    @contextmanager
-    def sums_recorded(self, recording: Recording) -> Iterator[None]:
-        """Have what is sent between ranks noted in a recording."""
-        with self.groups_recorded(recording):
-            self.vocabulary.collectives = self.groups[self.collectives.group]
-            try:
-                yield
-            finally:
-                self.vocabulary.collectives = self.collectives
 
     def check_collectives(self) -> None:
         """See that sums in recorded passes have waited for nobody in vain.

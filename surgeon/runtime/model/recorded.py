@@ -156,7 +156,7 @@ class RecordedDecode(Way):
             self._kernels.keep(kept, inputs.numbers[PLACE + group], pair)
             return self._kernels.attend(queries, pair, read, weighting.scale, weighting.softcap)
 
-        with model.sums_recorded(recording), recording.during():
+        with model.groups_recorded(recording), recording.during():
             logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend)
         phase.layers, phase.vocabulary = before[0] + sent[0], before[1] + sent[1]
         replay = recording.finished()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.tensor_file import TensorFile
@@ -107,10 +108,10 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
             (unit,) = (p.unit for p in source.family.spec(attention.kind).projections if p.role == "k")
             first, end = unit_bounds(source.units(attention)[unit], attention.piece)
-            keys_values, ranks = 2 * (end - first) * plan.head_dim, plan.kept_ranks(attention, end - first)
-            own.append((keys_values if ranks is None else sum(ranks)) * block)
-            if ranks is not None:  # all such attentions read by the same two buffers
-                copied, rebuilt = max(copied, sum(ranks)), max(rebuilt, keys_values)
+            keys_values, columns = 2 * (end - first) * plan.head_dim, plan.kept_factors(attention, end - first)
+            own.append((keys_values if columns is None else sum(columns)) * block)
+            if columns is not None:  # all such attentions read by the same two buffers
+                copied, rebuilt = max(copied, sum(columns)), max(rebuilt, keys_values)
         kept.append(tuple(own))
         buffers.append((copied + rebuilt) * block)
     return Footprint(tuple(weights), tuple(kept), tuple(buffers), cache_groups(plan))
@@ -134,14 +135,14 @@ def choose_cache(
     here = local_ranks or plan.ranks
     free = free_bytes() if device == "cpu" else min(gpu_free_bytes(number) for number in range(here))
     allowed = free if memory is None else memory
-    room = _Room.of(plan, device, here, max_batch)
-    wanted = room.footprint.blocks(max_batch, plan.max_tokens) if blocks is None else blocks
-    if plan.kv == "auto" and room.fitting(allowed) < wanted:
+    room = _Room.of(plan, device, here, max_batch, allowed)
+    wanted = room.wanted if blocks is None else blocks
+    if plan.kv == "auto" and room.fitting < wanted:
         tight = replace(plan, tight=True)
-        smaller = _Room.of(tight, device, here, max_batch)
-        if smaller.fitting(allowed) > room.fitting(allowed):
+        smaller = _Room.of(tight, device, here, max_batch, allowed)
+        if smaller.fitting > room.fitting:
             plan, room = tight, smaller
-    fitting = room.fitting(allowed)
+    fitting = room.fitting
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"
     place = "" if device == "cpu" else " on each GPU"
     if fitting < 1:
@@ -200,26 +201,23 @@ class Capacity:
         return f"room for {found} at a time: weights {show_size(self.weights)}, cache {show_size(self.cache)}"
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Bytes on one machine's CPU, or on the GPU that holds the most.
+class _Room(NamedTuple):
+    """What one machine's CPU, or the GPU that holds the most, has room for.
 
     Attributes:
-        weights, block, buffers: as in a footprint.
-        texts, blocks: how many texts are read at once, and at most how many blocks of each.
-        footprint: of all ranks.
+        weights, block: bytes of the weights, and of a block of the cache.
+        fitting: how many blocks fit beside the weights, and beside the buffers that they need.
+        wanted: how many as many of the longest texts take as are computed together.
     """
 
     weights: int
     block: int
-    buffers: int
-    texts: int
-    blocks: int
-    footprint: Footprint
+    fitting: int
+    wanted: int
 
     @classmethod
-    def of(cls, plan: Plan, device: str, here: int, max_batch: int) -> _Room:
-        """What a plan needs.
+    def of(cls, plan: Plan, device: str, here: int, max_batch: int, allowed: int) -> _Room:
+        """What a plan has, of so many bytes.
 
         Args:
             here: how many ranks share the memory of this machine's CPU.
@@ -229,13 +227,10 @@ class _Room:
             sum(sorted(each)[-here:]) if device == "cpu" else max(each)
             for each in (sizes.weights, sizes.block, sizes.buffers)
         )
-        at_once = plan.read_at_once(device, max_batch)
-        return cls(weights, block, buffers, *at_once, sizes)
-
-    def fitting(self, allowed: int) -> int:
-        """How many blocks fit into so many bytes beside the weights, and beside the buffers that they need."""
-        if not self.block:
-            return 1 << 30  # a program without attention has no cache
-        left, buffers = allowed - self.weights, self.texts * self.buffers
+        wanted = sizes.blocks(max_batch, plan.max_tokens)
+        if not block:
+            return cls(weights, block, 1 << 30, wanted)  # a program without attention has no cache
+        texts, blocks = plan.read_at_once(device, max_batch)
+        left, buffers = allowed - weights, texts * buffers
         # No text is longer than the cache, which counts where that is shorter than the longest text.
-        return max(left // (self.block + buffers), (left - buffers * self.blocks) // self.block)
+        return cls(weights, block, max(left // (block + buffers), (left - buffers * blocks) // block), wanted)

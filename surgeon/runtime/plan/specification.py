@@ -127,18 +127,18 @@ class Plan:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
         return self.windows[attention.layers[0]] if self.windows else None
 
-    def kept_ranks(self, attention: Sublayer, kv_heads: int) -> tuple[int, int] | None:
-        """The ranks of k and v where an attention keeps what their first factors give; None for keys and values.
+    def kept_factors(self, attention: Sublayer, kv_heads: int) -> tuple[int, int] | None:
+        """How many numbers the first factors of k and v give where an attention keeps these; None for keys and values.
 
         Args:
             attention: what a rank computes of it.
             kv_heads: how many of them that has.
         """
-        ranks = factor_ranks(attention)
-        if ranks is None or self.kv == "full":
+        sizes = factor_sizes(attention)
+        if sizes is None or self.kv == "full":
             return None
-        saves = self.tight and sum(ranks) < 2 * kv_heads * self.head_dim
-        return ranks if self.kv == "lowrank" or saves else None
+        saves = self.tight and sum(sizes) < 2 * kv_heads * self.head_dim
+        return sizes if self.kv == "lowrank" or saves else None
 
     def is_static(self, device: str) -> bool:
         """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda".
@@ -175,15 +175,15 @@ class CodaPlan:
     plan: Plan
 
 
-def factor_ranks(sublayer: Sublayer) -> tuple[int, int] | None:
-    """The ranks of k and v of an attention where both are two factors."""
+def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
+    """The ranks of the matrices k and v of an attention where both are two factors."""
     k, v = sublayer.rank("k"), sublayer.rank("v")
     return None if sublayer.kind != ATTENTION or k is None or v is None else (k, v)
 
 
 def can_be_low_rank(program: Program) -> bool:
     """Whether there is an attention whose k and v are two factors each."""
-    return any(factor_ranks(sublayer) is not None for sublayer in program.sublayers())
+    return any(factor_sizes(sublayer) is not None for sublayer in program.sublayers())
 
 
 def require_low_rank(*programs: Program) -> None:

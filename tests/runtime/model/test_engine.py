@@ -17,7 +17,7 @@ import surgeon
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
 from surgeon.opened import open_model
-from surgeon.runtime.batching.request import UNDEFINED, UndefinedLogits
+from surgeon.runtime.batching.request import UNDEFINED
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
@@ -181,8 +181,6 @@ def test_logits_that_are_not_finite_have_no_likeliest_token(decoding: Any, value
     bad, good = engine.step(rows, cache).best
     assert bad == UNDEFINED
     assert good >= 0
-    with pytest.raises(UndefinedLogits, match="not finite after 2 tokens"):
-        engine.greedy([5, BAD], 3)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import Linear
 from surgeon.runtime.model.products import Panels, Transposed, laid_out
 from surgeon.runtime.plan.checks import make_plan
+from tests.runtime.on_ranks import greedy
 
 
 def packed(weight: Tensor, packs: bool = True) -> bool:
@@ -105,4 +106,4 @@ def test_a_model_of_packed_weights(tiny_model: Callable[..., Any], tmp_path: Pat
         expected = model(torch.tensor([prompt])).logits[0]
     assert (engine.text_logits(prompt) - expected).norm() < 1e-5 * expected.norm()
     continued = model.generate(torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False)
-    assert engine.greedy(prompt, 9) == continued[0, len(prompt) :].tolist()
+    assert greedy(engine, prompt, 9) == continued[0, len(prompt) :].tolist()
