@@ -57,7 +57,9 @@ class PagedLayout:
             first += len(row.tokens)
         self.positions = as_index(positions, cache.device)
         self.places = [as_index(found, cache.device) for found in places]
-        self._numbers = [numbers_of(place) for place in self.places] if cache.kernels is not None else []
+        self._numbers: list[Tensor] = []
+        if cache.kernels is not None:
+            self._numbers = [torch.arange(p.start, p.stop) if isinstance(p, slice) else p for p in self.places]
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
@@ -158,9 +160,10 @@ class _Chunk:
         """What attentions of a group with such a window read."""
         key = group, window
         if key not in self._texts:
-            last = None if window is None else window + self._tokens - 1
-            first_key, runs = self._cached.stretches(group, last)
-            self._texts[key] = TextKeys(as_runs(runs), first_key, self._end - self._tokens, window)
+            first_key = self._cached.first(None if window is None else window + self._tokens - 1)
+            places = stretches(self._cached.row.runs[group], first_key, self._end)
+            runs = torch.tensor([(place.start, place.stop - place.start) for place in places])
+            self._texts[key] = TextKeys(runs, first_key, self._end - self._tokens, window)
         return self._texts[key]
 
     def _fresh(self, slot: int, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +200,7 @@ class _Cached:
         Args:
             last: how many of them, from the end; None for all.
         """
-        first = self._first(last)
+        first = self.first(last)
         if slot in self._cache.rebuilds:
             return by_head(self._rebuilt(slot, first))
         key = self._cache.group_of[slot], first
@@ -210,12 +213,8 @@ class _Cached:
         place = self._cache.places_in_group[slot]
         return found[2 * place], found[2 * place + 1]
 
-    def stretches(self, group: int, last: int | None) -> tuple[int, list[slice]]:
-        """The first of the last so many of them, or of all, and where these lie in the places of a group."""
-        first = self._first(last)
-        return first, stretches(self.row.runs[group], first, self._end)
-
-    def _first(self, last: int | None) -> int:
+    def first(self, last: int | None) -> int:
+        """The first of the last so many tokens, or of all."""
         return 0 if last is None else max(0, self._end - last)
 
     def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
@@ -250,13 +249,3 @@ def as_index(parts: Sequence[slice], device: torch.device) -> Index:
         return parts[0]
     places = [place for part in parts for place in range(part.start, part.stop)]
     return torch.tensor(places, dtype=torch.long, device=device)
-
-
-def as_runs(parts: Sequence[slice]) -> Tensor:
-    """First place and number of places of each of these, (parts, 2)."""
-    return torch.tensor([(part.start, part.stop - part.start) for part in parts])
-
-
-def numbers_of(index: Index) -> Tensor:
-    """The numbers that an index stands for."""
-    return torch.arange(index.start, index.stop) if isinstance(index, slice) else index

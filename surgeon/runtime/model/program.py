@@ -28,6 +28,8 @@ from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, computed_of, groups_within, rank_work
 from surgeon.runtime.plan.specification import Plan
 
+Sent = tuple[Counts, Counts]
+
 
 @dataclass
 class Phase:
@@ -46,6 +48,20 @@ class Phase:
     new: int = 0
     layers: Counts = field(default_factory=Counts)
     vocabulary: Counts = field(default_factory=Counts)
+
+    @contextmanager
+    def apart(self) -> Iterator[Sent]:
+        """Count what is sent inside apart: the collectives of the layers and of the vocabulary."""
+        before, sent = (self.layers, self.vocabulary), (Counts(), Counts())
+        self.layers, self.vocabulary = sent
+        try:
+            yield sent
+        finally:
+            self.layers, self.vocabulary = before
+
+    def add(self, sent: Sent) -> None:
+        """Count what was sent apart."""
+        self.layers, self.vocabulary = self.layers + sent[0], self.vocabulary + sent[1]
 
 
 class RankProgram:

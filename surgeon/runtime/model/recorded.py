@@ -19,11 +19,11 @@ from torch import Tensor
 
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import power_of_two
-from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import Kernels, Runs
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
 from surgeon.runtime.model.layers import Angles, Weighting
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
+from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 
 Reading = tuple[int, int | None]  # a group of the cache, and a window
@@ -83,15 +83,14 @@ class RecordedPass(NamedTuple):
         inputs: that it reads.
         replay: computes it.
         logits: this rank's of each text, (B, rows of the vocabulary).
-        layers, vocabulary: the collectives that a replay starts without counting them.
+        sent: by a replay, which does not count it.
         spans: calls in it that somebody wants to know the time of.
     """
 
     inputs: PassInputs
     replay: Replay
     logits: Tensor
-    layers: Counts
-    vocabulary: Counts
+    sent: Sent
     spans: list[Span]
 
 
@@ -137,7 +136,7 @@ class RecordedDecode(Way):
         model.check_collectives()
         if times:
             model.replayed([(what, times[first], times[end]) for what, first, end in known.spans])
-        phase.layers, phase.vocabulary = phase.layers + known.layers, phase.vocabulary + known.vocabulary
+        phase.add(known.sent)
         return known.logits
 
     def _recorded(
@@ -145,8 +144,6 @@ class RecordedDecode(Way):
     ) -> Tensor:
         """The same, computed as any pass, and recorded if it can be."""
         model, phase, recording = self._model, self._model.counts, Recording(self._kernels, self._arena)
-        before, sent = (phase.layers, phase.vocabulary), (Counts(), Counts())
-        phase.layers, phase.vocabulary = sent
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
             """Attention over the cache that finds everything where a replay will find it."""
@@ -156,12 +153,12 @@ class RecordedDecode(Way):
             self._kernels.keep(kept, inputs.numbers[PLACE + group], pair)
             return self._kernels.attend(queries, pair, read, weighting.scale, weighting.softcap)
 
-        with model.groups_recorded(recording), recording.during():
+        with phase.apart() as sent, model.groups_recorded(recording), recording.during():
             logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend)
-        phase.layers, phase.vocabulary = before[0] + sent[0], before[1] + sent[1]
+        phase.add(sent)
         replay = recording.finished()
         if replay is None:
             self.problems[len(rows)] = str(recording.problem)
         else:
-            passes[len(rows)] = RecordedPass(inputs, replay, self._arena.borrowed(logits), *sent, recording.spans)
+            passes[len(rows)] = RecordedPass(inputs, replay, self._arena.borrowed(logits), sent, recording.spans)
         return logits

@@ -33,6 +33,7 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, power_of_two
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.layers import Angles, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
+from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 
 WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
@@ -174,7 +175,7 @@ class StaticPass:
         inputs: on the device, (B, 2 + W * groups of the cache).
         buffers: those of the cache; a replay writes to them.
         replay: computes the pass.
-        layers, vocabulary: the collectives that a replay starts without counting them.
+        sent: by a replay, which does not count it.
     """
 
     def __init__(self, size: PassSize, unread_block: int, device: torch.device, groups: int = 1) -> None:
@@ -193,7 +194,7 @@ class StaticPass:
         self.inputs = self._host.to(device, copy=True)
         self.buffers: tuple[Tensor, ...] = ()
         self.replay: Replay | None = None
-        self.layers, self.vocabulary = Counts(), Counts()
+        self.sent: Sent = Counts(), Counts()
 
     def load(self, rows: Sequence[Row]) -> None:
         """Send the rows to the device; the pass before must have ended."""
@@ -264,8 +265,7 @@ class StaticDecode(Way):
             return self._compute(static.inputs, cache)
         if static.replay is None:
             static.replay = self._record(static, cache, self._recorder)
-        phase = self._model.counts
-        phase.layers, phase.vocabulary = phase.layers + static.layers, phase.vocabulary + static.vocabulary
+        self._model.counts.add(static.sent)
         return static.replay()
 
     def _compute(self, inputs: Tensor, cache: PagedCache) -> Outputs:
@@ -275,17 +275,12 @@ class StaticDecode(Way):
 
     def _record(self, static: StaticPass, cache: PagedCache, recorder: GraphRecorder) -> Replay:
         """The pass's replay, with its inputs loaded; what recording computes is what the replay will compute again."""
-        phase = self._model.counts
-        before = phase.layers, phase.vocabulary
 
         def compute() -> Outputs:
-            phase.layers, phase.vocabulary = Counts(), Counts()  # a recorder may compute several times
-            return self._compute(static.inputs, cache)
+            with self._model.counts.apart() as static.sent:  # a recorder may compute several times
+                return self._compute(static.inputs, cache)
 
-        replay = recorder(compute)
-        static.layers, static.vocabulary = phase.layers, phase.vocabulary
-        phase.layers, phase.vocabulary = before
-        return replay
+        return recorder(compute)
 
 
 class CudaRecorder:
