@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from surgeon.language.program import Fork, Program, Step, Sublayer
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.library.bench import bench
+    from surgeon.library.calibrate import calibrate
     from surgeon.library.edit import edit
     from surgeon.library.evaluate import evaluate
     from surgeon.library.export import export
@@ -53,6 +54,7 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "Sublayer": "surgeon.language.program",
     "TrainSettings": "surgeon.training.settings",
     "bench": "surgeon.library.bench",
+    "calibrate": "surgeon.library.calibrate",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
     "edit": "surgeon.library.edit",
@@ -86,6 +88,7 @@ __all__ = [
     "TrainSettings",
     "__version__",
     "bench",
+    "calibrate",
     "demo_data",
     "demo_model",
     "edit",

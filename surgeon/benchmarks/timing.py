@@ -311,17 +311,15 @@ class TimedEngine(RankEngine):
 
     def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
         """What runs steps on a group of ranks."""
-        return TimedMachine(self, shared, group, work, self.recorder)
+        return TimedMachine(self, shared, group, work)
 
 
 class TimedMachine(RankMachine):
     """One pass on one rank, whose every step is noted."""
 
-    def __init__(
-        self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], recorder: PassRecorder
-    ) -> None:
+    def __init__(self, engine: TimedEngine, shared: Pass, group: Group, work: Iterator[Work]) -> None:
         super().__init__(engine, shared, group, work)
-        self.recorder = recorder
+        self.recorder = engine.recorder
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
         self.recorder.what = step

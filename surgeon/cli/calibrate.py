@@ -32,12 +32,9 @@ def calibrate(
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
     product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Ended early, it writes none.
     """
-    from surgeon.cost.calibrate import calibrate as measure
-    from surgeon.processes.files import write_text
+    from surgeon.library.calibrate import calibrate as measure
 
-    counts = _counts(ranks)
-    _check_output(output)
-    write_text(output, measure(output.stem, model, counts, rounds, device, dtype))
+    measure(model, output, ranks=_counts(ranks), rounds=rounds, device=device, dtype=dtype)
     typer.echo(str(output))
 
 
@@ -46,20 +43,3 @@ def _counts(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"--ranks {text!r} is no list of numbers of ranks; write e.g. 1,2")
     return [int(part) for part in parts]
-
-
-def _check_output(path: Path) -> None:
-    """Say what is wrong with the file to write before anything is measured.
-
-    Raises:
-        ValueError: if it is no hardware file's name.
-        FileExistsError: if there is one.
-        OSError: if it cannot be written.
-    """
-    if path.suffix.lower() != ".yaml":
-        raise ValueError(f"--output {path} must end in .yaml, by which hardware files are known")
-    if path.exists():
-        raise FileExistsError(f"{path} is there already; remove it, or write another file")
-    with path.open("x"):  # so that a folder that is missing, or not ours, is said now
-        pass
-    path.unlink()

@@ -115,7 +115,7 @@ def check_ranks(ranks: Sequence[int]) -> None:
         ValueError: if one rank alone is not among them, or one is named twice.
     """
     if 1 not in ranks or len(set(ranks)) < len(ranks):
-        raise ValueError(f"--ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4")
+        raise ValueError(f"ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4")
 
 
 def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[int, list[Round]]) -> str:

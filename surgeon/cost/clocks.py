@@ -140,19 +140,15 @@ class RankClock:
         """Compute something."""
         if burst is None:
             return
-        seconds = self._slowed(burst.seconds)
+        seconds, (until, share) = burst.seconds, self.busy
+        if share and until > self.now:
+            meanwhile = (until - self.now) * (1 - share)  # what is done of it until the collective ends
+            seconds = seconds / (1 - share) if seconds <= meanwhile else seconds + (until - self.now) * share
         end = max(self.now + seconds + burst.gaps, self.host + burst.lag)
         self.compute += seconds
         self.launches += max(0.0, end - self.now - seconds)
         self.host += burst.host
         self.now = end
-
-    def _slowed(self, seconds: float) -> float:
-        until, share = self.busy
-        if not share or until <= self.now:
-            return seconds
-        meanwhile = (until - self.now) * (1 - share)  # what is done of it until the collective ends
-        return seconds / (1 - share) if seconds <= meanwhile else seconds + (until - self.now) * share
 
     def begin(self, transfer: Transfer) -> float:
         """When this rank has begun a collective."""

@@ -167,12 +167,9 @@ class Fit:
                 for kind, name in (("A", NORM), ("F", NORM), ("A", "rest"), ("F", "rest")):
                     timed = self.timed(kind, name, sample)
                     seconds = _beyond(timed.seconds, launches[timed.kernel.name])
-                    size = self._stream_bytes(sample)
+                    size = 2 * self.rank_work.numbers.size * sample.texts * sample.new * self.plan.hidden
                     rates.setdefault(size, []).append((timed.kernel.moved, seconds))
         return found | {f"shares.copies.{size}": _rate(each) for size, each in sorted(rates.items())}
-
-    def _stream_bytes(self, sample: PassSample) -> int:
-        return 2 * self.rank_work.numbers.size * sample.texts * sample.new * self.plan.hidden
 
     # Attention: each text by itself, so much for each however short, and then by what it reads and computes.
 

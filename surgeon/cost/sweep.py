@@ -61,15 +61,8 @@ def parse_sweep(text: str) -> dict[str, list[int]]:
         first, last = int(match[1]), int(match[2] or match[1])
         if not 1 <= first <= last:
             raise ValueError(f"{name}={values}: a range goes from at least 1 upwards")
-        axes[name] = list(_doubling(first, last))
+        axes[name] = [*(first << doubling for doubling in range(((last - 1) // first).bit_length())), last]
     return axes
-
-
-def _doubling(first: int, last: int) -> Iterator[int]:
-    while first < last:
-        yield first
-        first *= 2
-    yield last
 
 
 def sweep(

@@ -30,7 +30,7 @@ def test_a_file_is_written_that_predictions_read(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--ranks", "2"], "--ranks 2: name each number once, and 1 among them, as in 1,2,4"),
+        (["--ranks", "2"], "ranks 2: name each number once, and 1 among them, as in 1,2,4"),
         (["--ranks", "1,two"], "--ranks '1,two' is no list of numbers of ranks; write e.g. 1,2"),
         (["-o", "{folder}/here.txt"], "{folder}/here.txt must end in .yaml, by which hardware files are known"),
         (["-o", "{folder}/there.yaml"], "{folder}/there.yaml is there already; remove it, or write another file"),

@@ -88,3 +88,12 @@ def test_a_bench_of_programs(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert str(found).startswith(f"{found.heading}\n\n")
     with pytest.raises(ValueError, match="must be a file in a folder that exists"):
         surgeon.bench(tiny_checkpoint, ranks=1, trace=tmp_path)
+
+
+def test_a_calibration_is_hardware_that_predictions_take(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model, path = surgeon.open(tiny_checkpoint), tmp_path / "here.yaml"
+    found = surgeon.calibrate(model, path, ranks=[1], rounds=1)
+    assert (found.name, found.note) == ("here", f"measured at the shapes of {tiny_checkpoint.name}")
+    assert surgeon.predict(model, path, prompt=8, new=4).cells[0].prediction is not None
+    with pytest.raises(FileExistsError, match="is there already"):
+        surgeon.calibrate(model, path)
