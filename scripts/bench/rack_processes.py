@@ -17,13 +17,12 @@ from scripts.bench.rack_model import cut, head_units
 from surgeon.checkpoint.read import read_json
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
-from surgeon.training.racks.in_turn import rack_folder
 from surgeon.training.racks.pace import RackPace
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run_files import RESULT_FILE, ProcessOptions
+from surgeon.training.racks.rack_log import TIMELINE_FILE, TRAFFIC_FILE
+from surgeon.training.racks.run_files import RESULT_FILE, ProcessOptions, rack_folder
 from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.traffic import TIMELINE_FILE, TRAFFIC_FILE
 from surgeon.training.run_log import read_rows
 from surgeon.training.texts import TrainTexts
 
@@ -43,7 +42,7 @@ def run_racks(job: Job, model: PreTrainedModel, texts: TrainTexts, folder: Path)
     racks = Racks.parse([f"{span.start}:{span.stop}" for span in cut(layers, job.ranks)], program, job.coda)
     settings = made.settings()
     paces = [RackPace(factor, paced_seconds(job, rank, PROCESSES)) for rank, factor in enumerate(job.factors)]
-    options = ProcessOptions(ahead=job.ahead, link=job.link, pace=paces, threads=1)
+    options = ProcessOptions(ahead=job.ahead, link=job.link, pace=tuple(paces), threads=1)
     whole = edit(copy.deepcopy(model), program)
     train_in_processes(RacksToTrain(whole, racks, texts, settings, folder, seed=made.seed), options)
 

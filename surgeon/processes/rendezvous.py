@@ -23,14 +23,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
 from torch.distributed import DistError
 
 from surgeon import __version__
-from surgeon.processes.sockets import interface_of, limited, listen, watch_over
+from surgeon.processes.sockets import PROOF_SECONDS, interface_of, limit_silence, listen, prove
 from surgeon.processes.store import LOOK_SECONDS, StoreAddress, connect_store, key_prefix, open_store, unfound
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 
@@ -152,17 +151,19 @@ class Rendezvous:
 
     def _admit(self, connected: socket.socket) -> _Admitted | None:
         """Somebody who connected; None if they do not know the secret."""
-        connected.settimeout(None)
-        watch_over(connected)
-        connection = Connection(connected.detach())
+        connection: Connection | None = None
         try:
-            with limited(connection):
-                deliver_challenge(connection, self._secret)
-                answer_challenge(connection, self._secret)
-                hello = connection.recv()
-        except (AuthenticationError, AssertionError, EOFError, OSError):
-            connection.close()
+            prove(connected, self._secret, first=True)
+            limit_silence(connected, PROOF_SECONDS)
+            connection = Connection(os.dup(connected.fileno()))
+            hello = connection.recv()
+            limit_silence(connected, 0)
+        except (EOFError, OSError):
+            if connection is not None:
+                connection.close()
             return None
+        finally:
+            connected.close()
         assert isinstance(hello, Hello)
         return _Admitted(hello, connection, time.monotonic() - hello.clock)
 
@@ -237,18 +238,15 @@ class Rank0Address:
         torchrun = self.torchrun
         try:
             connected = socket.create_connection((torchrun.address, self.port), torchrun.patience)
-            connected.settimeout(None)
-            watch_over(connected)
             interface = interface_of(connected.getsockname()[0])
+            prove(connected, self.secret, first=False)
             connection = Connection(connected.detach())
-            answer_challenge(connection, self.secret)
-            deliver_challenge(connection, self.secret)
             location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface)
             host, now = socket.gethostname(), time.monotonic()
             connection.send(
                 Hello(purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now)
             )
-        except (EOFError, OSError, AuthenticationError) as error:
+        except (EOFError, OSError) as error:
             reason = str(error) or "it closed the connection"
             raise ConnectionError(f"rank 0 at {torchrun.address}, port {self.port}, has gone: {reason}") from None
         return connection

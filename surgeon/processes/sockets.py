@@ -6,9 +6,8 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from surgeon.processes.torchrun import TorchrunEnvironment
 
@@ -83,15 +82,37 @@ def watch_over(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-@contextmanager
-def limited(connection: Connection) -> Iterator[None]:
-    """Give up reading when nothing comes for a while."""
+class Stranger(ConnectionError):
+    """Whoever is at the other end of a connection does not know the secret that both should."""
 
-    def limit(seconds: int) -> None:
-        view = socket.socket(fileno=os.dup(connection.fileno()))
-        with view:
-            view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
-    limit(PROOF_SECONDS)
-    yield
-    limit(0)
+def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
+    """Have both ends prove that they know a secret, which is not sent: by HMAC of random challenges.
+
+    Args:
+        first: whether this end is the one that asks first, as whoever listens does.
+
+    Raises:
+        Stranger: if the other end does not know it, or says something else.
+        EOFError, OSError: if it closes the connection, or says nothing in time.
+    """
+    connected.settimeout(None)
+    watch_over(connected)
+    steps = (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge)
+    limit_silence(connected, PROOF_SECONDS)
+    with Connection(os.dup(connected.fileno())) as connection:
+        try:
+            for step in steps:
+                step(connection, secret)
+        except (AuthenticationError, AssertionError) as error:
+            raise Stranger(str(error) or "it does not say what it should") from None
+        except OSError as error:
+            if error.errno is None:  # the length of a message is no such length
+                raise Stranger(str(error)) from None
+            raise
+    limit_silence(connected, 0)
+
+
+def limit_silence(connected: socket.socket, seconds: int) -> None:
+    """Give up reading when nothing comes for a while; 0 for waiting as long as it takes."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

@@ -20,7 +20,8 @@ from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.preparing import commands_by_hand, prepare
 from surgeon.training.racks.run_files import ProcessOptions
 from surgeon.training.racks.subject import RacksToTrain
-from surgeon.training.racks.ways import finish_racks, train_racks
+from surgeon.training.racks.supervisor import train_racks
+from surgeon.training.racks.trained import finish_racks
 from surgeon.training.resume import finish_run
 from surgeon.training.run import RunFigures, Trained, train
 from surgeon.training.settings import TrainSettings

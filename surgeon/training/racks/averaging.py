@@ -65,7 +65,7 @@ class CodaAveraging(TrainerCallback):
             return
         key = ItemKey(state.global_step, ItemKind.CODA)
         own = torch.cat([one.detach().flatten().cpu() for one in self.parameters])
-        self.outbox.offer(key, own)
+        self.outbox.offer((key, own))
         codas = {self.me: own} | {rack: inbox.ask(key) for rack, inbox in self.others.items()}
         self._require_alike(codas)
         begin, mean = 0, mean_of([codas[rack] for rack in sorted(codas)])

@@ -34,7 +34,7 @@ from surgeon.training.distill.logits_loss import IGNORED
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.streams import StreamSink, StreamSource, stretch_of
+from surgeon.training.racks.streams import RackStreams
 from surgeon.training.racks.stretch import fed
 
 
@@ -66,20 +66,12 @@ class DistilledRackLoss:
 
     Args:
         teacher: the rack's part of the original (`teacher_of`).
-        source, sink: of its streams and, behind them, the original's: (windows, tokens, 2 x hidden).
+        streams: its own and, behind them, the original's: (windows, tokens, 2 x hidden).
     """
 
-    def __init__(
-        self,
-        rack: RackModel,
-        teacher: RackModel,
-        distillation: Distillation,
-        source: StreamSource | None,
-        sink: StreamSink | None,
-    ) -> None:
-        self.rack, self.teacher = rack, teacher
+    def __init__(self, rack: RackModel, teacher: RackModel, distillation: Distillation, streams: RackStreams) -> None:
+        self.rack, self.teacher, self.streams = rack, teacher, streams
         self.own = distillation if rack.is_last else replace(distillation, logits=0.0, text=1.0)
-        self.source, self.sink = source, sink
         nodes, first_layer = rack.racks.ranges[rack.index].nodes, teacher.racks.ranges[teacher.index].layers.start
         layers = teacher.racks.ranges[-1].layers.stop
         self.counterparts = [
@@ -91,8 +83,8 @@ class DistilledRackLoss:
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """As `LossParts` has it."""
-        ids, places = inputs["input_ids"], stretch_of(inputs["place"])
-        incoming = [None, None] if self.source is None else self.source.take(places).chunk(2, dim=-1)
+        ids, stream = inputs["input_ids"], self.streams.take(inputs["place"])
+        incoming = [None, None] if stream is None else stream.chunk(2, dim=-1)
         teacher: Any = self.teacher.model
         with fed(teacher, incoming[1]) as stretch:
             taught = ask_teacher(teacher, ids, self.counterparts, self.own)
@@ -103,7 +95,6 @@ class DistilledRackLoss:
             logits = model(input_ids=ids, use_cache=False).logits
             assert layers.outgoing is not None
             assert original is not None
-            if self.sink is not None:
-                self.sink.give(places, torch.cat([layers.outgoing, original.to(layers.outgoing)], dim=-1))
+            self.streams.give(inputs["place"], torch.cat([layers.outgoing, original.to(layers.outgoing)], dim=-1))
         labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
         return parts_of_loss(self.own, logits, labels, streams, taught)

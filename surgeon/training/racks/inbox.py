@@ -1,4 +1,4 @@
-"""What a rack takes from another: asked for by key, over a connection that is made again whenever it breaks."""
+"""What a rack takes from another: asked for by key, over connections that are made again whenever they break."""
 
 from __future__ import annotations
 
@@ -7,92 +7,72 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, Literal
 
 from torch import Tensor
 
-from surgeon.processes.sockets import watch_over
+from surgeon.errors import first_line
 from surgeon.runtime.comm.link import SystemClock
-from surgeon.training.racks.items import Item, ItemKey
-from surgeon.training.racks.outbox import GREETING_SECONDS
-from surgeon.training.racks.traffic import Direction, Timeline, Traffic
-from surgeon.training.racks.wire import (
-    ASK_BYTES,
-    NO_KEY,
-    Answered,
-    Asked,
-    Lane,
-    Word,
-    answer_bytes,
-    greet,
-    receive,
-    say,
-)
+from surgeon.training.racks.items import BEGINNING, ItemKey
+from surgeon.training.racks.rack_log import Direction, RackLog
+from surgeon.training.racks.wire import Address, Answer, Lane, Request, Word, connect
 
-Where = Callable[[], tuple[str, int] | None]  # host and port; None as long as they are not known
 _LOOK_SECONDS = 0.5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
 
 @dataclass(frozen=True)
-class Absence:
-    """How long a rack that is away is waited for.
+class Patience:
+    """How long a rack that is away is waited for: seconds until a line says so, and until the run is given up."""
 
-    Attributes:
-        told: seconds until a line says so.
-        limit: seconds until the run is given up.
-    """
-
-    told: float = 5.0
+    silent: float = 5.0
     limit: float = 600.0
 
 
 class Inbox:
     """The asking side of one lane.
 
+    Items come in the order of their keys, some of those after the one that was asked for too, so that they are there
+    when they are asked for.
+
     Attributes:
         me, other: the asking rack, and the one that is asked.
         lane: what it is asked for.
-
-    Items come in the order of their keys, those after the one that was asked for too, so that they are there when they
-    are asked for.
+        patience: with the other rack.
     """
 
     def __init__(
         self,
         me: int,
         other: int,
-        where: Where,
+        where: Callable[[], Address | None],
         token: bytes,
         lane: Lane = Lane.STREAMS,
-        absence: Absence | None = None,
-        traffic: Traffic | None = None,
-        timeline: Timeline | None = None,
+        ahead: int = 4,
+        patience: Patience | None = None,
+        log: RackLog | None = None,
     ) -> None:
         """Begin to connect.
 
         Args:
             me, other: the asking rack's number, and that of the rack that is asked.
-            where: that one listens; asked again at every attempt.
+            where: that one listens, None as long as nobody knows; asked again at every attempt.
             token: of the run.
+            ahead: how many items of the streams are there before they are asked for.
         """
-        self.me, self.other = me, other
-        self._where, self._token, self.lane = where, token, lane
-        self._absence = absence or Absence()
-        self._traffic, self._timeline = traffic or Traffic(), timeline or Timeline()
-        self._changed = threading.Condition()
-        self._saying = threading.Lock()
-        self._clock = SystemClock()
-        self._connection: socket.socket | None = None
-        self._items: dict[ItemKey, tuple[Item, float]] = {}
-        self._wanted: ItemKey | None = None
-        self._gone: str | None = None
-        self._covered = -1
-        self._ending = self._farewelled = self._closed = False
-        self._away_since: float = time.monotonic()
-        self._why = "it has not been started"
-        self._at = "an address that it has not said yet"
+        self.me, self.other, self.lane, self.patience = me, other, lane, patience or Patience()
+        self._where, self._token, self._ahead = where, token, ahead if lane is Lane.STREAMS else 0
+        self._log, self._clock = log or RackLog(), SystemClock()
+        self._changed = threading.Condition()  # for all that follows
+        self._items: dict[ItemKey, Answer] = {}
+        self._says = Request()
+        self._waits = self._fetches = self._end_noted = self._closed = False
+        self._lost: str | None = None
+        self._connections: tuple[socket.socket, ...] = ()  # the one that fetches, the one that tells
+        self._away_since: float | None = time.monotonic()  # None while it is there
+        self._why, self._at = "it has not been started", "an address that it has not said yet"
         threading.Thread(target=self._run, daemon=True).start()
 
     def ask(self, key: ItemKey) -> Tensor:
@@ -102,143 +82,175 @@ class Inbox:
             ConnectionError: if the other rack has been away for too long.
             ValueError: if it does not have the item any more, or it has come damaged.
         """
-        with self._timeline.waiting("wait_input", key):
+        with self._log.waiting("wait_input", key):
             with self._changed:
-                self._wanted, self._gone = key, None
-                self._items = {each: held for each, held in self._items.items() if each >= key}
-            self._say(Asked(Word.ASK, key))
-            item, due = self._await(key)
-            self._clock.wait_until(due)
-            return item.tensor()
+                self._items = {each: answer for each, answer in self._items.items() if each >= key}
+                self._waits, self._lost = key not in self._items, None
+                if self._waits and key < self._says.since:  # it goes back
+                    self._items.clear()
+                    self._says = replace(self._says, since=key)
+            self._say(wanted=key)
+            answer = self._await(key)
+            assert answer.item is not None
+            self._clock.wait_until(answer.due)
+            return answer.item.tensor()
 
-    def _await(self, key: ItemKey) -> tuple[Item, float]:
-        begun, told = time.monotonic(), False
+    def _await(self, key: ItemKey) -> Answer:
+        begun, said = time.monotonic(), False
         with self._changed:
             while key not in self._items:
-                if self._gone is not None:
-                    raise ValueError(f"rack {self.other}: {self._gone}")
-                told = self._mind_absence(begun, told)
-                self._changed.wait(min(_LOOK_SECONDS, self._absence.limit))
-            self._wanted = None
+                if self._lost is not None:
+                    raise ValueError(f"rack {self.other}: {self._lost}")
+                said = self._mind_absence(begun, said)
+                self._changed.wait(min(_LOOK_SECONDS, self.patience.limit))
             return self._items.pop(key)
 
-    def _mind_absence(self, begun: float, told: bool) -> bool:
-        """Say once that the other rack is away, and give up after long; under the lock."""
-        if self._connection is not None:
+    def _mind_absence(self, begun: float, said: bool) -> bool:
+        """Say once that the other rack is away, and give up after long; returns whether it was said."""
+        if self._away_since is None:
             return False
         away = time.monotonic() - max(begun, self._away_since)
-        if away > self._absence.limit:
+        if away > self.patience.limit:
             raise ConnectionError(
                 f"rack {self.other} at {self._at} has been away for {away:.0f} s ({self._why}); start it again, then "
                 "the same command goes on"
             )
-        if away > self._absence.told and not told:
+        if away > self.patience.silent and not said:
             print(
                 f"rack {self.me}: waiting for rack {self.other} at {self._at}, which is away ({self._why}); it is "
-                f"given up after {self._absence.limit:.0f} s",
+                f"given up after {self.patience.limit:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
             return True
-        return told
+        return said
 
-    def covered(self, step: int) -> None:
+    def cover(self, step: int) -> None:
         """Say that checkpoints of this rack have all that came of the items up to a step: these are not asked again."""
-        with self._changed:
-            self._covered = max(self._covered, step)
-        self._say(self._covering())
+        self._say(covered=max(self._says.covered, step))
 
-    def _covering(self) -> Asked:
-        return Asked(Word.COVERED, NO_KEY._replace(step=self._covered))
+    def end(self, seconds: float = 10.0, is_noted: Callable[[], bool] = lambda: False) -> bool:
+        """Say that nothing is needed any more; returns whether the other rack has noted it in time.
 
-    def end(self, seconds: float = 10.0) -> bool:
-        """Say that nothing is needed any more; returns whether the other rack has heard it in time."""
-        with self._changed:
-            self._ending = True
-        self._say(Asked(Word.END, NO_KEY))
+        Args:
+            is_noted: another way to know it, of a rack that is away, since it may have ended itself.
+        """
+        self._say(ended=True)
         until = time.monotonic() + seconds
         with self._changed:
-            while not self._farewelled and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
-            return self._farewelled
+            while not self._end_noted and (left := until - time.monotonic()) > 0:
+                if self._away_since is not None and is_noted():
+                    return True
+                self._changed.wait(min(left, _LOOK_SECONDS))
+            return self._end_noted
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         with self._changed:
             self._closed = True
-            connection = self._connection
+            self._hang_up()
+
+    def _say(self, **news: Any) -> None:
+        """Change what requests say: the next one that fetches or, until the last one is answered, one that tells."""
+        with self._changed:
+            says = self._says = replace(self._says, **news)
+            telling = self._connections[-1:] if self._fetches else ()
             self._changed.notify_all()
-        if connection is not None:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        if telling:
+            try:
+                with telling[0].makefile("wb") as outgoing:
+                    says.write(outgoing)
+            except OSError:
+                self._hang_up()
+            else:
+                self._count("sent", None, Request.nbytes)
 
-    def _say(self, asked: Asked) -> None:
-        """Say something if there is a connection; if not, it is said when there is one."""
-        connection = self._connection
-        if connection is not None:
-            with suppress(OSError):
-                self._say_to(connection, asked)
+    def _hang_up(self) -> None:
+        with self._changed:
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._connections = ()
+            self._changed.notify_all()
 
-    def _say_to(self, connection: socket.socket, asked: Asked) -> None:
-        with self._saying:
-            say(connection, asked)
-        self._traffic.count("sent", "codas" if self.lane is Lane.CODAS else "backward", None, ASK_BYTES)
+    def _count(self, way: Literal["sent", "received"], key: ItemKey | None, size: int) -> None:
+        direction: Direction = "codas" if self.lane is Lane.CODAS else "backward" if way == "sent" else "forward"
+        self._log.count(way, direction, key, size)
 
     def _run(self) -> None:
-        """Connect, take in what comes, and connect again."""
+        """Connect, fetch, and connect again."""
         pause = _FIRST_PAUSE
         while not self._closed:
             try:
-                with self._connect() as connection:
+                with ExitStack() as stack:
+                    incoming, outgoing = self._connect(stack)
                     pause = _FIRST_PAUSE
                     while True:
-                        self._take_in(receive(connection))
+                        self._fetch(incoming, outgoing)
             except (EOFError, OSError, ValueError) as error:
                 with self._changed:
-                    if self._connection is not None:
+                    if self._away_since is None:
                         self._away_since = time.monotonic()
-                    self._connection = None
-                    self._why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                    self._connections, self._fetches = (), False
+                    self._why = getattr(error, "strerror", None) or first_line(error)
                     if not self._closed:
                         self._changed.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _connect(self) -> socket.socket:
-        """A connection over which has been said what the other rack has to know."""
+    def _connect(self, stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
+        """Both connections; returns the files of the one that fetches."""
         address = self._where()
         if address is None:
             raise ConnectionError("it does not listen yet")
         self._at = f"{address[0]}:{address[1]}"
-        connection = socket.create_connection(address, GREETING_SECONDS)
-        try:
-            watch_over(connection)
-            greet(connection, self._token, self.me, self.lane)
-            connection.settimeout(None)
-            with self._changed:
-                if self._closed:
-                    raise ConnectionError("this rack ends")
-                self._connection = connection
-                wanted, ending = self._wanted, self._ending
-            if self._covered >= 0:
-                self._say_to(connection, self._covering())
-            if ending:
-                self._say_to(connection, Asked(Word.END, NO_KEY))
-            elif wanted is not None:
-                self._say_to(connection, Asked(Word.ASK, wanted))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _take_in(self, answer: Answered) -> None:
-        direction: Direction = "codas" if self.lane is Lane.CODAS else "forward"
-        kind = None if answer.item is None else answer.item.key.kind
-        self._traffic.count("received", direction, kind, answer_bytes(answer))
+        made = [stack.enter_context(connect(address, self._token, self.me, self.lane)) for _ in range(2)]
         with self._changed:
-            if answer.item is not None:
-                self._items[answer.item.key] = (answer.item, answer.due)
-            elif answer.word is Word.GONE:
-                self._gone = answer.text
-            elif answer.word is Word.BYE:
-                self._farewelled = True
-            self._changed.notify_all()
+            if self._closed:
+                raise ConnectionError("this rack ends")
+            self._connections, self._away_since = tuple(made), None
+        return stack.enter_context(made[0].makefile("rb")), stack.enter_context(made[0].makefile("wb"))
+
+    def _fetch(self, incoming: BinaryIO, outgoing: BinaryIO) -> None:
+        """Fetch once, as soon as there is room for something, or this rack ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._connections or self._room() > 0 or self._ends())
+            if not self._connections:
+                raise ConnectionError("the connection has broken")
+            self._fetches, request = True, replace(self._says, most=max(1, self._room()))
+        request.write(outgoing)
+        outgoing.flush()
+        self._count("sent", None, request.nbytes)
+        since = request.since
+        while True:
+            answer = Answer.read(incoming)
+            self._count("received", None if answer.item is None else answer.item.key, answer.nbytes)
+            with self._changed:
+                if answer.item is not None:
+                    since = self._take_in(answer, answer.item.key, since)
+                    continue
+                self._fetches = False
+                self._end_noted = answer.word is Word.END_NOTED
+                if answer.word is Word.GONE and self._says.wanted == request.wanted:
+                    self._lost = answer.text
+                self._changed.notify_all()
+                return
+
+    def _room(self) -> int:
+        """How many items there is a use for now."""
+        if self._says.wanted == BEGINNING or self._says.ended or self._lost is not None:
+            return 0
+        return self._ahead + self._waits - len(self._items)
+
+    def _ends(self) -> bool:
+        return self._says.ended and not self._end_noted
+
+    def _take_in(self, answer: Answer, key: ItemKey, since: ItemKey) -> ItemKey:
+        """Take in an item; returns the first key after it. Nobody wants it if this rack has gone back meanwhile."""
+        after = key._replace(place=key.place + 1)
+        if self._says.since == since:
+            self._says = replace(self._says, since=after)
+            if key >= self._says.wanted:
+                self._items[key] = answer
+                self._waits = self._waits and key != self._says.wanted
+                self._changed.notify_all()
+        return after

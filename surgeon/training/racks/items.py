@@ -1,24 +1,19 @@
-"""What racks hand each other: tensors under a key, as raw bytes behind a header of fixed form. Nothing is pickled."""
+"""What racks hand each other: tensors under a key, as safetensors with a checksum, on disk as on the wire."""
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
-_HEAD = struct.Struct("<4sBBBxqqQI")  # mark, kind, dtype, dimensions, step, place, bytes, checksum
-_MARK = b"rack"
-_MOST_DIMENSIONS = 8
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-Read = Callable[[int], bytearray]  # exactly so many bytes
+KEY = struct.Struct("<qBI")  # step, kind, place
+_HEAD = struct.Struct("<qBIQI")  # the key, bytes, checksum of both
+_NAME = "numbers"
 
 
 class ItemKind(IntEnum):
@@ -49,42 +44,59 @@ class ItemKey(NamedTuple):
         }[self.kind]
         return f"{what} step {self.step}"
 
+    @classmethod
+    def unpack(cls, data: bytes) -> ItemKey:
+        """A key as `KEY` packs it.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        step, kind, place = KEY.unpack(data)
+        return cls(step, ItemKind(kind), place)
+
+
+BEGINNING = ItemKey(-1, ItemKind.TRAINING)  # before all others
+
 
 @dataclass(frozen=True)
 class Item:
     """A tensor as it lies on disk and goes over the wire.
 
     Attributes:
-        header: kind, step, place, dtype, shape, and a checksum of the numbers.
-        data: the numbers, as the machine has them (little-endian on all that PyTorch runs on).
+        data: the tensor as safetensors.
+        checksum: of key and data.
     """
 
     key: ItemKey
-    header: bytes
-    data: bytes | bytearray
+    data: bytes
+    checksum: int
 
     @classmethod
     def of(cls, key: ItemKey, tensor: Tensor) -> Item:
-        """An item with a copy of a tensor, of any shape.
-
-        Raises:
-            ValueError: if its numbers are of a type that is not sent.
-        """
-        if tensor.dtype not in _DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            raise ValueError(f"{key} has numbers of type {tensor.dtype}, and racks exchange {known}")
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        data = flat.view(torch.uint8).numpy().tobytes()
-        kind, place = int(key.kind), key.place
-        head = _HEAD.pack(
-            _MARK, kind, _DTYPES.index(tensor.dtype), tensor.dim(), key.step, place, len(data), zlib.crc32(data)
-        )
-        return cls(key, head + struct.pack(f"<{tensor.dim()}q", *tensor.shape), data)
+        """An item with a copy of a tensor, of any shape."""
+        data = save({_NAME: tensor.detach().cpu().contiguous()})
+        return cls(key, data, _checksum(key, data))
 
     @property
     def nbytes(self) -> int:
-        """With its header."""
-        return len(self.header) + len(self.data)
+        """What `write` writes."""
+        return _HEAD.size + len(self.data)
+
+    def write(self, file: BinaryIO) -> None:
+        """Write it to a file, or to a socket's."""
+        file.write(_HEAD.pack(*self.key, len(self.data), self.checksum))
+        file.write(self.data)
+
+    @classmethod
+    def read(cls, file: BinaryIO) -> Item:
+        """What `write` has written.
+
+        Raises:
+            EOFError: if the file ends before.
+            ValueError: if this is no item.
+        """
+        key, size, checksum = read_head(file)
+        return cls(key, read_exactly(file, size), checksum)
 
     def tensor(self) -> Tensor:
         """The tensor, whose numbers are its own.
@@ -92,32 +104,28 @@ class Item:
         Raises:
             ValueError: if they are not what was sent.
         """
-        head = _HEAD.unpack_from(self.header)
-        if zlib.crc32(self.data) != head[-1]:
-            raise ValueError(f"{self.key} is damaged: its numbers do not have the checksum that they were given")
-        shape = struct.unpack_from(f"<{head[3]}q", self.header, _HEAD.size)
-        if not self.data:
-            return torch.empty(shape, dtype=_DTYPES[head[2]])
-        held = self.data if isinstance(self.data, bytearray) else bytearray(self.data)
-        return torch.frombuffer(held, dtype=_DTYPES[head[2]]).reshape(shape)
+        if _checksum(self.key, self.data) != self.checksum:
+            raise ValueError(f"{self.key} is damaged: it does not have the checksum that it was given")
+        return load(self.data)[_NAME]
 
 
-def read_header(read: Read) -> tuple[ItemKey, bytes, int]:
-    """An item's key, its header, and how many bytes its numbers have.
+def read_head(file: BinaryIO) -> tuple[ItemKey, int, int]:
+    """The key, bytes and checksum of the item whose data follow; errors as of `Item.read`."""
+    step, kind, place, size, checksum = _HEAD.unpack(read_exactly(file, _HEAD.size))
+    return ItemKey(step, ItemKind(kind), place), size, checksum
 
-    Args:
-        read: what comes next, of a file or a connection.
+
+def read_exactly(file: BinaryIO, count: int) -> bytes:
+    """So many bytes.
 
     Raises:
-        ValueError: if this is no item.
-        EOFError: as `read` raises it.
+        EOFError: if there are fewer.
     """
-    head = bytes(read(_HEAD.size))
-    mark, kind, dtype, dimensions, step, place, size, _ = _HEAD.unpack(head)
-    if mark != _MARK or kind not in set(ItemKind) or dtype >= len(_DTYPES) or dimensions > _MOST_DIMENSIONS:
-        raise ValueError("this is no item of a rack")
-    lengths = bytes(read(8 * dimensions))
-    shape = struct.unpack(f"<{dimensions}q", lengths)
-    if min(shape, default=0) < 0 or math.prod(shape) * _DTYPES[dtype].itemsize != size:
-        raise ValueError(f"{ItemKey(step, ItemKind(kind), place)} says that {shape} has {size} bytes")
-    return ItemKey(step, ItemKind(kind), place), head + lengths, size
+    found = file.read(count)
+    if len(found) < count:
+        raise EOFError("what is read ends too early")
+    return found
+
+
+def _checksum(key: ItemKey, data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(KEY.pack(*key)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +15,11 @@ from surgeon.processes.files import write_json
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.racks.averaging import parse_averaging
-from surgeon.training.racks.inbox import Absence, Inbox
-from surgeon.training.racks.outbox import Outbox
-from surgeon.training.racks.run_files import ADDRESS_FILE, SPOOL, RacksPlan, replica_folder
-from surgeon.training.racks.shelf import ended_mark
-from surgeon.training.racks.traffic import Timeline, Traffic
-from surgeon.training.racks.wire import Lane
-
-Address = tuple[str, int]
-_LOOK_SECONDS = 1.0
+from surgeon.training.racks.inbox import Inbox, Patience
+from surgeon.training.racks.outbox import Outbox, ended_mark
+from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.run_files import ADDRESS_FILE, SPOOL, RacksPlan, rack_folder
+from surgeon.training.racks.wire import Address, Lane
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,13 @@ class RackPlace:
 
 
 class Meeting:
-    """All of a rack's connections, or of one of its processes': what it hands on, and what it asks others for."""
+    """All of a rack's connections, or of one of its processes': what it hands on, and what it asks others for.
+
+    Attributes:
+        outbox: what it hands on.
+        before: asks the rack before for streams; None in the first rack.
+        codas: ask the other racks for their codas, where these are averaged.
+    """
 
     def __init__(self, run: Path, index: int, plan: RacksPlan, place: RackPlace) -> None:
         """Listen, and begin to connect.
@@ -61,64 +62,46 @@ class Meeting:
         Raises:
             OSError: if the port is taken, or the folder cannot be written.
         """
-        folder, last = replica_folder(run, index, place.replica), plan.racks - 1
+        folder = rack_folder(run, index, place.replica)
         folder.mkdir(parents=True, exist_ok=True)
-        self.run, self.index, self.plan, self.place = run, index, plan, place
-        self.traffic, self.timeline = Traffic(folder), Timeline(folder)
+        self.run, self.index, self.plan, self.place, self.log = run, index, plan, place, RackLog(folder)
         others = [rack for rack in range(plan.racks) if rack != index]
-        averaged = parse_averaging(plan.options.average) is not None and others
-        askers: dict[Lane, list[int]] = {Lane.CODAS: others} if averaged else {}
-        askers |= {Lane.STREAMS: [index + 1]} if index < last else {}
-        windows = share_of_batch(plan.settings, plan.options.replicas)
-        self.outbox = Outbox(
-            folder / SPOOL, plan.token_of(index, place.replica), askers, plan.options.ahead * windows,
-            place.listen, plan.options.link, self.traffic, self.timeline,
-        )  # fmt: skip
+        averaged = others if parse_averaging(plan.options.average) is not None else []
+        askers: dict[Lane, list[int]] = {Lane.CODAS: averaged} if averaged else {}
+        if index + 1 < plan.racks:
+            askers[Lane.STREAMS] = [index + 1]
+        self._ahead = plan.options.ahead * share_of_batch(plan.settings, plan.options.replicas)
+        token, link = plan.token_of(index, place.replica), plan.options.link
+        self.outbox = Outbox(folder / SPOOL, token, askers, self._ahead, place.listen, link, self.log)
         host, port = self.outbox.address
         write_json(folder / ADDRESS_FILE, {"host": host, "port": port, "process": os.getpid()})
         self.before = self._inbox(index - 1, Lane.STREAMS) if index else None
-        self.codas = {rack: self._inbox(rack, Lane.CODAS) for rack in (others if averaged else [])}
+        self.codas = {rack: self._inbox(rack, Lane.CODAS) for rack in averaged}
 
     def _inbox(self, rack: int, lane: Lane) -> Inbox:
-        token, absence = self.plan.token_of(rack, self.place.replica), Absence(limit=self.plan.options.away)
-        return Inbox(self.index, rack, lambda: self._where(rack), token, lane, absence, self.traffic, self.timeline)
+        def where() -> Address | None:
+            path = rack_folder(self.run, rack, self.place.replica) / ADDRESS_FILE
+            if rack in self.place.peers or not path.is_file():
+                return self.place.peers.get(rack)
+            said = read_json(path)
+            return str(said["host"]), int(said["port"])
 
-    def _where(self, rack: int) -> Address | None:
-        if rack in self.place.peers:
-            return self.place.peers[rack]
-        path = self._folder_of(rack) / ADDRESS_FILE
-        if not path.is_file():
-            return None
-        said = read_json(path)
-        return str(said["host"]), int(said["port"])
-
-    def _folder_of(self, rack: int) -> Path:
-        """Of what another rack's process of the same number has for itself."""
-        return replica_folder(self.run, rack, self.place.replica)
+        token, patience = self.plan.token_of(rack, self.place.replica), Patience(limit=self.plan.options.away)
+        return Inbox(self.index, rack, where, token, lane, self._ahead, patience, self.log)
 
     @property
     def inboxes(self) -> list[Inbox]:
         """What this rack asks with."""
         return [*([] if self.before is None else [self.before]), *self.codas.values()]
 
-    def write(self) -> None:
-        """Write what was counted."""
-        self.traffic.write()
-        self.timeline.write()
-
     def finish(self) -> None:
         """Nothing is needed any more: say so, and wait until the others do."""
         for inbox in self.inboxes:
-            until = time.monotonic() + self.plan.options.away
-            while not (self._has_noted(inbox) or inbox.end(_LOOK_SECONDS)) and time.monotonic() < until:
-                pass
+            spool = rack_folder(self.run, inbox.other, self.place.replica) / SPOOL
+            mark = spool / inbox.lane.name.lower() / ended_mark(self.index)  # of one on this machine that has ended
+            inbox.end(self.plan.options.away, mark.is_file)
         self.outbox.wait_until_taken()
-        self.write()
-
-    def _has_noted(self, inbox: Inbox) -> bool:
-        """Whether another rack, on this machine, has noted this one's end, and so may have ended itself."""
-        lane = self._folder_of(inbox.other) / SPOOL / inbox.lane.name.lower()
-        return (lane / ended_mark(self.index)).is_file()
+        self.log.write()
 
     def close(self) -> None:
         """Close all connections."""
@@ -137,7 +120,7 @@ class RackKeeper(TrainerCallback):
         """This rack goes on from a checkpoint, or begins."""
         self.meeting.outbox.begin(state.global_step)
         self._cover(args)
-        self.meeting.timeline.begin()
+        self.meeting.log.begin_computing()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """What a checkpoint is made after must be on disk before it."""
@@ -145,18 +128,16 @@ class RackKeeper(TrainerCallback):
         if control.should_save:
             self.meeting.outbox.sync()
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The same of what was handed on meanwhile."""
-        self.on_step_end(args, state, control)
+    on_evaluate = on_step_end  # what was handed on meanwhile, too
 
     def on_save(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """There is another checkpoint."""
         self._cover(args)
-        self.meeting.write()
+        self.meeting.log.write()
 
     def _cover(self, args: TrainingArguments) -> None:
         """Where the newest checkpoint should be damaged, the run goes on from the one before it."""
         steps = list(checkpoints_of(Path(str(args.output_dir))))
         if len(steps) > 1:
             for inbox in self.meeting.inboxes:
-                inbox.covered(steps[-2])
+                inbox.cover(steps[-2])

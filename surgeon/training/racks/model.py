@@ -17,7 +17,6 @@ from surgeon.models.families import family_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.stretch import StretchLayers, fed, stretch_layers
 from surgeon.training.racks.tensors import ModelTensors, config_for, layers_in, named_layers, renumbered, tensors_by
-from surgeon.training.trainer import text_loss
 
 
 @dataclass
@@ -68,17 +67,6 @@ class RackModel:
             logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
             assert layers.outgoing is not None
             return layers.outgoing, logits
-
-    def loss(self, model: nn.Module, input_ids: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The stream that is handed on, and the mean negative log-likelihood of the coda's prediction per token.
-
-        Args:
-            model: the rack's, or what is wrapped around it.
-        """
-        with fed(model, stream) as layers:
-            loss, _ = text_loss(model, input_ids)
-            assert layers.outgoing is not None
-            return layers.outgoing, loss
 
     def tensors(self) -> ModelTensors:
         """Its numbers, shared with it: its own layers, then its private coda's, under the numbers of its program."""

@@ -1,30 +1,134 @@
-"""What a rack hands on: kept on disk, sent to the racks that ask for it, and never far ahead of what they ask for."""
+"""What a rack hands on: kept on disk, given to the racks that ask for it, and never far ahead of what they ask for."""
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from surgeon.processes.sockets import watch_over
+from surgeon.processes.files import write_text
 from surgeon.runtime.comm.link import Line, Link, SystemClock
-from surgeon.training.racks.items import Item, ItemKey, ItemKind
-from surgeon.training.racks.shelf import Asker, Shelf
-from surgeon.training.racks.traffic import Direction, Timeline, Traffic
-from surgeon.training.racks.wire import ASK_BYTES, Answered, Lane, Word, hear, send, welcome
+from surgeon.training.racks.items import BEGINNING, Item, ItemKey, ItemKind
+from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.spool import Spool
+from surgeon.training.racks.wire import Address, Answer, Lane, Request, Word, welcome
 
-GREETING_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
+_FULL = (
+    "what a rack hands on is kept there until the next rack's checkpoints cover it; make room, or save checkpoints "
+    "more often (save_every), and run the same command again to go on"
+)
 
 
 class Closed(Exception):
     """The outbox has been closed while something waited for it."""
+
+
+class Lost(Exception):
+    """What a rack wants will not come."""
+
+    def __init__(self, key: ItemKey) -> None:
+        super().__init__(
+            f"{key} is not kept any more, and is not made again: its file in spool/ is gone or cut short, or the rack "
+            "that asks for it has gone back further than its checkpoints said; remove the run's folder to begin again"
+        )
+
+
+@dataclass
+class Asker:
+    """A rack that takes what this one hands on, as its requests say it (`Request`).
+
+    Attributes:
+        ends: whether it needs nothing any more.
+        ended: whether it knows that this has been noted.
+    """
+
+    wanted: ItemKey = BEGINNING
+    covered: int = -1
+    ends: bool = False
+    ended: bool = False
+
+
+class Shelf:
+    """One lane's items, and who takes them.
+
+    Attributes:
+        ahead: how many items may wait for being asked for; None for any number.
+        latest: how far this rack has come.
+    """
+
+    def __init__(self, folder: Path, askers: Sequence[int], ahead: int | None) -> None:
+        self.spool, self.ahead = Spool(folder, _FULL), ahead
+        self.latest = BEGINNING
+        self.askers = {rack: Asker(ended=(folder / ended_mark(rack)).exists()) for rack in askers}
+        self._free()
+
+    def hear(self, rack: int, request: Request) -> None:
+        """Take in what a rack says of itself."""
+        asker = self.askers[rack]
+        asker.wanted = request.wanted
+        if request.covered > asker.covered:
+            asker.covered = request.covered
+            self._free()
+        asker.ends = request.ended
+        if request.ended:  # whatever happens to this process
+            write_text(self.spool.folder / ended_mark(rack), "")
+
+    def end(self, rack: int) -> None:
+        """A rack knows that its end has been noted."""
+        self.askers[rack].ended = True
+        self._free()
+
+    def _free(self) -> None:
+        """Forget what the checkpoints of all that ask cover."""
+        covered = min((math.inf if one.ended else one.covered for one in self.askers.values()), default=math.inf)
+        if self.spool.keys:
+            self.spool.drop(int(min(covered, self.spool.keys[-1].step)))
+
+    def is_full(self, key: ItemKey) -> bool:
+        """Whether an item has to wait until those before it are asked for."""
+        return self.ahead is not None and any(
+            not one.ended and self.spool.between(one.wanted, key) >= self.ahead for one in self.askers.values()
+        )
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Keep items; those that are there already stay as they are."""
+        self.latest = items[-1].key
+        if not all(asker.ended for asker in self.askers.values()):
+            for item in items:
+                self.spool.add(item)
+
+    def found(self, asker: Asker, request: Request) -> Sequence[ItemKey]:
+        """What a rack that fetches gets now: what it wants, then what it will want.
+
+        Raises:
+            Lost: if what it wants will not come: it was made earlier, and is not kept.
+        """
+        wanted = asker.wanted
+        if request.since <= wanted and wanted not in self.spool:
+            if wanted < self.latest or asker.ended:
+                raise Lost(wanted)
+            return ()
+        return self.spool.since(max(request.since, wanted), request.most)
+
+    def take(self, key: ItemKey) -> Item:
+        """An item that was found.
+
+        Raises:
+            Lost: if it cannot be read.
+        """
+        try:
+            return self.spool.get(key)
+        except (KeyError, EOFError, OSError, ValueError):
+            raise Lost(key) from None
 
 
 class Outbox:
@@ -43,10 +147,9 @@ class Outbox:
         token: bytes,
         askers: Mapping[Lane, Sequence[int]],
         ahead: int = 4,
-        listen: tuple[str, int] = ("127.0.0.1", 0),
+        listen: Address = ("127.0.0.1", 0),
         link: Link | None = None,
-        traffic: Traffic | None = None,
-        timeline: Timeline | None = None,
+        log: RackLog | None = None,
     ) -> None:
         """Listen.
 
@@ -63,20 +166,16 @@ class Outbox:
         """
         if ahead < 1:
             raise ValueError(f"a rack must be allowed to be at least 1 item ahead of the next one, not {ahead}")
-        self._token, self._traffic = token, traffic or Traffic()
-        self._timeline = timeline or Timeline()
-        self._changed = threading.Condition()
+        self._token, self._log = token, log or RackLog()
+        self._changed = threading.Condition()  # for all that follows
         self._line = None if link is None else Line(link, SystemClock())
         self._closed = False
-        self._failed: Exception | None = None
         self._shelves = {
             lane: Shelf(folder / lane.name.lower(), racks, ahead if lane is Lane.STREAMS else None)
             for lane, racks in askers.items()
         }
-        for shelf in self._shelves.values():
-            shelf.free()
         self._server = _listening(*listen)
-        self.address: tuple[str, int] = self._server.getsockname()[:2]
+        self.address: Address = self._server.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def begin(self, step: int) -> None:
@@ -84,28 +183,23 @@ class Outbox:
         with self._changed:
             for lane, shelf in self._shelves.items():
                 kind = ItemKind.TRAINING if lane is Lane.STREAMS else ItemKind.CODA
-                shelf.latest = max(shelf.latest or ItemKey(0, kind), ItemKey(step, kind, sys.maxsize))
+                shelf.latest = max(shelf.latest, ItemKey(step, kind, sys.maxsize))
             self._changed.notify_all()
 
-    def offer(self, key: ItemKey, tensor: Tensor) -> None:
-        """Hand an item on, as soon as fewer than `ahead` items wait before it.
+    def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
+        """Hand on items that belong together, as soon as fewer than `ahead` items wait before the first of them.
 
         Raises:
             OSError: if the disk is full.
             Closed: if the outbox is closed meanwhile.
         """
-        self.offer_all([(key, tensor)])
-
-    def offer_all(self, items: Sequence[tuple[ItemKey, Tensor]]) -> None:
-        """Hand on items that belong together, as soon as fewer than `ahead` items wait before the first of them."""
-        shelf = self._shelves[_lane_of(items[0][0].kind)]
-        made = [Item.of(key, tensor) for key, tensor in items]
-        with self._timeline.waiting("wait_room", items[0][0]), self._changed:
-            while shelf.is_full(items[0][0]) and not self._closed:
-                self._changed.wait(_LOOK_SECONDS)
+        first, made = items[0][0], [Item.of(key, tensor) for key, tensor in items]
+        shelf = self._shelves[Lane.CODAS if first.kind is ItemKind.CODA else Lane.STREAMS]
         with self._changed:
+            with self._log.waiting("wait_room", first):
+                self._changed.wait_for(lambda: self._closed or not shelf.is_full(first))
             if self._closed:
-                raise self._failed or Closed
+                raise Closed
             shelf.add(made)
             self._changed.notify_all()
 
@@ -115,152 +209,107 @@ class Outbox:
             for shelf in self._shelves.values():
                 shelf.spool.sync()
 
-    def wait_until_taken(self, told_after: float = 30.0) -> None:
-        """Wait until no rack needs anything any more."""
-        begun, told = time.monotonic(), False
+    def wait_until_taken(self, patience: float = 30.0) -> None:
+        """Wait until no rack needs anything any more; says so after some seconds."""
         with self._changed:
-            while not self._closed and (left := self._waiting_for()):
-                self._changed.wait(_LOOK_SECONDS)
-                if not told and time.monotonic() - begun > told_after:
-                    told = True
-                    racks = " and ".join(f"rack {rack}" for rack in left)
-                    print(f"done; what {racks} may still need is kept ready", file=sys.stderr, flush=True)
+            if self._changed.wait_for(lambda: self._closed or not self._waiting_for(), patience):
+                return
+            racks = " and ".join(f"rack {rack}" for rack in sorted(self._waiting_for()))
+            print(f"done; what {racks} may still need is kept ready", file=sys.stderr, flush=True)
+            self._changed.wait_for(lambda: self._closed or not self._waiting_for())
 
-    def _waiting_for(self) -> list[int]:
-        found = {r for shelf in self._shelves.values() for r, asker in shelf.askers.items() if asker.needs_more}
-        return sorted(found)
+    def _waiting_for(self) -> set[int]:
+        return {rack for shelf in self._shelves.values() for rack, one in shelf.askers.items() if not one.ended}
 
     def close(self) -> None:
-        """Stop listening, and end all connections; what is kept stays on disk, and is not touched any more."""
+        """Close all connections; what was offered stays on disk."""
         with self._changed:
             self._closed = True
-            connections = [one.connection for shelf in self._shelves.values() for one in shelf.askers.values()]
             self._changed.notify_all()
-            for shelf in self._shelves.values():
-                shelf.spool.close()
-        with suppress(OSError):
+        with suppress(OSError):  # wakes up whoever accepts
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        for connection in filter(None, connections):
-            _hang_up(connection)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
+        with suppress(OSError):  # closed
+            while True:
+                connected, _ = self._server.accept()
+                threading.Thread(target=self._attend, args=(connected,), daemon=True).start()
 
-    def _attend(self, connection: socket.socket) -> None:
-        """Serve one connection until it breaks."""
-        with connection, suppress(EOFError, OSError, ValueError):
-            watch_over(connection)
-            connection.settimeout(GREETING_SECONDS)
-            rack, lane = welcome(connection, self._token, {lane: shelf.askers for lane, shelf in self._shelves.items()})
-            connection.settimeout(None)
-            shelf = self._shelves[lane]
-            asker = shelf.askers[rack]
-            with self._changed:
-                if self._closed:
-                    return
-                if asker.connection is not None:
-                    _hang_up(asker.connection)  # a rack that has come back asks anew
-                asker.connect(connection)
-            writer = threading.Thread(target=self._write, args=(connection, shelf, asker, lane), daemon=True)
-            writer.start()
-            try:
-                while True:
-                    self._hear(connection, shelf, rack, lane)
-            finally:
-                _hang_up(connection)
-                with self._changed:
-                    if asker.connection is connection:
-                        asker.connection = None
-                    self._changed.notify_all()
-                writer.join()
+    def _attend(self, connected: socket.socket) -> None:
+        """Answer what comes over one connection, until it breaks."""
+        with connected, suppress(EOFError, OSError, ValueError, Closed), ExitStack() as stack:
+            rack, lane = welcome(connected, self._token, {lane: shelf.askers for lane, shelf in self._shelves.items()})
+            shelf, codas = self._shelves[lane], lane is Lane.CODAS
+            stack.callback(self._lose, shelf, rack)
+            incoming = stack.enter_context(connected.makefile("rb"))
+            outgoing = stack.enter_context(connected.makefile("wb"))
+            while True:
+                request = Request.read(incoming)
+                self._log.count("received", "codas" if codas else "backward", None, request.nbytes)
+                for answer in self._answers(shelf, rack, request):
+                    begun, key = time.monotonic(), None if answer.item is None else answer.item.key
+                    answer.write(outgoing)
+                    outgoing.flush()
+                    self._log.count("sent", "codas" if codas else "forward", key, answer.nbytes)
+                    if key is not None:
+                        self._log.add(begun, max(time.monotonic(), answer.due), "send", key, answer.nbytes)
 
-    def _hear(self, connection: socket.socket, shelf: Shelf, rack: int, lane: Lane) -> None:
-        """Take in one thing that a rack says."""
-        asked = hear(connection)
-        asker = shelf.askers[rack]
-        self._traffic.count("received", _answers(lane), None, ASK_BYTES)
-        with self._changed:
-            if self._closed or asker.connection is not connection:
-                return  # the folder may be another outbox's by now, or what was said a process's that has ended
-            if asked.word is Word.ASK:
-                asker.ask(asked.key)
-                shelf.skip(asked.key)
-            elif asked.word is Word.COVERED:
-                asker.covered = max(asker.covered, asked.key.step)
-                shelf.free()
-            elif asked.word is Word.END:
+    def _lose(self, shelf: Shelf, rack: int) -> None:
+        """A connection has broken: whoever was ending has ended."""
+        with self._open():
+            if shelf.askers[rack].ends:
                 shelf.end(rack)
-            self._changed.notify_all()
-
-    def _write(self, connection: socket.socket, shelf: Shelf, asker: Asker, lane: Lane) -> None:
-        """Send what is to be sent over one connection, until it breaks."""
-        try:
-            while (answer := self._next(connection, shelf, asker)) is not None:
-                begun = time.monotonic()
-                size = send(connection, answer)
-                key = None if answer.item is None else answer.item.key
-                self._traffic.count("sent", _direction(lane), None if key is None else key.kind, size)
-                if key is not None:
-                    self._timeline.sent(begun, max(time.monotonic(), answer.due), key, size)
-                if answer.word is Word.BYE:
-                    with self._changed:
-                        asker.left = True
-                        self._changed.notify_all()
-        except OSError:
-            _hang_up(connection)
-        except Exception as error:  # noqa: BLE001 - what is kept cannot be read: for those who offer
-            with self._changed:
-                self._failed, self._closed = error, True
                 self._changed.notify_all()
-            _hang_up(connection)
 
-    def _next(self, connection: socket.socket, shelf: Shelf, asker: Asker) -> Answered | None:
-        """What is to be said next; None if the connection has ended."""
-        with self._changed:
-            while asker.connection is connection and not self._closed:
-                if asker.ended and not asker.farewelled:
-                    asker.farewelled = True
-                    return Answered(Word.BYE)
-                if (key := shelf.next_for(asker)) is not None:
-                    asker.sent.add(key)
+    def _answers(self, shelf: Shelf, rack: int, request: Request) -> Iterator[Answer]:
+        """What a rack is answered; each answer has been sent when the next one is asked for."""
+        with self._open():
+            shelf.hear(rack, request)
+            self._changed.notify_all()
+        if not request.most:
+            return
+        if request.ended:
+            yield Answer(Word.END_NOTED)
+            with self._open():
+                shelf.end(rack)
+                self._changed.notify_all()
+            return
+        try:
+            for key in self._found(shelf, shelf.askers[rack], request):
+                with self._open():
                     item = shelf.take(key)
                     due = 0.0 if self._line is None else self._line.send(item.nbytes)
-                    return Answered(Word.ITEM, due, item)
-                if shelf.refuses(asker):
-                    asker.refused = asker.demand
-                    return Answered(Word.GONE, text=_lost(asker.demand))
-                self._changed.wait(_LOOK_SECONDS)
-            return None
+                yield Answer(Word.ITEM, due, item)
+        except Lost as lost:
+            yield Answer(Word.GONE, text=str(lost))
+        else:
+            yield Answer(Word.THAT_IS_ALL)
+
+    def _found(self, shelf: Shelf, asker: Asker, request: Request) -> list[ItemKey]:
+        """Wait for what a rack fetches, but for a moment only, and no longer when it has something else to say."""
+        found = list[ItemKey]()
+
+        def ends() -> bool:
+            found[:] = shelf.found(asker, request)
+            return self._closed or bool(found) or asker.ends or asker.wanted < request.wanted
+
+        with self._open():
+            self._changed.wait_for(ends, _LOOK_SECONDS)
+        return found
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """The lock, while the outbox is open: afterwards the folder may be another one's."""
+        with self._changed:
+            if self._closed:
+                raise Closed
+            yield
 
 
-def _lost(key: ItemKey | None) -> str:
-    return (
-        f"{key} is not kept any more, and is not made again: its file in spool/ is gone or cut short, or the rack that "
-        "asks for it has gone back further than its checkpoints said; remove the run's folder to begin again"
-    )
-
-
-def _lane_of(kind: ItemKind) -> Lane:
-    return Lane.CODAS if kind is ItemKind.CODA else Lane.STREAMS
-
-
-def _direction(lane: Lane) -> Direction:
-    return "codas" if lane is Lane.CODAS else "forward"
-
-
-def _answers(lane: Lane) -> Direction:
-    return "codas" if lane is Lane.CODAS else "backward"
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+def ended_mark(rack: int) -> str:
+    """The file in a lane's folder that says that a rack needs nothing of it any more."""
+    return f"rack-{rack}.ended"
 
 
 def _listening(host: str, port: int) -> socket.socket:

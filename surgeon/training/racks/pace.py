@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from surgeon.training.racks.traffic import Timeline
+from surgeon.training.racks.rack_log import RackLog
 from surgeon.training.trainer import LossParts
 
 
@@ -40,8 +40,8 @@ class PacedLoss:
     What a rack waits for others is not counted.
     """
 
-    def __init__(self, inner: LossParts, pace: RackPace, timeline: Timeline) -> None:
-        self.inner, self.pace, self.timeline = inner, pace, timeline
+    def __init__(self, inner: LossParts, pace: RackPace, log: RackLog) -> None:
+        self.inner, self.pace, self.log = inner, pace, log
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """As `LossParts` has it."""
@@ -57,4 +57,4 @@ class PacedLoss:
         return parts
 
     def _busy(self) -> float:
-        return time.monotonic() - sum(self.timeline.waited.values())
+        return time.monotonic() - self.log.waited

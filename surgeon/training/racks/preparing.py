@@ -1,35 +1,28 @@
-"""What the processes of racks begin with, the commands that start them by hand, and what they leave."""
+"""What the processes of racks begin with, and the commands that start them by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
-from surgeon.checkpoint.read import read_json
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.racks.averaging import NEVER
-from surgeon.training.racks.build import assemble, rack_of
+from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.distilled import teacher_of
-from surgeon.training.racks.files import open_rack, save_rack
-from surgeon.training.racks.in_turn import RACK_FILE, RacksTrained, rack_folder
-from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.files import save_rack
 from surgeon.training.racks.run_files import (
     PLAN_FILE,
-    RESULT_FILE,
     START,
     TEXTS_FILE,
     ProcessOptions,
     RacksPlan,
-    new_token,
     start_file,
     teacher_file,
     write_texts,
 )
 from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.racks.trained import is_done
 from surgeon.training.resume import open_run
-from surgeon.training.run import RunFigures
 from surgeon.training.settings import TrainSettings
 
 
@@ -47,7 +40,7 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
     if (folder / PLAN_FILE).is_file():
         plan = replace(RacksPlan.read(folder), options=options, device=asked.device)
     else:
-        plan = RacksPlan(len(racks), of_racks, settings, options, asked.device, new_token())
+        plan = RacksPlan(len(racks), of_racks, settings, options, asked.device)
     files = [start_file(folder, index) for index in range(len(racks))]
     files += [] if settings.distillation is None else [teacher_file(folder, index) for index in range(len(racks))]
     if not all(path.is_file() for path in (*files, folder / TEXTS_FILE)):
@@ -78,28 +71,12 @@ def _check_shares(settings: TrainSettings, replicas: int) -> None:
     share_of_batch(settings, replicas)
 
 
-def gather(whole: PreTrainedModel, racks: Racks, folder: Path) -> RacksTrained:
-    """What came of the racks of a run that is done.
-
-    Raises:
-        FileNotFoundError: if one is not, or its result is gone.
-        ValueError: if a file is damaged.
-    """
-    folders = [rack_folder(folder, index) for index in range(len(racks))]
-    for path in (each / name for each in folders for name in (RESULT_FILE, RACK_FILE)):
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is gone; put it back, or remove {folder} to begin the run again")
-    found = [open_rack(each / RACK_FILE) for each in folders]
-    results = tuple(RunFigures.from_json(read_json(each / RESULT_FILE)) for each in folders)
-    return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)
-
-
 def commands_by_hand(folder: Path, racks: int) -> list[str]:
     """How the racks of a run that was prepared are started by hand; none where all are done.
 
     Where several processes share a rack, they take the ports from the one that is given on.
     """
-    if all((rack_folder(folder, index) / RESULT_FILE).is_file() for index in range(racks)):
+    if all(is_done(folder, index) for index in range(racks)):
         return []
     options, hosts = RacksPlan.read(folder).options, [f"HOST{index}:PORT{index}" for index in range(racks)]
     averaged, replicas = options.average != NEVER, options.replicas

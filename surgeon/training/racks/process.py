@@ -23,7 +23,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,19 +35,19 @@ from transformers import TrainerCallback
 
 from surgeon.errors import first_line
 from surgeon.processes.children import when_parent_ends
-from surgeon.processes.files import write_json
 from surgeon.training.checkpoints import OTHERS_ENDED, others_have_ended
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.averaging import CodaAveraging, parse_averaging
-from surgeon.training.racks.channels import ChannelSink, ChannelSource
-from surgeon.training.racks.files import open_rack, save_rack
-from surgeon.training.racks.in_turn import RACK_FILE, rack_folder
-from surgeon.training.racks.meeting import Address, Meeting, RackKeeper, RackPlace
+from surgeon.training.racks.files import open_rack
+from surgeon.training.racks.meeting import Meeting, RackKeeper, RackPlace
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.pace import PacedLoss
-from surgeon.training.racks.run_files import RESULT_FILE, RacksPlan, read_texts, start_file, teacher_file
-from surgeon.training.racks.task import own_settings, rack_task
-from surgeon.training.run import TrainingTask, train
+from surgeon.training.racks.run_files import RacksPlan, read_texts, start_file, teacher_file
+from surgeon.training.racks.streams import RackStreams
+from surgeon.training.racks.task import rack_task
+from surgeon.training.racks.trained import is_done, train_rack
+from surgeon.training.racks.wire import Address
+from surgeon.training.run import TrainingTask
 
 FAILED = 1
 # One of a rack's processes waits for the others as long as these wait for other racks; one that ends is seen at once.
@@ -63,50 +63,31 @@ def run_rack(run: Path, index: int, place: RackPlace | None = None) -> None:
         FileNotFoundError: if the run was not prepared.
         ValueError, OSError: as `train`; and if another rack is gone for good, a disk is full, or a port is taken.
     """
-    plan, folder, place = RacksPlan.read(run), rack_folder(run, index), place or RackPlace()
+    plan = RacksPlan.read(run)
     if not 0 <= index < plan.racks:
         raise ValueError(f"{run} has racks 0 to {plan.racks - 1}, and no rack {index}")
-    _check_processes(plan)
-    meeting = Meeting(run, index, plan, place)
-    with ExitStack() as stack:
-        stack.callback(meeting.close)
-        if not (folder / RESULT_FILE).is_file():
-            _train_rack(meeting)
-        meeting.finish()
-
-
-def _check_processes(plan: RacksPlan) -> None:
     wanted, there = plan.options.replicas, int(os.environ.get("WORLD_SIZE", "1"))
     if there != wanted:
         how = "without torchrun" if wanted == 1 else f"with torchrun --standalone --nproc-per-node {wanted}"
         raise ValueError(f"a rack of this run has {wanted} processes, and this one has {there}; start it {how}")
-
-
-def _train_rack(meeting: Meeting) -> None:
-    run, index, plan = meeting.run, meeting.index, meeting.plan
-    processes = PartialState(cpu=plan.device == "cpu", timeout=_PATIENCE)
-    folder, texts = rack_folder(run, index), read_texts(run)
-    rack = open_rack(start_file(run, index))
-    task = _task(meeting, rack, HeldOutQuality(texts.held_out, None))
-    identity = plan.identity | {"task": "rack", "rack": index}
-    settings = own_settings(plan.settings)
-    found = train(rack.model, texts, settings, folder, identity=identity, device=plan.device, task=task)
-    if found is not None:
-        rack.model = found.model.cpu()
-        save_rack(rack, folder / RACK_FILE)
-        write_json(folder / RESULT_FILE, found.figures.to_json())  # the last one: a rack that has it is done
-    # Whoever comes back would ask again for what a rack that is not done may need: so none says that it needs no more.
-    processes.wait_for_everyone()
+    with closing(Meeting(run, index, plan, place or RackPlace())) as meeting:
+        if not is_done(run, index):
+            processes = PartialState(cpu=plan.device == "cpu", timeout=_PATIENCE)
+            rack, texts = open_rack(start_file(run, index)), read_texts(run)
+            task = _task(meeting, rack, HeldOutQuality(texts.held_out, None))
+            train_rack(rack, task, texts, plan.settings, run, plan.identity, plan.device)
+            # Whoever comes back would ask again for what a rack that is not done may need: none says before all are
+            # done that it needs no more.
+            processes.wait_for_everyone()
+        meeting.finish()
 
 
 def _task(meeting: Meeting, rack: RackModel, held_out: HeldOutQuality) -> TrainingTask:
-    """What a rack is trained by: its streams over channels, and the callbacks that go with them."""
+    """What a rack is trained by: its streams from and to other processes, and the callbacks that go with them."""
     settings, options = meeting.plan.settings, meeting.plan.options
-    source = None if meeting.before is None else ChannelSource(meeting.before, settings.batch)
-    sink = None if rack.is_last else ChannelSink(meeting.outbox, settings.batch)
-    distilled = settings.distillation
-    teacher = None if distilled is None else open_rack(teacher_file(meeting.run, meeting.index))
-    task = rack_task(rack, held_out, source, sink, teacher, distilled)
+    streams = RackStreams(settings.batch, meeting.before, None if rack.is_last else meeting.outbox)
+    teacher = None if settings.distillation is None else open_rack(teacher_file(meeting.run, meeting.index))
+    task = rack_task(rack, held_out, streams, teacher, settings.distillation)
     callbacks: list[TrainerCallback] = [RackKeeper(meeting)]
     if meeting.codas:
         every = parse_averaging(options.average)
@@ -115,7 +96,7 @@ def _task(meeting: Meeting, rack: RackModel, held_out: HeldOutQuality) -> Traini
         callbacks.insert(0, averaging)
     if options.pace:
         assert task.towards is not None
-        task = replace(task, towards=PacedLoss(task.towards, options.pace[meeting.index], meeting.timeline))
+        task = replace(task, towards=PacedLoss(task.towards, options.pace[meeting.index], meeting.log))
     return replace(task, callbacks=callbacks)
 
 

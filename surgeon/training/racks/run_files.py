@@ -7,10 +7,13 @@ RUN/start/teacher-R.safetensors   its part of the original, where racks are dist
 RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
 RUN/rack-R/address.json   host, port, and process, while it runs
 RUN/rack-R/spool/         what it has handed on, until the others' checkpoints cover it
-RUN/rack-R/timeline.csv   what it did when (`traffic.Timeline`)
-RUN/rack-R/traffic.json   what went over its connections (`traffic.Traffic`)
+RUN/rack-R/timeline.csv   what it did when (`rack_log.RackLog`)
+RUN/rack-R/traffic.json   what went over its connections (`rack_log.RackLog`)
 RUN/rack-R/log.txt        what it said
 RUN/rack-R/rack.safetensors, result.json   what came of it
+
+Racks in turn leave the same, but for racks.json, texts, start/ and what a process has for itself; their streams lie in
+RUN/rack-R/streams/.
 
 Where several processes share a rack's batches, replicas of it, RUN/rack-R/ is the run of all of them. What each has for
 itself (address.json, spool/, timeline.csv, traffic.json, log.txt) the first one has there, and the others have in
@@ -20,29 +23,29 @@ RUN/rack-R/replica-1/, ...
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from surgeon.checkpoint.read import read_json
+from surgeon.errors import first_line
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.averaging import NEVER, parse_averaging
-from surgeon.training.racks.in_turn import rack_folder
 from surgeon.training.racks.pace import RackPace
 from surgeon.training.racks.wire import TOKEN_BYTES
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 
 PLAN_FILE, TEXTS_FILE, ADDRESS_FILE = "racks.json", "texts.safetensors", "address.json"
-SPOOL, START = "spool", "start"
-LOG_FILE, RESULT_FILE = "log.txt", "result.json"
+RACK_FILE, RESULT_FILE, LOG_FILE = "rack.safetensors", "result.json", "log.txt"
+SPOOL, STREAMS, START = "spool", "streams", "start"
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class ProcessOptions:
     average: str | int = NEVER
     ahead: int = 4
     link: Link | None = None
-    pace: Sequence[RackPace] = ()
+    pace: tuple[RackPace, ...] = ()
     away: float = 600.0
     threads: int | None = None
     replicas: int = 1
@@ -85,7 +88,7 @@ class RacksPlan:
         identity: what each rack's run follows from, beside which it is, as JSON values.
         settings: of each rack.
         device: "cpu" or "cuda".
-        token: which only racks of this run have.
+        token: drawn for each run, and known to its racks only.
     """
 
     racks: int
@@ -93,7 +96,7 @@ class RacksPlan:
     settings: TrainSettings
     options: ProcessOptions
     device: str
-    token: str
+    token: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES))
 
     def token_of(self, rack: int, replica: int) -> bytes:
         """What those say that ask a process of a rack, so that none takes another for it that got its old port."""
@@ -101,8 +104,7 @@ class RacksPlan:
 
     def write(self, run: Path) -> None:
         """Write it."""
-        options = asdict(self.options)
-        write_json(run / PLAN_FILE, {**_flat(self), "settings": self.settings.to_json(), "options": options})
+        write_json(run / PLAN_FILE, {**asdict(self), "settings": self.settings.to_json()})
 
     @classmethod
     def read(cls, run: Path) -> RacksPlan:
@@ -114,27 +116,19 @@ class RacksPlan:
         """
         said = read_json(run / PLAN_FILE)
         try:
-            options = dict(said.pop("options"))
-            link = None if options["link"] is None else Link(**options["link"])
-            paces = tuple(RackPace(**pace) for pace in options["pace"])
             settings = TrainSettings.from_json(said.pop("settings"))
-            return cls(settings=settings, options=ProcessOptions(**options | {"link": link, "pace": paces}), **said)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{run / PLAN_FILE} is damaged ({error}); remove {run} to begin the run again") from error
+            return cls(
+                settings=settings, options=TypeAdapter(ProcessOptions).validate_python(said.pop("options")), **said
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{run / PLAN_FILE} is damaged ({first_line(error)}); remove {run} to begin the run again"
+            ) from error
 
 
-def _flat(plan: RacksPlan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in ("racks", "identity", "device", "token")}
-
-
-def new_token() -> str:
-    """Drawn for each run."""
-    return secrets.token_hex(TOKEN_BYTES)
-
-
-def replica_folder(run: Path, index: int, replica: int) -> Path:
-    """The folder of what one process of a rack has for itself."""
-    folder = rack_folder(run, index)
+def rack_folder(run: Path, index: int, replica: int = 0) -> Path:
+    """The folder of a rack's run, or of what one of its processes has for itself."""
+    folder = run / f"rack-{index}"
     return folder / f"replica-{replica}" if replica else folder
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.task import check_settings, own_settings
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 
@@ -59,3 +58,27 @@ class RacksToTrain:
         """What `train` adds to the identity of a run."""
         texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
         return {"settings": own_settings(self.settings).to_json()} | texts
+
+
+def own_settings(settings: TrainSettings) -> TrainSettings:
+    """What `train` gets: what a rack learns from the original is its task's."""
+    return replace(settings, distillation=None)
+
+
+def check_settings(settings: TrainSettings) -> None:
+    """Refuse settings that racks cannot be trained with.
+
+    Raises:
+        ValueError: naming the one, and what to do.
+    """
+    if settings.scope == "edited":
+        raise ValueError("racks train their codas, too, which no edit has touched; use --train all, or norms")
+    if settings.distillation is not None and not settings.distillation.hidden:
+        raise ValueError(
+            "racks learn the original's streams, each those of its own stretch, and only the last one its predictions; "
+            "use --distill both, or hidden"
+        )
+    if settings.lora is not None:
+        raise ValueError("racks are trained without adapters; leave --lora out")
+    if settings.patience is not None:
+        raise ValueError("racks are trained side by side, and none of them ends before the others; drop --patience")

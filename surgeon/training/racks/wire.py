@@ -1,8 +1,12 @@
-"""What racks say to each other over a connection: who they are, what they want, and what they have of it.
+"""What racks say to each other: one asks, as often as it likes, and the other one answers.
 
-The asking rack connects and says hello (the run's token, its own number, the lane), and is welcomed. From then on it
-says `ASK key`, `COVERED step`, `END`, each in as many bytes; the other one sends items, `GONE` for one that it will not
-have again, and `BYE` for an end that it has noted. A lane is one order of items: the streams, or the codas.
+A rack connects twice to another one for each lane: over one connection it fetches items, and over the other it tells
+meanwhile what it asks for now. Every request has all there is to know of who makes it, so that either side may come
+back at any time, and the answering side keeps nothing for a connection. Whether both know the token of the run is
+proved before anything is said (`surgeon.processes.sockets.prove`). The bytes go through sockets as files.
+
+This is done by the standard library: a rack goes on when any other one is killed and comes back, which process groups
+of gloo do not survive, and it has to see at once that another one has gone, which ZeroMQ hides.
 """
 
 from __future__ import annotations
@@ -12,60 +16,79 @@ import struct
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import BinaryIO
 
-from surgeon.training.racks.items import Item, ItemKey, ItemKind, read_header
+from surgeon.processes.sockets import PROOF_SECONDS, Stranger, prove
+from surgeon.training.racks.items import BEGINNING, KEY, Item, ItemKey, read_exactly
 
 TOKEN_BYTES = 16
-_HELLO = struct.Struct("<8s16siB")
-_WELCOME = struct.Struct("<8sB")
-_ASKING = struct.Struct("<BqBq")
-_ANSWER = struct.Struct("<Bd")
-_LENGTH = struct.Struct("<I")
-_MARK = b"surgeon1"
-_LONGEST_TEXT = 4096
+_HELLO = struct.Struct("<iB")
+_WELCOME = b"\1"
+_REQUEST = struct.Struct(f"<{KEY.size}sq?I{KEY.size}s")
+_ANSWER = struct.Struct("<BdI")
+
+Address = tuple[str, int]
 
 
 class Lane(IntEnum):
-    """What a connection is for."""
+    """One order of items, which are asked for by the same racks."""
 
     STREAMS = 0
     CODAS = 1
 
 
-class Word(IntEnum):
-    """What is said, after the welcome."""
-
-    ASK = 1
-    COVERED = 2
-    END = 3
-    ITEM = 4
-    GONE = 5
-    BYE = 6
-
-
-class Stranger(ConnectionError):
-    """What listens there, or has come, is no rack of this run."""
-
-
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What an asking rack says.
 
     Attributes:
-        key: what it wants, or, with COVERED, any of the step that its checkpoints cover.
+        wanted: what it has asked for last.
+        covered: the step up to which its checkpoints have all that came of the items.
+        ended: whether it needs nothing any more.
+        most: how many items it fetches, and is answered with by then; 0 where it only tells.
+        since: the first key that it has not fetched yet.
     """
 
-    word: Word
-    key: ItemKey
+    wanted: ItemKey = BEGINNING
+    covered: int = -1
+    ended: bool = False
+    most: int = 0
+    since: ItemKey = BEGINNING
+
+    nbytes = _REQUEST.size
+
+    def write(self, file: BinaryIO) -> None:
+        """Say it."""
+        file.write(_REQUEST.pack(KEY.pack(*self.wanted), self.covered, self.ended, self.most, KEY.pack(*self.since)))
+
+    @classmethod
+    def read(cls, file: BinaryIO) -> Request:
+        """What is said next.
+
+        Raises:
+            EOFError, OSError: if the other end has gone.
+            ValueError: if it makes no sense.
+        """
+        wanted, covered, ended, most, since = _REQUEST.unpack(read_exactly(file, _REQUEST.size))
+        return cls(ItemKey.unpack(wanted), covered, ended, most, ItemKey.unpack(since))
+
+
+class Word(IntEnum):
+    """What kind of answer it is; each but the first is the last one to a request."""
+
+    ITEM = 0
+    THAT_IS_ALL = 1
+    GONE = 2
+    END_NOTED = 3
 
 
 @dataclass(frozen=True)
-class Answered:
-    """What it is told.
+class Answer:
+    """What it is answered.
 
     Attributes:
         due: when the item has arrived over an emulated link, on this machine's clock; 0 without one.
-        text: why it will not come.
+        text: why what is wanted will not come.
     """
 
     word: Word
@@ -73,45 +96,52 @@ class Answered:
     item: Item | None = None
     text: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """What `write` writes."""
+        return _ANSWER.size + len(self.text.encode()) + (0 if self.item is None else self.item.nbytes)
 
-ASK_BYTES = _ASKING.size
-NO_KEY = ItemKey(0, ItemKind.TRAINING, 0)
+    def write(self, file: BinaryIO) -> None:
+        """Answer."""
+        text = self.text.encode()
+        file.write(_ANSWER.pack(self.word, self.due, len(text)) + text)
+        if self.item is not None:
+            self.item.write(file)
+
+    @classmethod
+    def read(cls, file: BinaryIO) -> Answer:
+        """What is answered next; errors as of `Request.read`."""
+        number, due, length = _ANSWER.unpack(read_exactly(file, _ANSWER.size))
+        word, text = Word(number), read_exactly(file, length).decode()
+        return cls(word, due, Item.read(file) if word is Word.ITEM else None, text)
 
 
-def read_exactly(connection: socket.socket, count: int) -> bytearray:
-    """So many bytes.
+def connect(address: Address, token: bytes, rack: int, lane: Lane) -> socket.socket:
+    """Connect to a rack.
+
+    Args:
+        rack: that this one is.
 
     Raises:
-        EOFError: if the other end closes before.
-        OSError: as sockets raise it.
+        Stranger: if what listens there is no rack of this run.
+        EOFError, OSError: if nobody does, or it closes, or does not answer in time.
     """
-    held = bytearray(count)
-    left = memoryview(held)
-    while left:
-        got = connection.recv_into(left)
-        if not got:
-            raise EOFError("the other rack closed the connection")
-        left = left[got:]
-    return held
+    connected = socket.create_connection(address, PROOF_SECONDS)
+    try:
+        prove(connected, token, first=False)
+        connected.sendall(_HELLO.pack(rack, lane))
+        if connected.recv(1) != _WELCOME:
+            raise Stranger
+    except BaseException as error:
+        connected.close()
+        if isinstance(error, Stranger):
+            raise Stranger("what listens there is no rack, or one of another run") from None
+        raise
+    return connected
 
 
-def greet(connection: socket.socket, token: bytes, me: int, lane: Lane) -> None:
-    """Say hello to a rack, and wait for its welcome.
-
-    Raises:
-        Stranger: if it is none, or of another run.
-        EOFError, OSError: if it closes, or does not answer in time.
-    """
-    connection.sendall(_HELLO.pack(_MARK, token, me, lane))
-    mark, same = _WELCOME.unpack(read_exactly(connection, _WELCOME.size))
-    if mark != _MARK:
-        raise Stranger("what listens there is no rack")
-    if not same:
-        raise Stranger("the rack that listens there is of another run")
-
-
-def welcome(connection: socket.socket, token: bytes, takers: Mapping[Lane, Container[int]]) -> tuple[int, Lane]:
-    """Hear who has connected: its number, and what the connection is for.
+def welcome(connected: socket.socket, token: bytes, takers: Mapping[Lane, Container[int]]) -> tuple[int, Lane]:
+    """Hear which rack has connected, and for what.
 
     Args:
         takers: which racks may take each lane.
@@ -120,65 +150,9 @@ def welcome(connection: socket.socket, token: bytes, takers: Mapping[Lane, Conta
         Stranger: if it is no rack of this run.
         EOFError, OSError: if it closes, or says nothing in time.
     """
-    mark, theirs, rack, lane = _HELLO.unpack(read_exactly(connection, _HELLO.size))
-    if mark != _MARK or lane not in set(Lane):
-        raise Stranger("what has connected is no rack")
-    known = theirs == token and rack in takers.get(Lane(lane), ())
-    connection.sendall(_WELCOME.pack(_MARK, known))
-    if not known:
-        raise Stranger("the rack that has connected is of another run")
-    return rack, Lane(lane)
-
-
-def say(connection: socket.socket, asked: Asked) -> None:
-    """Say what an asking rack has to say."""
-    key = asked.key
-    connection.sendall(_ASKING.pack(asked.word, key.step, key.kind, key.place))
-
-
-def hear(connection: socket.socket) -> Asked:
-    """What an asking rack says next.
-
-    Raises:
-        EOFError, OSError: if it has gone.
-        ValueError: if it makes no sense.
-    """
-    word, step, kind, place = _ASKING.unpack(read_exactly(connection, _ASKING.size))
-    return Asked(Word(word), ItemKey(step, ItemKind(kind), place))
-
-
-def send(connection: socket.socket, answer: Answered) -> int:
-    """Answer an asking rack; returns the bytes that this took."""
-    parts: list[bytes | bytearray] = [_ANSWER.pack(answer.word, answer.due)]
-    if answer.item is not None:
-        parts += [answer.item.header, answer.item.data]
-    elif answer.word is Word.GONE:
-        text = answer.text.encode()[:_LONGEST_TEXT]
-        parts += [_LENGTH.pack(len(text)), text]
-    for part in parts:
-        connection.sendall(part)
-    return sum(map(len, parts))
-
-
-def receive(connection: socket.socket) -> Answered:
-    """What an asking rack is told next.
-
-    Raises:
-        EOFError, OSError: if the other one has gone.
-        ValueError: if it makes no sense.
-    """
-    number, due = _ANSWER.unpack(read_exactly(connection, _ANSWER.size))
-    word = Word(number)
-    if word is Word.ITEM:
-        key, header, size = read_header(lambda count: read_exactly(connection, count))
-        return Answered(word, due, Item(key, header, read_exactly(connection, size)))
-    if word is Word.GONE:
-        (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
-        return Answered(word, text=read_exactly(connection, min(length, _LONGEST_TEXT)).decode(errors="replace"))
-    return Answered(word)
-
-
-def answer_bytes(answer: Answered) -> int:
-    """How many bytes an answer takes."""
-    item = 0 if answer.item is None else answer.item.nbytes
-    return _ANSWER.size + item + (_LENGTH.size + len(answer.text.encode()) if answer.word is Word.GONE else 0)
+    prove(connected, token, first=True)
+    rack, number = _HELLO.unpack(connected.recv(_HELLO.size, socket.MSG_WAITALL))
+    if number not in takers or rack not in takers[Lane(number)]:
+        raise Stranger("what has connected is no rack of this run")
+    connected.sendall(_WELCOME)
+    return rack, Lane(number)

@@ -20,7 +20,7 @@ from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.recipe_program import recipe_program
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.task import check_settings
+from surgeon.training.racks.subject import check_settings
 from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.texts import TrainTexts, load_train_texts

@@ -19,10 +19,9 @@ from scripts.bench.rack_model import Optimisation, head_units
 from scripts.bench.rack_processes import PROCESSES
 from scripts.bench.rack_quality import Run
 from surgeon.processes.files import write_json
-from surgeon.training.racks.in_turn import rack_folder
 from surgeon.training.racks.items import ItemKey, ItemKind
-from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE
-from surgeon.training.racks.traffic import Timeline, Traffic
+from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE, rack_folder
 
 STEPS = Optimisation(3, 8, 1, 1e-3, warmup=1)
 
@@ -135,18 +134,17 @@ def leave_racks(folder: Path) -> None:
     """What two of surgeon's processes leave of three steps, of which each takes 8 s: 6 of computing, 2 of waiting."""
     for rank in range(2):
         own = rack_folder(folder, rank)
-        timeline, traffic = Timeline(own), Traffic(own)
+        log = RackLog(own)
         for step in range(1, 4):
             for half in (0, 1):
                 begun, key = 8.0 * step + 4 * half, ItemKey(step, ItemKind.TRAINING, half)
-                timeline._add(begun, begun + 1, "wait_input", key, 0)
-                timeline._add(begun + 1, begun + 4, "compute", key, 0)
-                timeline.sent(begun, begun + 0.5, key, 100)
-        timeline.write()
-        traffic.count("sent", "forward", ItemKind.TRAINING, 900)
-        traffic.count("sent", "forward", ItemKind.HELD_OUT, 5000)
-        traffic.count("sent", "backward", None, 30)
-        traffic.write()
+                log.add(begun, begun + 1, "wait_input", key)
+                log.add(begun + 1, begun + 4, "compute", key)
+                log.add(begun, begun + 0.5, "send", key, 100)
+        log.count("sent", "forward", ItemKey(1, ItemKind.TRAINING), 900)
+        log.count("sent", "forward", ItemKey(1, ItemKind.HELD_OUT), 5000)
+        log.count("sent", "backward", None, 30)
+        log.write()
         write_json(own / RESULT_FILE, {})
     write_json(folder / PLAN_FILE, {"options": {"pace": [{"factor": 1.0, "least": 0.25}] * 2}})
 

@@ -16,9 +16,11 @@ from surgeon.training.distill.distiller import Distillation
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.distilled import DistilledRackLoss, teacher_of
 from surgeon.training.racks.in_turn import train_in_turn
+from surgeon.training.racks.items import ItemKey
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import ProcessOptions
+from surgeon.training.racks.streams import RackStreams
 from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.supervisor import train_in_processes
 from tests.tiny_models import tiny_model
@@ -41,16 +43,14 @@ def cut() -> tuple[Any, Racks]:
 class Streams:
     """What one rack hands on, the other takes."""
 
-    def give(self, places: range, stream: Tensor) -> None:
-        self.places, self.stream = places, stream
+    def __init__(self) -> None:
+        self.items: dict[ItemKey, Tensor] = {}
 
-    def take(self, places: range) -> Tensor:
-        assert places == self.places
-        return self.stream
+    def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
+        self.items |= dict(items)
 
-    def give_held_out(self, step: int, window: int, stream: Tensor) -> None: ...
-
-    def take_held_out(self, step: int, window: int) -> Tensor: ...
+    def ask(self, key: ItemKey) -> Tensor:
+        return self.items[key]
 
 
 def stream_of_original(ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
@@ -85,8 +85,8 @@ def made() -> tuple[list[RackModel], list[DistilledRackLoss], dict[str, Tensor]]
                 parameter.mul_(1.03)
     teachers = [teacher_of(original(), racks, index) for index in range(2)]
     losses = [
-        DistilledRackLoss(found[0], teachers[0], BOTH, None, between),
-        DistilledRackLoss(found[1], teachers[1], BOTH, between, None),
+        DistilledRackLoss(found[0], teachers[0], BOTH, RackStreams(4, sink=between)),
+        DistilledRackLoss(found[1], teachers[1], BOTH, RackStreams(4, source=between)),
     ]
     return found, losses, {"input_ids": TEXTS.training.ids[:2], "place": torch.arange(4, 6)}
 
@@ -139,7 +139,7 @@ def test_the_last_rack_learns_the_original_s_predictions_too(made: Any) -> None:
     ids = inputs["input_ids"]
     parts = distilled.loss(rack.model, inputs)
     streams, wanted = stream_of_original(ids)
-    handed_on, original_stream = before.sink.take(range(4, 6)).chunk(2, dim=-1)
+    handed_on, original_stream = distilled.streams.take(torch.arange(4, 6)).chunk(2, dim=-1)
     assert torch.allclose(original_stream, streams[3], atol=1e-5)
     ends = list[Tensor]()
     rack.model.model.norm.register_forward_pre_hook(lambda _, given: ends.append(given[0]))

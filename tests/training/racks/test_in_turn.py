@@ -16,11 +16,14 @@ from surgeon.models.edit import edit, program_of
 from surgeon.quality.text import logits_of, text_quality
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.racks.build import rack_of
-from surgeon.training.racks.in_turn import RacksTrained, rack_folder, train_in_turn
+from surgeon.training.racks.in_turn import train_in_turn
+from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.streams import KeptStreams
+from surgeon.training.racks.run_files import rack_folder
+from surgeon.training.racks.streams import KeptStreams, RackStreams
 from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.task import RackLoss
+from surgeon.training.racks.trained import RacksTrained
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
@@ -196,7 +199,7 @@ def test_what_a_rack_left_is_missed(tmp_path: Path) -> None:
     file = rack_folder(tmp_path, 1) / "rack.safetensors"
     content = file.read_bytes()
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"rack-1 says that .* trained, and has no rack\.safetensors; put"):
+    with pytest.raises(FileNotFoundError, match=r"rack-1/rack\.safetensors is gone; put it back, or remove"):
         trained(tmp_path, model, racks, steps=1)
     file.write_bytes(content[:-7])
     with pytest.raises(ValueError, match=r"rack-1/rack\.safetensors is truncated"):
@@ -207,37 +210,25 @@ def test_what_a_rack_left_is_missed(tmp_path: Path) -> None:
 
 
 def test_kept_streams(tmp_path: Path) -> None:
-    kept = KeptStreams(tmp_path / "kept", 3, 2, torch.float64)
-    two = KeptStreams(tmp_path / "two", 3, 2, torch.float64, beside=2)
-    two.give(range(1), torch.ones(1, 3, 4, dtype=torch.float64))
-    two.give_held_out(0, 0, torch.ones(1, 3, 2, dtype=torch.float64))
-    assert (two.take(range(1)).shape, two.take_held_out(0, 0).shape) == ((1, 3, 4), (1, 3, 2))
-    numbers = torch.randn(4, 3, 2, dtype=torch.float64)
-    kept.give(range(2), numbers[:2])
-    kept.give(range(2, 4), numbers[2:])
-    assert torch.equal(kept.take(range(1, 4)), numbers[1:])
-    kept.give(range(2), numbers[2:])  # again, by a rack that came back
-    assert torch.equal(kept.take(range(4)), numbers[[2, 3, 2, 3]])
-    for window in range(2):
-        kept.give_held_out(2, window, numbers[window : window + 1])
-    assert torch.equal(kept.take_held_out(2, 1), numbers[1:2])
-    with pytest.raises(OSError, match=r"training\.bin has no streams of windows 3 to 4; remove .* to begin"):
-        kept.take(range(3, 5))
-    (tmp_path / "kept" / "training.bin").write_bytes(b"")  # a gap would be read as zeros
-    with pytest.raises(OSError, match=r"training\.bin ends before window 2: what was .* earlier is gone; remove"):
-        kept.give(range(2, 4), numbers[2:])
-    with pytest.raises(OSError, match=r"held_out-3\.bin has no"):
-        kept.take_held_out(3, 0)
-    with pytest.raises(ValueError, match=r"in torch.float32 is handed on, where \(3, 2\) for each"):
-        kept.give(range(4), numbers.float())
+    """Batches of four windows, which are taken in other micro-batches than they were given in."""
+    kept, numbers, places = KeptStreams(tmp_path / "kept"), torch.randn(8, 3, 2, dtype=torch.float64), torch.arange(8)
+    giving = RackStreams(4, sink=kept)
+    giving.give(places[:2], numbers[:2])
+    giving.give(places[2:4], numbers[2:4])
+    giving.give_held_out(1, 1, numbers[5:6])
+    giving.give(places[4:6], numbers[4:6])
+    giving.give(places[4:8], numbers[4:8])  # again, by a rack that came back
+    taking = RackStreams(4, source=KeptStreams(tmp_path / "kept"))
+    for each in places.split(3):
+        assert torch.equal(taking.take(each), numbers[each])  # type: ignore[arg-type]
+    assert torch.equal(taking.take_held_out(1, 1), numbers[5:6])  # type: ignore[arg-type]
+    with pytest.raises(OSError, match=r"kept does not have window 0 of step 3; remove .* to begin the run again"):
+        taking.take(torch.arange(8, 9))
+    with pytest.raises(OSError, match=r"kept does not have held-out window 0 after step 3"):
+        taking.take_held_out(3, 0)
     with pytest.raises(OSError, match="needed"):
-        kept.require_room(0, 1 << 50)
-
-
-def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.pwrite", full)
-    with pytest.raises(OSError, match="filled up with the streams of the rack; make room"):
-        KeptStreams(tmp_path, 3, 2, torch.float32).give(range(1), torch.zeros(1, 3, 2))
+        kept.require_room(1 << 60)
+    (tmp_path / "kept" / "step-000000002.items").unlink()
+    lost = KeptStreams(tmp_path / "kept")
+    with pytest.raises(OSError, match=r"kept has nothing of step 2: what was handed on earlier is gone; remove .*"):
+        lost.offer((ItemKey(3, ItemKind.TRAINING), numbers[0]))

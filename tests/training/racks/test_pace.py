@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.pace import PacedLoss, RackPace
-from surgeon.training.racks.traffic import Timeline
+from surgeon.training.racks.rack_log import RackLog
 from tests.clock import HandClock
 
 
 class Slow:
     """A loss that waits for input, then computes."""
 
-    def __init__(self, timeline: Timeline, clock: HandClock, waits: float, computes: float) -> None:
-        self.timeline, self.clock, self.waits, self.computes = timeline, clock, waits, computes
+    def __init__(self, log: RackLog, clock: HandClock, waits: float, computes: float) -> None:
+        self.log, self.clock, self.waits, self.computes = log, clock, waits, computes
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        with self.timeline.waiting("wait_input", ItemKey(1, ItemKind.TRAINING)):
+        with self.log.waiting("wait_input", ItemKey(1, ItemKind.TRAINING)):
             self.clock.sleep(self.waits)
         self.clock.sleep(self.computes)
         return {"loss": model(inputs["x"]).sum()}
@@ -42,10 +42,10 @@ def test_a_micro_batch_takes_as_long_as_asked(
     pace: RackPace, waits: float, computes: float, takes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = HandClock()
-    for module in ("pace", "traffic"):
+    for module in ("pace", "rack_log"):
         monkeypatch.setattr(f"surgeon.training.racks.{module}.time", clock)
-    timeline, model = Timeline(), nn.Linear(2, 1)
-    paced = PacedLoss(Slow(timeline, clock, waits, computes), pace, timeline)
+    log, model = RackLog(), nn.Linear(2, 1)
+    paced = PacedLoss(Slow(log, clock, waits, computes), pace, log)
     begun = clock.now()
     paced.loss(model, {"x": torch.ones(2)})["loss"].backward()
     assert clock.now() - begun == pytest.approx(takes)

@@ -17,10 +17,11 @@ import torch
 
 from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.pace import RackPace
-from surgeon.training.racks.preparing import gather, prepare
+from surgeon.training.racks.preparing import prepare
 from surgeon.training.racks.process import main
 from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, read_texts
 from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.racks.trained import gather
 from surgeon.training.settings import TrainSettings
 from tests import warm
 from tests.processes.test_torchrun import free_port

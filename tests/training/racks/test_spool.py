@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from surgeon.training.racks import spool as spool_module
-from surgeon.training.racks.items import Item, ItemKey, ItemKind
+from surgeon.training.racks.items import BEGINNING, Item, ItemKey, ItemKind
 from surgeon.training.racks.spool import Spool
 
 
@@ -31,9 +32,9 @@ def filled(folder: Path, steps: int = 3) -> Spool:
 
 
 def test_what_is_kept_is_found_again_by_another_process(tmp_path: Path) -> None:
-    filled(tmp_path).close()
+    filled(tmp_path)
     spool = Spool(tmp_path)
-    assert list(spool.keys()) == [key(step, place) for step in (1, 2, 3) for place in (0, 1)]
+    assert spool.keys == [key(step, place) for step in (1, 2, 3) for place in (0, 1)]
     for each in (key(1), key(2, 1), key(3, 1)):
         assert spool.get(each) == item(each.step, each.place)
     with pytest.raises(KeyError):
@@ -49,7 +50,7 @@ def test_what_is_kept_already_stays(tmp_path: Path) -> None:
 def test_steps_are_dropped_as_a_whole(tmp_path: Path) -> None:
     spool = filled(tmp_path)
     spool.drop(2)
-    assert list(spool.keys()) == [key(3), key(3, 1)]
+    assert spool.keys == [key(3), key(3, 1)]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000003.items"]
     spool.drop(3)
     spool.add(item(3))  # made again by a rack that has gone back
@@ -58,7 +59,7 @@ def test_steps_are_dropped_as_a_whole(tmp_path: Path) -> None:
 
 def test_how_many_lie_between(tmp_path: Path) -> None:
     spool = filled(tmp_path)
-    assert spool.between(None, key(2)) == 2
+    assert spool.between(BEGINNING, key(2)) == 2
     assert spool.between(key(1), key(3)) == 3
     assert spool.between(key(1, 5), key(3)) == 2
     assert spool.between(key(3), key(1)) == 0
@@ -66,26 +67,24 @@ def test_how_many_lie_between(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 30, 70])
 def test_half_an_item_is_dropped(cut: int, tmp_path: Path) -> None:
-    filled(tmp_path).close()
+    filled(tmp_path)
     path = tmp_path / "step-000000002.items"
     os.truncate(path, path.stat().st_size - cut)
     spool = Spool(tmp_path)
-    assert list(spool.keys()) == [key(1), key(1, 1), key(2), key(3), key(3, 1)]
+    assert spool.keys == [key(1), key(1, 1), key(2), key(3), key(3, 1)]
     spool.add(item(2, 1))
     assert [Spool(tmp_path).get(key(2, place)) for place in (0, 1)] == [item(2, 0), item(2, 1)]
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = filled(tmp_path)
-    real = os.write
 
-    def write(descriptor: int, data: memoryview) -> int:
-        if len(data) < 20:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, data[:10])
+    def write(self: Item, file: Any) -> None:
+        file.write(self.data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "write", write)
-    with pytest.raises(OSError, match=r"filled up with window 2 of step 3.*make room, or save checkpoints more often"):
+    monkeypatch.setattr(Item, "write", write)
+    with pytest.raises(OSError, match=r"filled up with window 2 of step 3: make room, and run the same command"):
         spool.add(item(3, 2))
     monkeypatch.undo()
     spool.add(item(3, 2))

@@ -1,0 +1,130 @@
+"""What went over a rack's connections, counted, and where its time went."""
+
+from __future__ import annotations
+
+import csv
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from surgeon.checkpoint.read import read_json
+from surgeon.processes.files import write_json
+from surgeon.training.racks.items import ItemKey
+from surgeon.training.run_log import read_rows
+
+TRAFFIC_FILE, TIMELINE_FILE = "traffic.json", "timeline.csv"
+COLUMNS = ("start", "end", "what", "kind", "step", "place", "bytes")
+_WAYS, _DIRECTIONS = ("sent", "received"), ("forward", "backward", "codas")
+_MOST_ROWS = 256  # before they are written
+
+Way = Literal["sent", "received"]
+Direction = Literal["forward", "backward", "codas"]
+
+
+class RackLog:
+    """What a rack has sent and received, in this process and those before it, and what it did when.
+
+    Traffic is counted in bytes and messages by what they were. Forward go items to the next rack, backward what that
+    one says (requests, and what its checkpoints cover); codas go to and fro. Headers count.
+
+    The timeline is a table: start, end (seconds of this machine's monotonic clock), what, and of what item. A rack
+    computes (`compute`, the optimiser's steps and checkpoints among it) when it does not wait for input (`wait_input`)
+    or for room in front of the next rack (`wait_room`). Transfers (`send`), which go on beside that, last until they
+    have arrived, over an emulated link too.
+
+    Attributes:
+        waited: seconds in all.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Begin, or go on.
+
+        Args:
+            folder: of both files; what is in them stays. None keeps all in memory.
+        """
+        self.folder, self.waited = folder, 0.0
+        self._lock = threading.Lock()
+        self._bytes: Counter[tuple[str, str, str]] = Counter()
+        self._items: Counter[tuple[str, str, str]] = Counter()
+        self._rows: list[tuple[float, float, str, str, int, int, int]] = []
+        self._computes_since: float | None = None
+        if folder is None:
+            return
+        if (folder / TRAFFIC_FILE).is_file():
+            before = read_json(folder / TRAFFIC_FILE)
+            for way, direction in ((way, direction) for way in _WAYS for direction in _DIRECTIONS):
+                for kind, count in before[way][direction].items():
+                    if isinstance(count, dict):  # beside what they are in all
+                        self._bytes[way, direction, kind] = int(count["bytes"])
+                        self._items[way, direction, kind] = int(count["items"])
+        whole = [row for row in read_rows(folder / TIMELINE_FILE) if set(COLUMNS) <= set(row)]
+        with (folder / TIMELINE_FILE).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(whole)
+
+    def count(self, way: Way, direction: Direction, key: ItemKey | None, size: int) -> None:
+        """One message of so many bytes; without a key it is no item."""
+        place = (way, direction, "control" if key is None else key.kind.name.lower())
+        with self._lock:
+            self._bytes[place] += size
+            self._items[place] += 1
+
+    def traffic(self) -> dict[str, Any]:
+        """{"sent": {"forward": {"bytes", "items", "training": {"bytes", "items"}, ...}, ...}, "received": ..., "peak"}.
+
+        "peak" is the most memory that this process has held, in bytes.
+        """
+        found: dict[str, Any] = {way: {each: {"bytes": 0, "items": 0} for each in _DIRECTIONS} for way in _WAYS}
+        with self._lock:
+            for (way, direction, kind), size in self._bytes.items():
+                count = {"bytes": size, "items": self._items[way, direction, kind]}
+                total = found[way][direction]
+                total |= {name: total[name] + count[name] for name in count} | {kind: count}
+        unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in kilobytes, macOS in bytes
+        return found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+    def begin_computing(self) -> None:
+        """Computing begins now."""
+        self._computes_since = time.monotonic()
+
+    @contextmanager
+    def waiting(self, what: Literal["wait_input", "wait_room"], key: ItemKey) -> Iterator[None]:
+        """The time that something waits; before it, the rack has computed."""
+        begun = time.monotonic()
+        if self._computes_since is not None:
+            self.add(self._computes_since, begun, "compute", key)
+        try:
+            yield
+        finally:
+            self._computes_since = ended = time.monotonic()
+            self.waited += ended - begun
+            self.add(begun, ended, what, key)
+
+    def add(self, begun: float, ended: float, what: str, key: ItemKey, size: int = 0) -> None:
+        """Add a row to the timeline; from any thread."""
+        with self._lock:
+            self._rows.append((begun, ended, what, key.kind.name.lower(), key.step, key.place, size))
+            if len(self._rows) >= _MOST_ROWS:
+                self._write_rows()
+
+    def write(self) -> None:
+        """Write the counts as they are now, and what has been held back of the timeline."""
+        with self._lock:
+            self._write_rows()
+        if self.folder is not None:
+            write_json(self.folder / TRAFFIC_FILE, self.traffic())
+
+    def _write_rows(self) -> None:
+        if self.folder is not None:
+            with (self.folder / TIMELINE_FILE).open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file, lineterminator="\n").writerows(
+                    (f"{begun:.6f}", f"{ended:.6f}", *others) for begun, ended, *others in self._rows
+                )
+        self._rows.clear()

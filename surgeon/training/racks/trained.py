@@ -1,0 +1,131 @@
+"""What comes of racks, whichever way they are trained: each one's result, the model of all, and how a run ends."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from surgeon.checkpoint.codas import Coda
+from surgeon.checkpoint.read import read_json
+from surgeon.processes.files import whole_file, write_json
+from surgeon.training.checkpoints import checkpoints_of
+from surgeon.training.racks.build import assemble
+from surgeon.training.racks.files import open_rack, save_rack
+from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.run_files import (
+    ADDRESS_FILE,
+    PLAN_FILE,
+    RACK_FILE,
+    RESULT_FILE,
+    SPOOL,
+    START,
+    TEXTS_FILE,
+    rack_folder,
+)
+from surgeon.training.racks.subject import own_settings
+from surgeon.training.resume import finish_run
+from surgeon.training.run import RunFigures, TrainingTask, train
+from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
+from surgeon.training.settings import TrainSettings
+from surgeon.training.texts import TrainTexts
+
+
+@dataclass(frozen=True)
+class RacksTrained:
+    """What training racks came to.
+
+    Attributes:
+        model: the whole model, in memory.
+        codas: of every rack but the last.
+        results: of every rack, by its coda's prediction; the last one's are the whole model's.
+    """
+
+    model: PreTrainedModel
+    codas: tuple[Coda, ...]
+    results: tuple[RunFigures, ...]
+
+
+def train_rack(
+    rack: RackModel,
+    task: TrainingTask,
+    texts: TrainTexts,
+    settings: TrainSettings,
+    run: Path,
+    identity: Mapping[str, Any],
+    device: str,
+) -> None:
+    """Train a rack, or go on with it, and write what comes of it: one that has a result is done.
+
+    Args:
+        run: of all racks.
+        identity: of all racks, as JSON values.
+
+    Raises:
+        ValueError, OSError: as `train`.
+    """
+    folder, own = rack_folder(run, rack.index), {**identity, "task": "rack", "rack": rack.index}
+    found = train(rack.model, texts, own_settings(settings), folder, identity=own, device=device, task=task)
+    if found is not None:  # this is the first of the rack's processes
+        rack.model = found.model.cpu()
+        save_rack(rack, folder / RACK_FILE)
+        write_json(folder / RESULT_FILE, found.figures.to_json())
+
+
+def is_done(run: Path, index: int) -> bool:
+    """Whether a rack is.
+
+    Raises:
+        FileNotFoundError: if it was, and is gone.
+    """
+    done, path = (rack_folder(run, index) / RESULT_FILE).is_file(), rack_folder(run, index) / RACK_FILE
+    if done and not path.is_file():
+        raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
+    return done
+
+
+def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
+    """What came of the racks of a run that is done.
+
+    Raises:
+        FileNotFoundError: if one is not, or is gone.
+        ValueError: if a file is damaged.
+    """
+    for index in range(len(racks)):
+        if not is_done(run, index):
+            path = rack_folder(run, index) / RESULT_FILE
+            raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
+    folders = [rack_folder(run, index) for index in range(len(racks))]
+    found = [open_rack(each / RACK_FILE) for each in folders]
+    results = tuple(RunFigures.from_json(read_json(each / RESULT_FILE)) for each in folders)
+    return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)
+
+
+def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
+    """Complete the record of a run of racks whose result is written, and remove weights, texts and what was kept.
+
+    Tables stay. The last rack's are put beside the record, since what it predicts is the whole model's prediction.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
+    for name in (TRAINING_FILE, HELD_OUT_FILE):
+        with whole_file(folder / name) as beside:
+            shutil.copyfile(rack_folder(folder, racks.last) / name, beside)
+    finish_run(folder, record)
+    (folder / PLAN_FILE).unlink(missing_ok=True)  # before the rest: without it nothing is gone on with
+    for rack in racks.ranges:
+        each = rack_folder(folder, rack.index)
+        if each.is_dir():
+            of_processes = [each, *each.glob("replica-*")]
+            for path in (*checkpoints_of(each).values(), *(own / SPOOL for own in of_processes)):
+                shutil.rmtree(path, ignore_errors=True)
+            for path in (each / RACK_FILE, each / RESULT_FILE, *(own / ADDRESS_FILE for own in of_processes)):
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder / START, ignore_errors=True)
+    (folder / TEXTS_FILE).unlink(missing_ok=True)
