@@ -17,14 +17,14 @@ from surgeon.errors import first_line
 from surgeon.runtime.comm.link import SystemClock
 from surgeon.training.racks.items import BEGINNING, ItemKey
 from surgeon.training.racks.rack_log import Direction, RackLog
-from surgeon.training.racks.wire import Address, Answer, Lane, Request, Word, connect
+from surgeon.training.racks.wire import Address, Delivery, Demand, Lane, Word, connect
 
 _LOOK_SECONDS = 0.5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
 
 @dataclass(frozen=True)
-class Patience:
+class Absence:
     """How long a rack that is away is waited for: seconds until a line says so, and until the run is given up."""
 
     silent: float = 5.0
@@ -40,7 +40,7 @@ class Inbox:
     Attributes:
         me, other: the asking rack, and the one that is asked.
         lane: what it is asked for.
-        patience: with the other rack.
+        absence: how long the other rack is waited for.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Inbox:
         token: bytes,
         lane: Lane = Lane.STREAMS,
         ahead: int = 4,
-        patience: Patience | None = None,
+        absence: Absence | None = None,
         log: RackLog | None = None,
     ) -> None:
         """Begin to connect.
@@ -62,12 +62,12 @@ class Inbox:
             token: of the run.
             ahead: how many items of the streams are there before they are asked for.
         """
-        self.me, self.other, self.lane, self.patience = me, other, lane, patience or Patience()
+        self.me, self.other, self.lane, self.absence = me, other, lane, absence or Absence()
         self._where, self._token, self._ahead = where, token, ahead if lane is Lane.STREAMS else 0
         self._log, self._clock = log or RackLog(), SystemClock()
         self._changed = threading.Condition()  # for all that follows
-        self._items: dict[ItemKey, Answer] = {}
-        self._says = Request()
+        self._items: dict[ItemKey, Delivery] = {}
+        self._says = Demand()
         self._waits = self._fetches = self._end_noted = self._closed = False
         self._lost: str | None = None
         self._connections: tuple[socket.socket, ...] = ()  # the one that fetches, the one that tells
@@ -84,25 +84,25 @@ class Inbox:
         """
         with self._log.waiting("wait_input", key):
             with self._changed:
-                self._items = {each: answer for each, answer in self._items.items() if each >= key}
+                self._items = {each: delivery for each, delivery in self._items.items() if each >= key}
                 self._waits, self._lost = key not in self._items, None
                 if self._waits and key < self._says.since:  # it goes back
                     self._items.clear()
                     self._says = replace(self._says, since=key)
             self._say(wanted=key)
-            answer = self._await(key)
-            assert answer.item is not None
-            self._clock.wait_until(answer.due)
-            return answer.item.tensor()
+            delivery = self._await(key)
+            assert delivery.item is not None
+            self._clock.wait_until(delivery.due)
+            return delivery.item.tensor()
 
-    def _await(self, key: ItemKey) -> Answer:
+    def _await(self, key: ItemKey) -> Delivery:
         begun, said = time.monotonic(), False
         with self._changed:
             while key not in self._items:
                 if self._lost is not None:
                     raise ValueError(f"rack {self.other}: {self._lost}")
                 said = self._mind_absence(begun, said)
-                self._changed.wait(min(_LOOK_SECONDS, self.patience.limit))
+                self._changed.wait(min(_LOOK_SECONDS, self.absence.limit))
             return self._items.pop(key)
 
     def _mind_absence(self, begun: float, said: bool) -> bool:
@@ -110,15 +110,15 @@ class Inbox:
         if self._away_since is None:
             return False
         away = time.monotonic() - max(begun, self._away_since)
-        if away > self.patience.limit:
+        if away > self.absence.limit:
             raise ConnectionError(
                 f"rack {self.other} at {self._at} has been away for {away:.0f} s ({self._why}); start it again, then "
                 "the same command goes on"
             )
-        if away > self.patience.silent and not said:
+        if away > self.absence.silent and not said:
             print(
                 f"rack {self.me}: waiting for rack {self.other} at {self._at}, which is away ({self._why}); it is "
-                f"given up after {self.patience.limit:.0f} s",
+                f"given up after {self.absence.limit:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -163,7 +163,7 @@ class Inbox:
             except OSError:
                 self._hang_up()
             else:
-                self._count("sent", None, Request.nbytes)
+                self._count("sent", None, Demand.nbytes)
 
     def _hang_up(self) -> None:
         with self._changed:
@@ -216,22 +216,22 @@ class Inbox:
             self._changed.wait_for(lambda: not self._connections or self._room() > 0 or self._ends())
             if not self._connections:
                 raise ConnectionError("the connection has broken")
-            self._fetches, request = True, replace(self._says, most=max(1, self._room()))
-        request.write(outgoing)
+            self._fetches, demand = True, replace(self._says, most=max(1, self._room()))
+        demand.write(outgoing)
         outgoing.flush()
-        self._count("sent", None, request.nbytes)
-        since = request.since
+        self._count("sent", None, demand.nbytes)
+        since = demand.since
         while True:
-            answer = Answer.read(incoming)
-            self._count("received", None if answer.item is None else answer.item.key, answer.nbytes)
+            delivery = Delivery.read(incoming)
+            self._count("received", None if delivery.item is None else delivery.item.key, delivery.nbytes)
             with self._changed:
-                if answer.item is not None:
-                    since = self._take_in(answer, answer.item.key, since)
+                if delivery.item is not None:
+                    since = self._take_in(delivery, delivery.item.key, since)
                     continue
                 self._fetches = False
-                self._end_noted = answer.word is Word.END_NOTED
-                if answer.word is Word.GONE and self._says.wanted == request.wanted:
-                    self._lost = answer.text
+                self._end_noted = delivery.word is Word.END_NOTED
+                if delivery.word is Word.GONE and self._says.wanted == demand.wanted:
+                    self._lost = delivery.text
                 self._changed.notify_all()
                 return
 
@@ -244,13 +244,13 @@ class Inbox:
     def _ends(self) -> bool:
         return self._says.ended and not self._end_noted
 
-    def _take_in(self, answer: Answer, key: ItemKey, since: ItemKey) -> ItemKey:
+    def _take_in(self, delivery: Delivery, key: ItemKey, since: ItemKey) -> ItemKey:
         """Take in an item; returns the first key after it. Nobody wants it if this rack has gone back meanwhile."""
         after = key._replace(place=key.place + 1)
         if self._says.since == since:
             self._says = replace(self._says, since=after)
             if key >= self._says.wanted:
-                self._items[key] = answer
+                self._items[key] = delivery
                 self._waits = self._waits and key != self._says.wanted
                 self._changed.notify_all()
         return after

@@ -15,7 +15,7 @@ from surgeon.processes.files import write_json
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.racks.averaging import parse_averaging
-from surgeon.training.racks.inbox import Inbox, Patience
+from surgeon.training.racks.inbox import Absence, Inbox
 from surgeon.training.racks.outbox import Outbox, ended_mark
 from surgeon.training.racks.rack_log import RackLog
 from surgeon.training.racks.run_files import ADDRESS_FILE, SPOOL, RacksPlan, rack_folder
@@ -86,8 +86,8 @@ class Meeting:
             said = read_json(path)
             return str(said["host"]), int(said["port"])
 
-        token, patience = self.plan.token_of(rack, self.place.replica), Patience(limit=self.plan.options.away)
-        return Inbox(self.index, rack, where, token, lane, self._ahead, patience, self.log)
+        token, absence = self.plan.token_of(rack, self.place.replica), Absence(limit=self.plan.options.away)
+        return Inbox(self.index, rack, where, token, lane, self._ahead, absence, self.log)
 
     @property
     def inboxes(self) -> list[Inbox]:

@@ -19,7 +19,7 @@ from surgeon.runtime.comm.link import Line, Link, SystemClock
 from surgeon.training.racks.items import BEGINNING, Item, ItemKey, ItemKind
 from surgeon.training.racks.rack_log import RackLog
 from surgeon.training.racks.spool import Spool
-from surgeon.training.racks.wire import Address, Answer, Lane, Request, Word, welcome
+from surgeon.training.racks.wire import Address, Delivery, Demand, Lane, Word, welcome
 
 _LOOK_SECONDS = 1.0
 _FULL = (
@@ -44,7 +44,7 @@ class Lost(Exception):
 
 @dataclass
 class Asker:
-    """A rack that takes what this one hands on, as its requests say it (`Request`).
+    """A rack that takes what this one hands on, as its requests say it (`Demand`).
 
     Attributes:
         ends: whether it needs nothing any more.
@@ -71,15 +71,15 @@ class Shelf:
         self.askers = {rack: Asker(ended=(folder / ended_mark(rack)).exists()) for rack in askers}
         self._free()
 
-    def hear(self, rack: int, request: Request) -> None:
+    def hear(self, rack: int, demand: Demand) -> None:
         """Take in what a rack says of itself."""
         asker = self.askers[rack]
-        asker.wanted = request.wanted
-        if request.covered > asker.covered:
-            asker.covered = request.covered
+        asker.wanted = demand.wanted
+        if demand.covered > asker.covered:
+            asker.covered = demand.covered
             self._free()
-        asker.ends = request.ended
-        if request.ended:  # whatever happens to this process
+        asker.ends = demand.ended
+        if demand.ended:  # whatever happens to this process
             write_text(self.spool.folder / ended_mark(rack), "")
 
     def end(self, rack: int) -> None:
@@ -106,18 +106,18 @@ class Shelf:
             for item in items:
                 self.spool.add(item)
 
-    def found(self, asker: Asker, request: Request) -> Sequence[ItemKey]:
+    def found(self, asker: Asker, demand: Demand) -> Sequence[ItemKey]:
         """What a rack that fetches gets now: what it wants, then what it will want.
 
         Raises:
             Lost: if what it wants will not come: it was made earlier, and is not kept.
         """
         wanted = asker.wanted
-        if request.since <= wanted and wanted not in self.spool:
+        if demand.since <= wanted and wanted not in self.spool:
             if wanted < self.latest or asker.ended:
                 raise Lost(wanted)
             return ()
-        return self.spool.since(max(request.since, wanted), request.most)
+        return self.spool.since(max(demand.since, wanted), demand.most)
 
     def take(self, key: ItemKey) -> Item:
         """An item that was found.
@@ -245,15 +245,15 @@ class Outbox:
             incoming = stack.enter_context(connected.makefile("rb"))
             outgoing = stack.enter_context(connected.makefile("wb"))
             while True:
-                request = Request.read(incoming)
-                self._log.count("received", "codas" if codas else "backward", None, request.nbytes)
-                for answer in self._answers(shelf, rack, request):
-                    begun, key = time.monotonic(), None if answer.item is None else answer.item.key
-                    answer.write(outgoing)
+                demand = Demand.read(incoming)
+                self._log.count("received", "codas" if codas else "backward", None, demand.nbytes)
+                for delivery in self._deliveries(shelf, rack, demand):
+                    begun, key = time.monotonic(), None if delivery.item is None else delivery.item.key
+                    delivery.write(outgoing)
                     outgoing.flush()
-                    self._log.count("sent", "codas" if codas else "forward", key, answer.nbytes)
+                    self._log.count("sent", "codas" if codas else "forward", key, delivery.nbytes)
                     if key is not None:
-                        self._log.add(begun, max(time.monotonic(), answer.due), "send", key, answer.nbytes)
+                        self._log.add(begun, max(time.monotonic(), delivery.due), "send", key, delivery.nbytes)
 
     def _lose(self, shelf: Shelf, rack: int) -> None:
         """A connection has broken: whoever was ending has ended."""
@@ -262,37 +262,37 @@ class Outbox:
                 shelf.end(rack)
                 self._changed.notify_all()
 
-    def _answers(self, shelf: Shelf, rack: int, request: Request) -> Iterator[Answer]:
-        """What a rack is answered; each answer has been sent when the next one is asked for."""
+    def _deliveries(self, shelf: Shelf, rack: int, demand: Demand) -> Iterator[Delivery]:
+        """What a rack is sent; each delivery has been written when the next one is asked for."""
         with self._open():
-            shelf.hear(rack, request)
+            shelf.hear(rack, demand)
             self._changed.notify_all()
-        if not request.most:
+        if not demand.most:
             return
-        if request.ended:
-            yield Answer(Word.END_NOTED)
+        if demand.ended:
+            yield Delivery(Word.END_NOTED)
             with self._open():
                 shelf.end(rack)
                 self._changed.notify_all()
             return
         try:
-            for key in self._found(shelf, shelf.askers[rack], request):
+            for key in self._found(shelf, shelf.askers[rack], demand):
                 with self._open():
                     item = shelf.take(key)
                     due = 0.0 if self._line is None else self._line.send(item.nbytes)
-                yield Answer(Word.ITEM, due, item)
+                yield Delivery(Word.ITEM, due, item)
         except Lost as lost:
-            yield Answer(Word.GONE, text=str(lost))
+            yield Delivery(Word.GONE, text=str(lost))
         else:
-            yield Answer(Word.THAT_IS_ALL)
+            yield Delivery(Word.THAT_IS_ALL)
 
-    def _found(self, shelf: Shelf, asker: Asker, request: Request) -> list[ItemKey]:
+    def _found(self, shelf: Shelf, asker: Asker, demand: Demand) -> list[ItemKey]:
         """Wait for what a rack fetches, but for a moment only, and no longer when it has something else to say."""
         found = list[ItemKey]()
 
         def ends() -> bool:
-            found[:] = shelf.found(asker, request)
-            return self._closed or bool(found) or asker.ends or asker.wanted < request.wanted
+            found[:] = shelf.found(asker, demand)
+            return self._closed or bool(found) or asker.ends or asker.wanted < demand.wanted
 
         with self._open():
             self._changed.wait_for(ends, _LOOK_SECONDS)

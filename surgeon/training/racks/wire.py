@@ -1,7 +1,7 @@
 """What racks say to each other: one asks, as often as it likes, and the other one answers.
 
 A rack connects twice to another one for each lane: over one connection it fetches items, and over the other it tells
-meanwhile what it asks for now. Every request has all there is to know of who makes it, so that either side may come
+meanwhile what it asks for now. Every demand says all there is to know of who makes it, so that either side may come
 back at any time, and the answering side keeps nothing for a connection. Whether both know the token of the run is
 proved before anything is said (`surgeon.processes.sockets.prove`). The bytes go through sockets as files.
 
@@ -24,8 +24,8 @@ from surgeon.training.racks.items import BEGINNING, KEY, Item, ItemKey, read_exa
 TOKEN_BYTES = 16
 _HELLO = struct.Struct("<iB")
 _WELCOME = b"\1"
-_REQUEST = struct.Struct(f"<{KEY.size}sq?I{KEY.size}s")
-_ANSWER = struct.Struct("<BdI")
+_DEMAND = struct.Struct(f"<{KEY.size}sq?I{KEY.size}s")
+_DELIVERY = struct.Struct("<BdI")
 
 Address = tuple[str, int]
 
@@ -38,7 +38,7 @@ class Lane(IntEnum):
 
 
 @dataclass(frozen=True)
-class Request:
+class Demand:
     """What an asking rack says.
 
     Attributes:
@@ -55,26 +55,26 @@ class Request:
     most: int = 0
     since: ItemKey = BEGINNING
 
-    nbytes = _REQUEST.size
+    nbytes = _DEMAND.size
 
     def write(self, file: BinaryIO) -> None:
         """Say it."""
-        file.write(_REQUEST.pack(KEY.pack(*self.wanted), self.covered, self.ended, self.most, KEY.pack(*self.since)))
+        file.write(_DEMAND.pack(KEY.pack(*self.wanted), self.covered, self.ended, self.most, KEY.pack(*self.since)))
 
     @classmethod
-    def read(cls, file: BinaryIO) -> Request:
+    def read(cls, file: BinaryIO) -> Demand:
         """What is said next.
 
         Raises:
             EOFError, OSError: if the other end has gone.
             ValueError: if it makes no sense.
         """
-        wanted, covered, ended, most, since = _REQUEST.unpack(read_exactly(file, _REQUEST.size))
+        wanted, covered, ended, most, since = _DEMAND.unpack(read_exactly(file, _DEMAND.size))
         return cls(ItemKey.unpack(wanted), covered, ended, most, ItemKey.unpack(since))
 
 
 class Word(IntEnum):
-    """What kind of answer it is; each but the first is the last one to a request."""
+    """What kind of delivery it is; each but the first is the last one of a demand."""
 
     ITEM = 0
     THAT_IS_ALL = 1
@@ -83,7 +83,7 @@ class Word(IntEnum):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Delivery:
     """What it is answered.
 
     Attributes:
@@ -99,19 +99,19 @@ class Answer:
     @property
     def nbytes(self) -> int:
         """What `write` writes."""
-        return _ANSWER.size + len(self.text.encode()) + (0 if self.item is None else self.item.nbytes)
+        return _DELIVERY.size + len(self.text.encode()) + (0 if self.item is None else self.item.nbytes)
 
     def write(self, file: BinaryIO) -> None:
-        """Answer."""
+        """Deliver it."""
         text = self.text.encode()
-        file.write(_ANSWER.pack(self.word, self.due, len(text)) + text)
+        file.write(_DELIVERY.pack(self.word, self.due, len(text)) + text)
         if self.item is not None:
             self.item.write(file)
 
     @classmethod
-    def read(cls, file: BinaryIO) -> Answer:
-        """What is answered next; errors as of `Request.read`."""
-        number, due, length = _ANSWER.unpack(read_exactly(file, _ANSWER.size))
+    def read(cls, file: BinaryIO) -> Delivery:
+        """What is answered next; errors as of `Demand.read`."""
+        number, due, length = _DELIVERY.unpack(read_exactly(file, _DELIVERY.size))
         word, text = Word(number), read_exactly(file, length).decode()
         return cls(word, due, Item.read(file) if word is Word.ITEM else None, text)
 

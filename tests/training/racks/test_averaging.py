@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerState
 
 from surgeon.training.racks.averaging import CodaAveraging, mean_of, parse_averaging
-from surgeon.training.racks.inbox import Inbox, Patience
+from surgeon.training.racks.inbox import Absence, Inbox
 from surgeon.training.racks.outbox import Outbox
 from surgeon.training.racks.wire import Lane
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
@@ -46,7 +46,7 @@ def connected(folder: Path, codas: Codas, every: int) -> Iterator[list[CodaAvera
     boxes = [Outbox(folder / str(rack), token, {Lane.CODAS: others[rack]}) for rack in racks]
 
     def asking(rack: int, other: int) -> Inbox:
-        return Inbox(rack, other, lambda: boxes[other].address, token, Lane.CODAS, patience=Patience(9.0, 5.0))
+        return Inbox(rack, other, lambda: boxes[other].address, token, Lane.CODAS, absence=Absence(9.0, 5.0))
 
     askers = [{other: asking(rack, other) for other in others[rack]} for rack in racks]
     try:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgeon.runtime.comm.link import Link
-from surgeon.training.racks.inbox import Inbox, Patience
+from surgeon.training.racks.inbox import Absence, Inbox
 from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.outbox import Closed, Outbox
 from surgeon.training.racks.rack_log import RackLog
@@ -27,8 +27,8 @@ from tests.waiting import PATIENCE, takes_less_than, wait_until
 
 TOKEN = bytes(range(16))
 WINDOWS = 3  # of a step
-TELLING = Patience(silent=0.05, limit=PATIENCE)
-BRIEF = Patience(silent=9.0, limit=0.2)
+TELLING = Absence(silent=0.05, limit=PATIENCE)
+BRIEF = Absence(silent=9.0, limit=0.2)
 
 
 def order(steps: int) -> list[ItemKey]:
@@ -55,8 +55,8 @@ def outbox(folder: Path, ahead: int = 4, **options: Any) -> Outbox:
     return Outbox(folder, TOKEN, {Lane.STREAMS: [1]}, ahead, **options)
 
 
-def inbox(where: Callable[[], Any], patience: Patience = TELLING, token: bytes = TOKEN, **options: Any) -> Inbox:
-    return Inbox(1, 0, where, token, patience=patience, **options)
+def inbox(where: Callable[[], Any], absence: Absence = TELLING, token: bytes = TOKEN, **options: Any) -> Inbox:
+    return Inbox(1, 0, where, token, absence=absence, **options)
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def test_lost_items_are_not_waited_for(tmp_path: Path) -> None:
 
 def test_codas_go_to_all_that_ask(tmp_path: Path) -> None:
     before = Outbox(tmp_path, TOKEN, {Lane.CODAS: [1, 2]})
-    askers = [Inbox(rack, 0, lambda: before.address, TOKEN, Lane.CODAS, patience=TELLING) for rack in (1, 2)]
+    askers = [Inbox(rack, 0, lambda: before.address, TOKEN, Lane.CODAS, absence=TELLING) for rack in (1, 2)]
     for step in range(1, 20):  # far ahead of anybody who asks
         before.offer((ItemKey(step, ItemKind.CODA), torch.full((4,), float(step))))
     for step in (1, 7, 19):
@@ -265,7 +265,7 @@ def test_a_rack_that_is_gone_for_good(tmp_path: Path) -> None:
     after = inbox(lambda: before.address)
     before.offer((ItemKey(1, ItemKind.TRAINING), torch.ones(3)))
     after.ask(ItemKey(1, ItemKind.TRAINING))
-    after.patience = BRIEF  # from now on, and not while it connects
+    after.absence = BRIEF  # from now on, and not while it connects
     before.close()
     with pytest.raises(ConnectionError, match=r"rack 0 at 127\.0\.0\.1:\d+ has been away for .* start it again"):
         after.ask(ItemKey(2, ItemKind.TRAINING))
@@ -275,7 +275,7 @@ def test_a_rack_that_is_gone_for_good(tmp_path: Path) -> None:
 def test_racks_of_other_runs_are_sent_away(tmp_path: Path) -> None:
     before = outbox(tmp_path)
     for token, lane in ((bytes(16), Lane.STREAMS), (TOKEN, Lane.CODAS)):
-        after = Inbox(1, 0, lambda: before.address, token, lane, patience=BRIEF)
+        after = Inbox(1, 0, lambda: before.address, token, lane, absence=BRIEF)
         wait_until(lambda inbox=after: "of another run" in inbox._why)  # type: ignore[misc]
         with pytest.raises(ConnectionError, match="of another run"):
             after.ask(ItemKey(1, ItemKind.TRAINING))
