@@ -125,7 +125,7 @@ def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> Non
     sharded, two = replace(SHORT, arguments={"fsdp": True}), ProcessOptions(replicas=2)
     with pytest.raises(ValueError, match="holds all its weights; leave fsdp out, or cut more racks"):
         prepare(RacksToTrain(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other"), two)
-    with pytest.raises(ValueError, match="at least 1 process, not 0; give --rack-replicas 1"):
+    with pytest.raises(ValueError, match="at least 1 process, not 0; give 1 replica or more"):
         ProcessOptions(replicas=0)
 
 
