@@ -7,22 +7,23 @@ that the ones before it made, and says which operations carry out its edits ther
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Program
 from surgeon.searches.edit import Edit
 
-if TYPE_CHECKING:  # help texts list the spaces, and torch would take seconds
+if TYPE_CHECKING:  # who lists the spaces does without torch, which takes seconds
     from surgeon.opened import Model
 
 S = TypeVar("S", bound="type[Space]")
 Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, say, or whether its attention is late
 
+HALVES = {"": KINDS, "attention": (ATTENTION,), "mlp": (FEED_FORWARD,)}  # of a layer, by an edit's option
 SHAPE = "the steps"  # how they stand in the program
 _LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
 _RANKS = {ATTENTION: "the ranks of the attention", FEED_FORWARD: "the ranks of the MLP"}
@@ -31,50 +32,77 @@ _RANKS = {ATTENTION: "the ranks of the attention", FEED_FORWARD: "the ranks of t
 class Space(ABC):
     """Edits of one kind; what it makes of a choice, and its claims, follow from the arguments alone.
 
+    A space says of which layers its edits are, and what one operation of them is; where that is not enough it has an
+    `edits` and `operations` of its own.
+
     Attributes:
         name: as `--space` has it, and as its edits begin.
         summary: what it is, a few words.
         place: of several spaces, those of lower place change the program first.
+        of_two_steps: whether its edits are of layers whose attention and MLP are steps of their own.
+        ranks: tensor-parallel ones, that programs are to run on.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     place: ClassVar[int]
+    of_two_steps: ClassVar[bool] = False
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.ranks = ranks
 
     @classmethod
-    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
-        """The space as the user asks for it.
-
-        Args:
-            argument: what stands behind the colon (`pair:4`), which may be nothing.
-            ranks: tensor-parallel ranks that programs are to run on.
+    def read(cls, argument: str) -> dict[str, Any]:
+        """What stands behind the colon (`pair:4`), which may be nothing, as the constructor takes it.
 
         Raises:
             ValueError: if it takes no such argument.
         """
         if argument:
             raise ValueError(f"the space {cls.name} takes no argument; write {cls.name}, not {cls.name}:{argument}")
-        return cls()
+        return {}
 
-    @abstractmethod
+    def sizes(self, model: Model) -> Iterable[int]:  # noqa: ARG002
+        """How many layers an edit can have."""
+        return (1,)
+
+    def options(self, model: Model) -> Iterable[str]:  # noqa: ARG002
+        """In which ways layers can be edited."""
+        return ("",)
+
     def edits(self, model: Model) -> Iterator[Edit]:
         """Every edit there is; one whose operations refuse the model is left out by whoever asks."""
+        if self.of_two_steps and model.family.steps_per_layer == 1:
+            return
+        for option in self.options(model):
+            for size in self.sizes(model):
+                for first in range(model.num_layers - size + 1):
+                    yield Edit(first, first + size, self.name, option)
 
-    @abstractmethod
     def claims(self, edit: Edit) -> frozenset[Claim]:
         """What the edit wants for itself."""
+        return claims_of_shape(edit)
 
-    @abstractmethod
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """The operations that carry out these edits, which do not exclude each other, on a program.
+
+        One for each option and size, neighbouring edits joined into one stretch.
 
         Args:
             edits: at least one, in ascending order.
             program: what spaces of lower place have made of the model.
         """
+        ways = sorted({_way(edit) for edit in edits})
+        return tuple(self.operation(joined(e.layers for e in edits if _way(e) == way), *way) for way in ways)
+
+    def operation(self, layers: tuple[range, ...], option: str, size: int) -> AppliedOperation:
+        """The operation that carries out edits of one option and size, on unbroken stretches."""
+        raise NotImplementedError(f"the space {self.name} says no operation")
 
     def obstacle(self, model: Model) -> str:
         """Why the model can have none of the edits, where it cannot: what follows on "the space has no edits"."""
+        if self.of_two_steps and model.family.steps_per_layer == 1:
+            return "attention and MLP of its layers read the same stream already"
         if model.own is not None:
             return "the model runs a program of its own, whose branches have nothing that it could change"
         return f"the model has {model.num_layers} layer{'s' * (model.num_layers != 1)}"
@@ -84,8 +112,7 @@ class Space(ABC):
 
         As many of each one's first edits as a budget needs are a first proposal.
         """
-        ways = groupby(sorted(self.edits(model), key=_way), key=_way)
-        for _, edits in ways:
+        for _, edits in groupby(sorted(self.edits(model), key=_way), key=_way):
             by_first = {edit.first: edit for edit in edits}
             for start in by_first:
                 stretch, layer = [], start
@@ -111,25 +138,20 @@ class SizedSpace(Space):
     example: ClassVar[int] = 4
     asked: ClassVar[str]
 
-    def __init__(self, largest: int | None = None) -> None:
-        self.largest = self.usual if largest is None else largest
+    def __init__(self, largest: int | None = None, ranks: int = 2) -> None:
+        super().__init__(ranks)
+        self.largest = largest or self.usual
 
     @classmethod
-    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
-        return cls(cls.read_size(argument))
-
-    @classmethod
-    def read_size(cls, argument: str) -> int | None:
-        """The number behind the colon; None where there is none.
-
-        Raises:
-            ValueError: if it is none that makes sense.
-        """
+    def read(cls, argument: str) -> dict[str, Any]:
         if not argument:
-            return None
+            return {}
         if not argument.isdecimal() or len(argument) > 9 or int(argument) < cls.least:
             raise ValueError(f"{cls.name}:{argument} should say {cls.asked}, as in {cls.name}:{cls.example}")
-        return int(argument)
+        return {"largest": int(argument)}
+
+    def sizes(self, model: Model) -> Iterable[int]:
+        return range(2, min(self.largest, model.num_layers) + 1)
 
 
 def _way(edit: Edit) -> tuple[str, int]:
@@ -179,8 +201,6 @@ def from_every_layer(edits: Iterable[Edit]) -> Iterator[list[Edit]]:
         yield [edit for edit in ordered if edit.first >= start]
 
 
-ONE_STEP = "attention and MLP of its layers read the same stream already"
-
 SPACES: dict[str, type[Space]] = {}
 
 
@@ -211,5 +231,5 @@ def parse_spaces(text: str, ranks: int = 2) -> tuple[Space, ...]:
             raise ValueError(f"unknown space {name!r}; {did_you_mean(name, SPACES)}")
         if name in found:
             raise ValueError(f"the space {name} is named twice in {text!r}")
-        found[name] = SPACES[name].of(argument, ranks)
+        found[name] = SPACES[name](**SPACES[name].read(argument), ranks=ranks)
     return tuple(sorted(found.values(), key=lambda space: space.place))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.operations.base import KINDS_OF, Half
-from surgeon.language.program import Program
 from surgeon.searches.edit import Edit
 from surgeon.searches.spaces.base import (
+    HALVES,
     Claim,
     Space,
     claims_of_late,
     claims_of_ranks,
     claims_of_shape,
-    joined,
     register,
 )
 
@@ -33,39 +31,30 @@ class Drops(Space):
     name = "drop"
     summary = "layers, attentions or MLPs that are left out (drop:layers, drop:attention, drop:mlp: only those)"
     place = 20
-    options: ClassVar[dict[str, Half]] = {"": "both", "attention": "attention", "mlp": "mlp"}
     arguments: ClassVar[dict[str, tuple[str, ...]]] = {
-        "": tuple(options),
+        "": tuple(HALVES),
         "layers": ("",),
         "attention": ("attention",),
         "mlp": ("mlp",),
     }
 
-    def __init__(self, what: str = "") -> None:
-        self.chosen = self.arguments[what]
+    def __init__(self, what: str = "", ranks: int = 2) -> None:
+        super().__init__(ranks)
+        self.what = what
 
     @classmethod
-    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
+    def read(cls, argument: str) -> dict[str, Any]:
         if argument not in cls.arguments:
             raise ValueError(f"there is no drop:{argument}; write drop, drop:layers, drop:attention or drop:mlp")
-        return cls(argument)
+        return {"what": argument}
 
-    def edits(self, model: Model) -> Iterator[Edit]:
-        for option in self.chosen:
-            for layer in range(model.num_layers):
-                yield Edit(layer, layer + 1, self.name, option)
+    def options(self, model: Model) -> Sequence[str]:  # noqa: ARG002
+        return self.arguments[self.what]
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
-        kinds = KINDS_OF[self.options[edit.option]]
+        kinds = HALVES[edit.option]
         gone = (of(edit, kind) for kind in kinds for of in (claims_of_late, claims_of_ranks))
         return claims_of_shape(edit).union(*gone)
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
-        """One for layers, one for attentions, one for MLPs."""
-        found = []
-        for option, sublayers in self.options.items():
-            stretches = joined(edit.layers for edit in edits if edit.option == option)
-            if stretches:
-                given = {"sublayers": sublayers} if option else {}
-                found.append(AppliedOperation("prune", stretches, given))
-        return tuple(found)
+    def operation(self, layers: tuple[range, ...], option: str, size: int) -> AppliedOperation:  # noqa: ARG002
+        return AppliedOperation("prune", layers, {"sublayers": option} if option else {})

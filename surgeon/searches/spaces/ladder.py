@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.operations.base import KINDS_OF, Half
 from surgeon.language.program import Program, Step
 from surgeon.searches.edit import Edit
 from surgeon.searches.spaces.base import (
+    HALVES,
     Claim,
     Space,
     claims_of_late,
@@ -20,8 +20,6 @@ from surgeon.searches.spaces.base import (
 
 if TYPE_CHECKING:
     from surgeon.opened import Model
-
-_HALVES: dict[str, Half] = {"": "both", "attention": "attention", "mlp": "mlp"}  # by an edit's option
 
 
 @register
@@ -38,30 +36,30 @@ class Ladder(Space):
     place = 50
     arguments: ClassVar[tuple[str, ...]] = ("", "sublayers", "ranges")
 
-    def __init__(self, what: str = "") -> None:
+    def __init__(self, what: str = "", ranks: int = 2) -> None:
+        super().__init__(ranks)
         self.what = what
 
     @classmethod
-    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
+    def read(cls, argument: str) -> dict[str, Any]:
         if argument not in cls.arguments:
             raise ValueError(f"there is no ladder:{argument}; write ladder, ladder:sublayers or ladder:ranges")
-        return cls(argument)
+        return {"what": argument}
 
-    def edits(self, model: Model) -> Iterator[Edit]:
+    def options(self, model: Model) -> Sequence[str]:
         # Where a layer is one step, its halves are late together.
         halves = self.what == "sublayers" and model.family.steps_per_layer > 1
-        longest = model.num_layers if self.what == "ranges" else 1
-        for option in ("attention", "mlp") if halves else ("",):
-            for size in range(1, longest + 1):
-                for first in range(model.num_layers - size + 1):
-                    yield Edit(first, first + size, self.name, option)
+        return ("attention", "mlp") if halves else ("",)
+
+    def sizes(self, model: Model) -> range:
+        return range(1, model.num_layers + 1 if self.what == "ranges" else 2)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
-        return frozenset().union(*(claims_of_late(edit, kind) for kind in KINDS_OF[_HALVES[edit.option]]))
+        return frozenset().union(*(claims_of_late(edit, kind) for kind in HALVES[edit.option]))
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """Of whole layers, of attentions, of MLPs; with all that share a step with what is chosen."""
-        wanted = {(kind, layer) for e in edits for kind in KINDS_OF[_HALVES[e.option]] for layer in e.layers}
+        wanted = {(kind, layer) for e in edits for kind in HALVES[e.option] for layer in e.layers}
         steps = [_parts(node) for node in program.nodes if isinstance(node, Step)]
         late = {part for parts in steps for part in parts if not wanted.isdisjoint(parts)}
         kinds: dict[int, set[str]] = {}  # that each layer has in steps
@@ -73,8 +71,8 @@ class Ladder(Space):
             late = late | first if others and others <= late else late - first
         whole = {layer for layer in kinds if all((kind, layer) in late for kind in kinds[layer])}
         found = [AppliedOperation("ladder", layers_joined(whole))] if whole else []
-        for half in (_HALVES["attention"], _HALVES["mlp"]):
-            layers = {layer for kind, layer in late if kind in KINDS_OF[half]} - whole
+        for half in ("attention", "mlp"):
+            layers = {layer for kind, layer in late if kind in HALVES[half]} - whole
             found += [AppliedOperation("ladder", layers_joined(layers), {"sublayers": half})] if layers else []
         return tuple(found)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.searches.edit import Edit
-from surgeon.searches.spaces.base import Claim, SizedSpace, claims_of_shape, register
+from surgeon.searches.spaces.base import SizedSpace, register
 
 if TYPE_CHECKING:
     from surgeon.opened import Model
@@ -28,18 +28,13 @@ class Orders(SizedSpace):
         "last-to-first": lambda layers: [layers[-1], *layers[:-1]],
     }
 
-    def edits(self, model: Model) -> Iterator[Edit]:
-        for size in range(2, min(self.largest, model.num_layers) + 1):
-            options = self.orders if size > 2 else ["reversed"]  # of two layers all three are the same
-            for option in options:
-                for first in range(model.num_layers - size + 1):
-                    yield Edit(first, first + size, self.name, option)
+    def options(self, model: Model) -> Iterator[str]:  # noqa: ARG002
+        return iter(self.orders)
 
-    def claims(self, edit: Edit) -> frozenset[Claim]:
-        return claims_of_shape(edit)
+    def edits(self, model: Model) -> Iterator[Edit]:
+        # Of two layers all three orders are the same.
+        return (edit for edit in super().edits(model) if len(edit.layers) > 2 or edit.option == "reversed")
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
-        return tuple(
-            AppliedOperation("reorder", (edit.layers,), {"order": self.orders[edit.option](edit.layers)})
-            for edit in edits
-        )
+        orders = [(edit.layers, self.orders[edit.option](edit.layers)) for edit in edits]
+        return tuple(AppliedOperation("reorder", (layers,), {"order": order}) for layers, order in orders)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import Program
 from surgeon.searches.edit import Edit
-from surgeon.searches.spaces.base import Claim, SizedSpace, claims_of_shape, joined, register
-
-if TYPE_CHECKING:
-    from surgeon.opened import Model
+from surgeon.searches.spaces.base import Claim, SizedSpace, claims_of_shape, register
 
 
 class LayerGroups(SizedSpace):
@@ -24,22 +19,12 @@ class LayerGroups(SizedSpace):
     form: ClassVar[str]
     asked = "how many layers a group has at most, 2 or more"
 
-    def edits(self, model: Model) -> Iterator[Edit]:
-        for size in range(2, min(self.largest, model.num_layers) + 1):
-            for first in range(model.num_layers - size + 1):
-                yield Edit(first, first + size, self.name)
-
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit, late=self.form == "par")
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
-        """One of each size, neighbouring groups joined into one stretch."""
-        found = []
-        for size in sorted({len(edit.layers) for edit in edits}):
-            stretches = joined([edit.layers for edit in edits if len(edit.layers) == size])
-            given = {} if self.form == "lp" else {"form": self.form}
-            found.append(AppliedOperation("pair", stretches, given | ({"size": size} if size > 2 else {})))
-        return tuple(found)
+    def operation(self, layers: tuple[range, ...], option: str, size: int) -> AppliedOperation:  # noqa: ARG002
+        form: dict[str, Any] = {} if self.form == "lp" else {"form": self.form}
+        return AppliedOperation("pair", layers, form | ({"size": size} if size > 2 else {}))
 
 
 @register

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import rank_for
-from surgeon.language.program import ATTENTION, FEED_FORWARD, ROLES, Program
+from surgeon.language.program import ROLES, Program
 from surgeon.searches.edit import Edit
 from surgeon.searches.spaces.base import (
+    HALVES,
     Claim,
     Space,
     claims_of_ranks,
@@ -21,8 +21,6 @@ from surgeon.searches.spaces.base import (
 
 if TYPE_CHECKING:
     from surgeon.opened import Model
-
-_KINDS = {"attention": ATTENTION, "mlp": FEED_FORWARD}
 
 
 @register
@@ -40,13 +38,14 @@ class LowRanks(Space):
     place = 60
     keeps: ClassVar[tuple[float, ...]] = (0.8, 0.6, 0.4)
 
-    def __init__(self, keeps: Sequence[float] = keeps) -> None:
+    def __init__(self, keeps: Sequence[float] = keeps, ranks: int = 2) -> None:
+        super().__init__(ranks)
         self.keeps_chosen = tuple(sorted(set(keeps), reverse=True))
 
     @classmethod
-    def of(cls, argument: str, ranks: int) -> Self:  # noqa: ARG003
+    def read(cls, argument: str) -> dict[str, Any]:
         if not argument:
-            return cls()
+            return {}
         try:
             keeps = [float(part) for part in argument.split("/")]
         except ValueError:
@@ -56,17 +55,16 @@ class LowRanks(Space):
                 f"rank:{argument} should name the shares of parameters that are kept, more than 0 and less than 1, as "
                 "in rank:0.9/0.7/0.5"
             )
-        return cls(keeps)
+        return {"keeps": keeps}
 
-    def edits(self, model: Model) -> Iterator[Edit]:
-        for kind in _KINDS:
+    def options(self, model: Model) -> Iterator[str]:
+        for kind in ("attention", "mlp"):
             by_ranks = {tuple(_ranks(model, kind, keep).items()): keep for keep in reversed(self.keeps_chosen)}
-            keeps = [keep for ranks, keep in by_ranks.items() if ranks]  # of those that come to the same, the largest
-            for keep, layer in product(reversed(keeps), range(model.num_layers)):
-                yield Edit(layer, layer + 1, self.name, f"{kind}:{keep!r}")
+            # Of shares that come to the same ranks, the largest.
+            yield from (f"{kind}:{keep!r}" for ranks, keep in reversed(by_ranks.items()) if ranks)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
-        return claims_of_ranks(edit, _KINDS[_read(edit)[0]])
+        return claims_of_ranks(edit, HALVES[_read(edit)[0]][0])
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """One for attentions and one for MLPs, of each share."""
@@ -96,5 +94,5 @@ def _read(edit: Edit) -> tuple[str, float]:
 def _ranks(model: Model, kind: str, keep: float) -> Mapping[str, int]:
     """The ranks of the matrices that two factors are smaller than."""
     shapes = model.shapes.layer_shapes.matrices
-    ranks = {role: rank_for(keep, *shapes[role]) for role in ROLES[_KINDS[kind]] if role in shapes}
+    ranks = {role: rank_for(keep, *shapes[role]) for role in ROLES[HALVES[kind][0]] if role in shapes}
     return {role: rank for role, rank in ranks.items() if rank is not None}
