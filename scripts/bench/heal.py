@@ -152,7 +152,7 @@ class Bench:
         edited, found = copy.deepcopy(self.original), []
         for recipe in recipes:
             program = recipe_program(recipe, self.original.config)
-            quality = text_quality(logits_of(edit(edited, program)), ids, logits_of(self.original), shown=False)
+            quality = text_quality(logits_of(edit(edited, program)), ids, logits_of(self.original), bar=False)
             found.append((quality.divergence, recipe))
         return min(found, key=lambda one: (one[0] is None, one[0]))[1]
 
@@ -174,7 +174,7 @@ class Bench:
         assert healed is not None
         assert healed.original is not None
         if values:
-            nll, _ = text_values(self._original, texts.held_out.ids, shown=False)
+            nll, _ = text_values(self._original, texts.held_out.ids, bar=False)
             table = pd.DataFrame(dict(zip(COLUMNS, [nll, *values, *self._values(healed.model)], strict=True)))
             write_table(folder / WINDOWS, table)
         record = provenance(
@@ -203,7 +203,7 @@ class Bench:
 
     def _values(self, model: PreTrainedModel) -> list[Values]:
         """Negative log-likelihood and divergence of every held-out window."""
-        nll, divergence = text_values(logits_of(model.eval()), self.texts.held_out.ids, self._original, shown=False)
+        nll, divergence = text_values(logits_of(model.eval()), self.texts.held_out.ids, self._original, bar=False)
         assert divergence is not None
         return [nll, divergence]
 

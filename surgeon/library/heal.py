@@ -8,8 +8,9 @@ from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.exports.staging import check_target
 from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
 from surgeon.library.training import TrainingResult, announce, say, say_proof, say_stages
-from surgeon.opened import Model
+from surgeon.opened import EditedModel, Model
 from surgeon.quality.data import window_for
 from surgeon.training.arguments import join_processes
 from surgeon.training.heal import (
@@ -29,7 +30,7 @@ from surgeon.training.texts import HELD_OUT_TOKENS, load_train_texts
 
 
 def heal(
-    model: str | Path | Model,
+    model: str | Path | Recipe | Model | EditedModel,
     data: str | Path,
     output: str | Path,
     *,
@@ -52,7 +53,8 @@ def heal(
     """Train an edited model until it does again what the original did; a run that was killed goes on where it was.
 
     Args:
-        model: a recipe (.yaml), a checkpoint that surgeon has edited, or a model, by its name or open, with a program.
+        model: a recipe or its path (.yaml), a checkpoint that surgeon has edited, or a model, by name or open, with a
+            program.
         data: text to train on, as `load_windows` takes it.
         output: folder of the healed checkpoint; its run lies beside it, in `output.run`.
         program: to run in place of the model's own.

@@ -91,7 +91,14 @@ def load_windows(
             than one behind those left out), a row of it is damaged or holds something else (a lone surrogate, too), it
             is not clear which column is meant, or the sizes make no sense.
     """
-    _check_sizes(window, tokens, after)
+    if window < 2:
+        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
+    if tokens < window:
+        raise ValueError(
+            f"tokens must be at least one window of {window}, not {tokens}; take more tokens or a smaller window"
+        )
+    if after < 0 or after % window:
+        raise ValueError(f"what is left out must be whole windows of {window} tokens, not {after} tokens")
     if separator == "":
         raise ValueError("the separator is empty; give the text between documents, such as '<|endoftext|>'")
     wanted = after + tokens // window * window
@@ -105,21 +112,13 @@ def load_windows(
             break
     ids, notes = _cut(ids, data, window, after, wanted)
     notes = [*([] if at_most else notes), *reading.lines(data)]
-    if not apart:
-        notes += _read_as_text(tokenizer.decode(ids), data)
+    # The BOS that the tokenizer itself put at the start is no sign of marks that were read as text.
+    marks = [] if apart else [mark for mark in _MARKS if tokenizer.decode(ids).count(mark, len(mark))]
+    if marks:
+        advice = f"to keep its documents apart, give the separator '{marks[0]}'"
+        notes.append(f"{data} contains {marks[0]!r}, read as ordinary text, which makes perplexity worse; {advice}")
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
     return Windows(tensor, data, digest_of(tensor), separator, tuple(notes), reading.column, +reading.left_out)
-
-
-def _check_sizes(window: int, tokens: int, after: int) -> None:
-    if window < 2:
-        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
-    if tokens < window:
-        raise ValueError(
-            f"tokens must be at least one window of {window}, not {tokens}; take more tokens or a smaller window"
-        )
-    if after < 0 or after % window:
-        raise ValueError(f"what is left out must be whole windows of {window} tokens, not {after} tokens")
 
 
 def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], list[str]]:
@@ -190,13 +189,3 @@ def _tokenize(tokenizer: Any, text: Text, wanted: int, special: bool) -> list[in
         if len(head) < length or len(ids) >= wanted + 64:
             return ids
         length *= 2
-
-
-def _read_as_text(text: str, data: str) -> list[str]:
-    """A warning, if marks between documents were read as ordinary text."""
-    for mark in _MARKS:
-        # The BOS that the tokenizer itself put at the start is no sign of it.
-        if text.count(mark, len(mark)) > 0:
-            advice = f"to keep its documents apart, give the separator '{mark}'"
-            return [f"{data} contains {mark!r}, read as ordinary text, which makes perplexity worse; {advice}"]
-    return []

@@ -69,9 +69,9 @@ def logits_of(model: nn.Module) -> Logits:
     return logits
 
 
-def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, shown: bool = True) -> TextQuality:
+def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True) -> TextQuality:
     """Measure a model on windows of text, one window at a time; arguments and errors as `text_values`."""
-    nll, divergence = text_values(model, ids, original, shown)
+    nll, divergence = text_values(model, ids, original, bar)
     tokens = ids.shape[0] * (ids.shape[1] - 1)
     found = perplexity(nll), perplexity_interval(nll)
     if divergence is None:
@@ -81,20 +81,20 @@ def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, sho
 
 @torch.inference_mode()
 def text_values(
-    model: Logits, ids: Tensor, original: Logits | None = None, shown: bool = True
+    model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True
 ) -> tuple[Values, Values | None]:
     """The negative log-likelihood of each window, and the divergence, (windows,) each, means over its tokens in nats.
 
     Args:
         ids: (windows, tokens); every token but a window's first is predicted.
         original: what the divergence is from, a model with the same vocabulary.
-        shown: whether its progress is shown.
+        bar: whether a progress bar says how far it is.
 
     Raises:
         ValueError: if the vocabularies differ, or the model's predictions are not finite.
     """
     parts = []
-    with progress("text", len(ids), "windows") if shown else nullcontext(lambda _: None) as advance:
+    with progress("text", len(ids), "windows") if bar else nullcontext(lambda _: None) as advance:
         for window in ids.split(1):
             parts.append(_window(model, window, original))
             advance(1)

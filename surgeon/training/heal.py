@@ -17,6 +17,7 @@ from surgeon.exports.export import DTYPES, source_record
 from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
 from surgeon.models.edit import decoder_layers, edit, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import is_hub_name
@@ -28,12 +29,14 @@ from surgeon.training.texts import TrainTexts
 
 
 def open_to_heal(
-    what: str | Path | Model, program: Program | str | None = None, teacher: str | Path | Model | None = None
+    what: str | Path | Recipe | Model | EditedModel,
+    program: Program | str | None = None,
+    teacher: str | Path | Model | None = None,
 ) -> tuple[EditedModel, EditedModel | None]:
     """What is to be healed, and its original, None where that is not known; weights are read only for their hashes.
 
     Args:
-        what: a recipe (.yaml), a model with a program of the user's, or an edited checkpoint.
+        what: a recipe or its path (.yaml), a model with a program of the user's, or an edited checkpoint.
         program: to run in place of the model's own.
         teacher: the original, where it is not the model that the recipe or the program is for.
 

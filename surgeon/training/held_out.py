@@ -55,7 +55,7 @@ class HeldOutQuality:
                     self._streams[window.numpy().tobytes()] = found.pop().cpu()
         finally:
             hook.remove()
-        self.original = text_quality(self._logits, self.ids, shown=False)
+        self.original = text_quality(self._logits, self.ids, bar=False)
 
     def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
         """The quality of a model as it is, without dropout."""
@@ -64,12 +64,12 @@ class HeldOutQuality:
     def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
         """The same by logits that the model takes part in, asked for window by window in their order."""
         with _evaluated(model):
-            return text_quality(logits, self.ids, self._reference, shown=False)
+            return text_quality(logits, self.ids, self._reference, bar=False)
 
     def values(self, model: nn.Module) -> tuple[Values, Values | None]:
         """The same window by window, as `text_values` gives it."""
         with _evaluated(model):
-            return text_values(logits_of(model), self.ids, self._reference, shown=False)
+            return text_values(logits_of(model), self.ids, self._reference, bar=False)
 
     @property
     def _reference(self) -> Logits | None:

@@ -21,7 +21,7 @@ from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import EarlyEnd, step_of
 from surgeon.training.distill.distiller import Distiller
-from surgeon.training.distill.kept_logits import KeptIdentity, keep_logits
+from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
 from surgeon.training.held_out import HeldOutQuality, Measure
 from surgeon.training.resume import TEACHER_FOLDER, alone, open_run
 from surgeon.training.run_log import RunLog
@@ -217,10 +217,8 @@ def _task_by(
         return TrainingTask(held_out)
     if wanted.kept is None:
         return TrainingTask(held_out, Distiller(wanted, program, original))
-    ids = texts.training.ids
-    computed = str(original.dtype).removeprefix("torch.")
-    windows, window = ids.shape
-    digest = texts.training.digest
-    same = KeptIdentity(str(known.get("original")), computed, digest, windows, window, wanted.kept, wanted.temperature)
-    kept = keep_logits(original, ids, folder / TEACHER_FOLDER, same)
-    return TrainingTask(held_out, Distiller(wanted, program, kept))
+    ids, dtype = texts.training.ids, str(original.dtype).removeprefix("torch.")
+    (windows, window), text = ids.shape, texts.training.digest
+    follows = str(known.get("original")), dtype, text, windows, window, wanted.kept, wanted.temperature
+    teacher = keep_logits(original, ids, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
+    return TrainingTask(held_out, Distiller(wanted, program, teacher))

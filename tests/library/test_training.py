@@ -6,14 +6,15 @@ from pathlib import Path
 
 import surgeon
 from surgeon.cli.app import main
+from surgeon.language.operations.applied import AppliedOperation
 
 
 def test_healing_is_what_its_command_writes(tiny_checkpoint: Path, tmp_path: Path) -> None:
     text = tmp_path / "long.txt"
     text.write_text(" ".join(f"{number} sheep and {number * 7 % 31} dogs" for number in range(150)))
     program, settings = "A0 F0 [A1 A2] [F1 F2] A3 F3", surgeon.TrainSettings(batch=2, steps=2, lora=2)
-    model = surgeon.open(tiny_checkpoint)
-    found = surgeon.heal(model, text, tmp_path / "ours", program=program, settings=settings, window=16, eval_tokens=64)
+    recipe = surgeon.Recipe(str(tiny_checkpoint), (AppliedOperation("pair", (range(1, 3),)),))
+    found = surgeon.heal(recipe, text, tmp_path / "ours", settings=settings, window=16, eval_tokens=64)
     assert found is not None
     assert (found.folder, found.steps, found.tokens) == (tmp_path / "ours", 2, 64)
     assert list(found.table().index) == ["original", "edited", "healed"]

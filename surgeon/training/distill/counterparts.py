@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from surgeon.language.program import Node, Program, steps_of
+from surgeon.language.program import Program, steps_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ def counterparts(program: Program, num_layers: int) -> tuple[Counterpart, ...]:
         ValueError: if the program is empty, or names a layer that the original does not have.
     """
     program.require_steps()
-    layers = [_layers_of(node) for node in program.nodes]
+    layers = [
+        [layer for step in steps_of((node,)) for sublayer in step.sublayers for layer in sublayer.layers]
+        for node in program.nodes
+    ]
     highest = list(accumulate(map(max, layers), max))
     if highest[-1] >= num_layers:
         raise ValueError(f"the program has layer {highest[-1]}; the original's layers are 0 to {num_layers - 1}")
@@ -53,7 +56,3 @@ def counterparts(program: Program, num_layers: int) -> tuple[Counterpart, ...]:
     cuts = zip(highest, lowest_behind[1:], strict=False)
     inside = [Counterpart(node, behind) for node, (before, behind) in enumerate(cuts, start=1) if before < behind]
     return (*inside, Counterpart(len(layers), num_layers))
-
-
-def _layers_of(node: Node) -> list[int]:
-    return [layer for step in steps_of((node,)) for sublayer in step.sublayers for layer in sublayer.layers]

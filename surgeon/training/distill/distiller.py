@@ -26,8 +26,8 @@ from surgeon.models.edit import decoder_layers, edit, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.training.distill.counterparts import Counterpart, counterparts
-from surgeon.training.distill.kept_logits import KeptLogits
 from surgeon.training.distill.logits_loss import IGNORED, FullLogits, LogitsTask, TeacherTarget
+from surgeon.training.distill.teacher_logits import TeacherLogits
 
 PARTS = ("logits", "hidden", "text")
 
@@ -77,7 +77,7 @@ class Distillation:
         return tuple(name for name in PARTS if getattr(self, name))
 
 
-class Taught(NamedTuple):
+class TeacherOutput(NamedTuple):
     """What a teacher says of some windows.
 
     Attributes:
@@ -104,11 +104,11 @@ class Distiller:
         ValueError: if the teacher runs an edited program, or the kept logits are not those that are asked for.
     """
 
-    def __init__(self, distillation: Distillation, program: Program, teacher: PreTrainedModel | KeptLogits) -> None:
+    def __init__(self, distillation: Distillation, program: Program, teacher: PreTrainedModel | TeacherLogits) -> None:
         self.distillation = distillation
         self.program = program
         self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
-        self.kept = teacher if isinstance(teacher, KeptLogits) else None
+        self.kept = teacher if isinstance(teacher, TeacherLogits) else None
         self.counterparts: tuple[Counterpart, ...] = ()
         if self.kept is not None:
             for name in ("kept", "temperature"):
@@ -119,7 +119,7 @@ class Distiller:
                     )
         if self.teacher is not None:
             if distillation.kept is not None:
-                raise ValueError("the distillation asks for kept logits; give a KeptLogits in place of a model")
+                raise ValueError("the distillation asks for kept logits; give a TeacherLogits in place of a model")
             own = require_unedited_teacher(self.teacher)
             self.teacher.eval().requires_grad_(False)
             if distillation.hidden:
@@ -147,7 +147,7 @@ class Distiller:
         input_ids = batch["input_ids"]
         labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
         if self.kept is not None:
-            taught = Taught(self.kept.read(batch["index"]), {})
+            taught = TeacherOutput(self.kept.read(batch["index"]), {})
         else:
             assert self.teacher is not None
             taught = ask_teacher(self.teacher, input_ids, self.counterparts, self.distillation)
@@ -171,7 +171,7 @@ def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
 
 def ask_teacher(
     teacher: PreTrainedModel, input_ids: Tensor, places: Sequence[Counterpart], distillation: Distillation
-) -> Taught:
+) -> TeacherOutput:
     """What a teacher in memory says of some windows, (windows, tokens); it goes where they are.
 
     Args:
@@ -189,7 +189,7 @@ def ask_teacher(
         else:
             logits = teacher(input_ids=input_ids, use_cache=False).logits
             target = FullLogits(logits.flatten(0, 1), distillation.temperature)
-    return Taught(target, {node: streams[place] for node, place in nodes.items()})
+    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()})
 
 
 def parts_of_loss(
@@ -197,7 +197,7 @@ def parts_of_loss(
     logits: Tensor,
     labels: Tensor,
     streams: Mapping[int, Tensor],
-    taught: Taught,
+    taught: TeacherOutput,
 ) -> dict[str, Tensor]:
     """A student's loss with its gradient, and its parts that have a weight, each without it and without a gradient.
 

@@ -108,7 +108,11 @@ def blueprint(config: ScratchConfig) -> Blueprint:
         ValueError: if the architecture is not supported or impossible, its vocabulary is too small for the tokenizer,
             or the program does not fit it; with file and line.
     """
-    tokenizer = _tokenizer(config)
+    try:
+        tokenizer = read_tokenizer(config.tokenizer)
+    except (OSError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(str(config.error(f"tokenizer: {error}", "tokenizer"))) from error
     architecture = _architecture(config, tokenizer)
     if config.tracks is not None:
         with config.under("tracks"):
@@ -142,14 +146,6 @@ def blueprint(config: ScratchConfig) -> Blueprint:
 def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
     return model
-
-
-def _tokenizer(config: ScratchConfig) -> Any:
-    try:
-        return read_tokenizer(config.tokenizer)
-    except (OSError, ValueError) as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(str(config.error(f"tokenizer: {error}", "tokenizer"))) from error
 
 
 def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:

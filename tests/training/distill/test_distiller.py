@@ -18,7 +18,7 @@ from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.training.distill.counterparts import counterparts
 from surgeon.training.distill.distiller import Distillation, Distiller, watched_streams
-from surgeon.training.distill.kept_logits import KeptIdentity, keep_logits
+from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
 from tests.tiny_models import VOCABULARY, tiny_model
 
 PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -265,7 +265,7 @@ def test_logits_from_disk(tmp_path: Path) -> None:
     batch = batch_of()
     settings = Distillation(temperature=2, text=0.5, kept=VOCABULARY)
     live = Distiller(Distillation(temperature=2, text=0.5), surgeon.program_of(student), teacher)
-    identity = KeptIdentity("0" * 64, "float32", "d" * 64, *batch["input_ids"].shape, VOCABULARY, 2.0)
+    identity = TeacherIdentity("0" * 64, "float32", "d" * 64, *batch["input_ids"].shape, VOCABULARY, 2.0)
     kept = keep_logits(teacher, batch["input_ids"], tmp_path, identity)
     distiller = Distiller(settings, surgeon.program_of(student), kept)
     for some in (slice(0, 4), slice(2, 3)):
@@ -276,7 +276,7 @@ def test_logits_from_disk(tmp_path: Path) -> None:
         assert_close(gradients(student, found["loss"]), slopes)
     with pytest.raises(ValueError, match="was made with temperature 2.0, not 1.0"):
         Distiller(Distillation(kept=VOCABULARY), surgeon.program_of(student), kept)
-    with pytest.raises(ValueError, match="asks for kept logits; give a KeptLogits"):
+    with pytest.raises(ValueError, match="asks for kept logits; give a TeacherLogits"):
         Distiller(settings, surgeon.program_of(student), teacher)
     with pytest.raises(ValueError, match="was made with kept 97, not None"):
         Distiller(Distillation(temperature=2), surgeon.program_of(student), kept)

@@ -16,23 +16,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.training.distill import kept_logits
-from surgeon.training.distill.kept_logits import KeptIdentity, KeptLogits, keep_logits
+from surgeon.training.distill import teacher_logits
+from surgeon.training.distill.teacher_logits import TeacherIdentity, TeacherLogits, keep_logits
 from tests import tiny_models as models
 from tests import warm
 from tests.waiting import PATIENCE
 
 WINDOWS, WINDOW, KEPT, TEMPERATURE = 7, 12, 5, 1.5
-IDENTITY = KeptIdentity("0" * 64, "float32", "d" * 64, WINDOWS, WINDOW, KEPT, TEMPERATURE)
+IDENTITY = TeacherIdentity("0" * 64, "float32", "d" * 64, WINDOWS, WINDOW, KEPT, TEMPERATURE)
 # Three windows a file; killed while the teacher runs on the window of this number.
 MAKE = """
 import os, signal, sys
 from pathlib import Path
-from surgeon.training.distill import kept_logits
-from tests.training.distill import test_kept_logits as this
+from surgeon.training.distill import teacher_logits
+from tests.training.distill import test_teacher_logits as this
 
 folder, killed_at = Path(sys.argv[1]), int(sys.argv[2])
-kept_logits._MOST_WINDOWS = 3
+teacher_logits._MOST_WINDOWS = 3
 teacher = this.CountedTeacher()
 teacher.before = lambda: teacher.calls == killed_at and os.kill(os.getpid(), signal.SIGKILL)
 this.make(teacher, folder)
@@ -57,7 +57,9 @@ def text() -> Tensor:
     return torch.randint(2, models.VOCABULARY, (WINDOWS, WINDOW), generator=torch.Generator().manual_seed(3))
 
 
-def make(teacher: CountedTeacher, folder: Path, identity: KeptIdentity = IDENTITY, at_once: int = 1) -> KeptLogits:
+def make(
+    teacher: CountedTeacher, folder: Path, identity: TeacherIdentity = IDENTITY, at_once: int = 1
+) -> TeacherLogits:
     return keep_logits(teacher.model, text(), folder, identity, at_once)
 
 
@@ -68,7 +70,7 @@ def teacher() -> CountedTeacher:
 
 @pytest.fixture(autouse=True)
 def three_windows_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_logits, "_MOST_WINDOWS", 3)
+    monkeypatch.setattr(teacher_logits, "_MOST_WINDOWS", 3)
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class KeptIdentity:
+class TeacherIdentity:
     """What kept logits depend on.
 
     Attributes:
@@ -77,10 +77,10 @@ class KeptIdentity:
         return {name: str(value) for name, value in vars(self).items()}
 
 
-class KeptLogits:
+class TeacherLogits:
     """A folder of kept logits, all of which are there; made by `keep_logits`."""
 
-    def __init__(self, folder: Path, identity: KeptIdentity) -> None:
+    def __init__(self, folder: Path, identity: TeacherIdentity) -> None:
         self.folder, self.identity = folder, identity
         self.files = identity.files
 
@@ -112,8 +112,8 @@ class KeptLogits:
 
 
 def keep_logits(
-    teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: KeptIdentity, at_once: int = 1
-) -> KeptLogits:
+    teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: TeacherIdentity, at_once: int = 1
+) -> TeacherLogits:
     """Run the teacher on every training window and keep its largest logits; goes on where it was killed.
 
     Of several processes that call this at once, one makes them, and the others wait for it.
@@ -142,11 +142,11 @@ def keep_logits(
             missing = [windows for windows in identity.files if not _is_whole(_path(folder, windows), identity)]
             if missing:  # or another process has made them meanwhile
                 _make(teacher, ids, folder, identity, missing, at_once)
-    return KeptLogits(folder, identity)
+    return TeacherLogits(folder, identity)
 
 
 def _make(
-    teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: KeptIdentity, missing: list[range], at_once: int
+    teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: TeacherIdentity, missing: list[range], at_once: int
 ) -> None:
     left = sum(map(len, missing))
     teacher.eval()
@@ -171,7 +171,7 @@ def _make(
 
 
 @torch.inference_mode()
-def _top_of(teacher: PreTrainedModel, ids: Tensor, identity: KeptIdentity, first: int) -> TopLogits:
+def _top_of(teacher: PreTrainedModel, ids: Tensor, identity: TeacherIdentity, first: int) -> TopLogits:
     """Of some windows, the first of which has this number."""
     logits = teacher(input_ids=ids.to(teacher.device), use_cache=False).logits.flatten(0, 1)
     parts = [TopLogits.of(logits[rows], identity.kept, identity.temperature) for rows in blocks(logits)]
@@ -183,7 +183,7 @@ def _top_of(teacher: PreTrainedModel, ids: Tensor, identity: KeptIdentity, first
     return TopLogits(found.int(), log_p, rest)
 
 
-def _is_whole(path: Path, identity: KeptIdentity) -> bool:
+def _is_whole(path: Path, identity: TeacherIdentity) -> bool:
     """Whether a file is there; a damaged one is not.
 
     Raises:
