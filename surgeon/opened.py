@@ -274,5 +274,5 @@ def choose_device(device: str) -> str:
     if device not in DEVICES:
         raise ValueError(f"unknown device {device!r}; {did_you_mean(device, DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU that this PyTorch can use; use --device cpu")
+        raise ValueError("there is no GPU that this PyTorch can use; use the device cpu")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"

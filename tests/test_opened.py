@@ -89,7 +89,7 @@ def test_what_is_refused(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) ->
         open_edited(str(recipe))
     recipe.write_text(text)
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="A0 >F0 A1 F1 A2 F2 A3 F3")
-    with pytest.raises(ValueError, match="pairs.yaml: .* is an edited model, .* with --program .* layer 0 whole"):
+    with pytest.raises(ValueError, match="pairs.yaml: .* is an edited model, .* whole program .* layer 0 whole"):
         open_edited(str(recipe))
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="{A0 F0 A1 F1 A2 F2 | A3 F3}")
     assert str(open_edited(str(recipe)).asked) == "{A0 F0 [A1 A2] [F1 F2] | A3 F3}"
@@ -102,7 +102,7 @@ def test_what_is_refused(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) ->
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == choose_device("cpu") == "cpu"
-    with pytest.raises(ValueError, match="no GPU that this PyTorch can use; use --device cpu"):
+    with pytest.raises(ValueError, match="no GPU that this PyTorch can use; use the device cpu"):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert (choose_device("auto"), choose_device("cpu")) == ("cuda", "cpu")

@@ -45,9 +45,7 @@ def read_scan(folder: Path, model_hash: str) -> Scan:
     found = Scan.read(folder, model_hash)
     # Only cells of stretches can be told by what lies between layers.
     if all(HEATMAPS[str(name)].varied is not None for name in found.cells["operation"]):
-        raise ValueError(
-            f"{folder / 'cells.csv'} has no map over stretches of layers; scan one, such as --operation prune"
-        )
+        raise ValueError(f"{folder / 'cells.csv'} has no map over stretches of layers; scan one, such as prune")
     return found
 
 

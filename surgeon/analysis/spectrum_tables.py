@@ -55,7 +55,7 @@ def notes_on(table: pd.DataFrame) -> tuple[str, ...]:
     note = (
         f"the calibration text does not reach all inputs of {len(short)} of {len(table)} matrices (of "
         f"{worst['weight']} of layer {worst['layer']} {worst['input_rank']} directions of {worst['in_features']}): "
-        "beyond these, their truncation is plain; more --calibration-tokens help, unless inputs are always 0"
+        "beyond these, their truncation is plain; more tokens to calibrate on help, unless inputs are always 0"
     )
     return (note,)
 

@@ -1,4 +1,4 @@
-"""Which folders `--overwrite` replaces: checkpoints, and nothing that has become something else as well."""
+"""Which folders an export may replace: checkpoints, and nothing that has become something else as well."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Wiring:
         within: between ranks of one node.
         across: between nodes; None if there is only one.
         node: ranks of a node.
-        emulated: a link as `surgeon bench --link-delay` emulates it, on top.
+        emulated: a link as `surgeon bench` emulates it, on top.
         graphs: whether collectives are part of a captured graph.
     """
 

@@ -48,7 +48,7 @@ class Deployment:
         compress: what reductions are sent as, if not as they are.
         low_rank: how ranks share factors; `auto` is gather or replicate, whichever is faster for one token.
         kv: what attentions with factors of k and v keep.
-        emulated: a link as `surgeon bench --link-delay` emulates it, on top.
+        emulated: a link as `surgeon bench` emulates it, on top.
         connected: whether ranks wait for each other at all (`upper-bound`).
     """
 

@@ -43,7 +43,7 @@ def library_files(held_out: bool) -> list[Path]:
     if not chosen:
         raise FileNotFoundError(
             f"no standard-library source files under {root}: this Python was installed without them; "
-            "pass a text file of your own with --data"
+            "give a text file of your own instead"
         )
     return chosen
 

@@ -33,7 +33,7 @@ from surgeon.models.families import Family, family_of
 BASE, ADAPTER = "base", "adapter"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _WRAPPED = "base_model.model."  # what peft puts before the names of the model's own modules
-_MERGE = "leave --keep-adapter out, so that the adapter is merged into the weights"
+_MERGE = "leave keep_adapter out, so that the adapter is merged into the weights"
 Names = dict[str, list[str]]  # of modules: as the written model calls those that one in memory becomes
 
 

@@ -137,9 +137,7 @@ def plan_export(
     if original.own is not None and form == "auto":
         form = PROGRAM.name  # what else its config.json says is of its own program
     if original.own is not None and form != PROGRAM.name:
-        raise ValueError(
-            f"{original.name} runs a program of its own, which only the program form has; leave out --form"
-        )
+        raise ValueError(f"{original.name} runs a program of its own, which only the program form has; leave form out")
     layout = lay_out(program, original.family, original.config, form)
     kept = factors if isinstance(factors, FactorCache) else FactorCache(factors or TruncatedSVD())
     tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)

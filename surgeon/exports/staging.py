@@ -47,9 +47,9 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not any(target.iterdir()):
         return
     if not overwrite:
-        raise FileExistsError(f"{target} exists and is not empty; choose another name with -o, or pass --overwrite")
+        raise FileExistsError(f"{target} exists and is not empty; choose another name, or pass overwrite")
     reason = why_kept(target)
     if reason is not None:
         raise FileExistsError(
-            f"{target} {reason}, so --overwrite does not replace it; choose another name with -o, or clear it yourself"
+            f"{target} {reason}, so overwrite does not replace it; choose another name, or clear it yourself"
         )

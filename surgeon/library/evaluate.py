@@ -73,7 +73,7 @@ def evaluate(
     Args:
         model: a checkpoint's folder, edited or not, a hub name, "demo", a recipe or its path (.yaml), or a model that
             is open, edited (`surgeon.edit`) or not.
-        data: text, as `--data` takes it.
+        data: a text file, a table or a dataset (docs/texts.md), or "demo".
         tasks: names of lm-eval's tasks and groups, "paper", or paths of .jsonl and YAML files.
         program: to run in place of the model's own.
         against: the model that the divergence is from; by default, of a recipe or a program, the model without it.

@@ -39,7 +39,7 @@ def scan(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: text, as `--data` takes it.
+        data: a text file, a table or a dataset (docs/texts.md), or "demo".
         output: folder for cells.csv, permutations.csv, scan.json and pictures.
         operations: names of heatmaps; by default the five of the paper, "all" for every one.
         layers: only stretches inside this range; "4:30" is layers 4 to 29.

@@ -158,7 +158,7 @@ def search(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: text, as `--data` takes it.
+        data: a text file, a table or a dataset (docs/texts.md), or "demo".
         output: folder for recipe.yaml, trials.csv, terms.csv, search.json and pictures; without a budget, or with
             several objectives, a recipe for each point of the front, too.
         trials: how many programs to try in all.

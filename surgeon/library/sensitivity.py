@@ -31,7 +31,7 @@ def sensitivity(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: text, as `--data` takes it.
+        data: a text file, a table or a dataset (docs/texts.md), or "demo".
         output: folder for sensitivity.csv, sensitivity.json and a picture; what is there already is gone on with.
         windows_for_jacobians: windows to compute Jacobians on, spread over the data.
         iterations: the most for a Jacobian's norm; it ends when one changes it by under 0.1%.

@@ -31,7 +31,7 @@ def similarity(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: text, as `--data` takes it.
+        data: a text file, a table or a dataset (docs/texts.md), or "demo".
         output: folder for similarity.csv, distances.csv, similarity.json and pictures.
         scan: folder of a finished scan of this model, with whose heatmaps every measure is correlated (proxies.csv).
         sensitivity: with `scan`: folder of a finished sensitivity of this model, whose bounds are correlated too.

@@ -46,7 +46,7 @@ def spectrum(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: text, as `--data` takes it.
+        data: a text file, a table or a dataset (docs/texts.md), or "demo".
         output: folder for tables, pictures and a recipe; what is there already is gone on with.
         layers: only these; "4:30" is layers 4 to 29.
         weights: only these matrices, as in "q,k"; by default all that the model has.

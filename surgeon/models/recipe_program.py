@@ -27,6 +27,6 @@ def recipe_program(recipe: Recipe, config: Any, own: Program | None = None) -> P
         except ValueError as error:
             raise ValueError(
                 f"{recipe.source}: {recipe.model} is an edited model, and operations change whole layers; name the "
-                f"model it was made of, or write the whole program with --program ({error})"
+                f"model it was made of, or give the whole program ({error})"
             ) from error
     return recipe.program(layers, family.steps_per_layer, family.layer_shapes(config), own)

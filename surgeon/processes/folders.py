@@ -42,7 +42,7 @@ def scratch(target: Path) -> Iterator[Path]:
         remove_stale(target)
         folder, held = _partial_folder(target)
     except PermissionError as error:
-        raise PermissionError(f"no permission to write in {target.parent}; choose another folder with -o") from error
+        raise PermissionError(f"no permission to write in {target.parent}; choose another folder") from error
     except (FileExistsError, NotADirectoryError) as error:
         raise NotADirectoryError(
             f"{target.parent} cannot be a folder: a file is in the way ({error.filename})"

@@ -124,17 +124,17 @@ class Journal(ABC):
             raise self._damaged(number) from error
         held = first.get(self.work) if isinstance(first, dict) else None
         if not isinstance(held, dict):
-            raise ValueError(f"{self.path} was not written by surgeon {self.work}; use another output folder (-o)")
+            raise ValueError(f"{self.path} was not written by surgeon {self.work}; use another output folder")
         for key, value in identity.items():
             if key not in held:
                 raise ValueError(
                     f"{self.path.parent} holds a {self.work} of an earlier version, which does not say its "
-                    f"{_NAMES.get(key, key)}; use another output folder (-o), or delete this one to begin again"
+                    f"{_NAMES.get(key, key)}; use another output folder, or delete this one to begin again"
                 )
             if held[key] != value:
                 change = f"{_NAMES.get(key, key)}: {_brief(held.get(key))}, now {_brief(value)}"
                 raise ValueError(
-                    f"{self.path.parent} holds a {self.work} of another {change}; use another output folder (-o), "
+                    f"{self.path.parent} holds a {self.work} of another {change}; use another output folder, "
                     "or delete this one to begin again"
                 )
 

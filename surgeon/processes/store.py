@@ -91,5 +91,6 @@ def unfound(torchrun: TorchrunEnvironment) -> str:
     """What to say when nobody was there in time."""
     return (
         f"rank {torchrun.rank} did not find rank 0 at {torchrun.address}, port {torchrun.port}, within "
-        f"{torchrun.patience:g} s; start the same command there with RANK 0 (--node-rank 0), or see what it says"
+        f"{torchrun.patience:g} s; start the same command there with RANK 0 (of torchrun: node rank 0), "
+        "or see what it says"
     )

@@ -120,8 +120,8 @@ def check_ranks(torchrun: TorchrunEnvironment, ranks: int) -> None:
     """
     if ranks != torchrun.ranks:
         raise ValueError(
-            f"--tp {ranks} asks for another number of ranks than torchrun has started (WORLD_SIZE {torchrun.ranks}); "
-            f"leave --tp out or make it {torchrun.ranks}"
+            f"{ranks} ranks are asked for, another number than torchrun has started (WORLD_SIZE {torchrun.ranks}); "
+            f"ask for none, or for {torchrun.ranks}"
         )
 
 

@@ -119,7 +119,7 @@ def require_own_card(folder: Path) -> None:
     if match is None or match[1] != _digest(text[: match.start()]):
         raise FileExistsError(
             f"{path} was not written by surgeon, or was changed since; keep what you added elsewhere, and pass "
-            "--overwrite to replace it"
+            "overwrite to replace it"
         )
 
 

@@ -67,7 +67,7 @@ class SpaceContract:
         return Mixture(tuple(sorted((space, *others), key=lambda each: each.place)), model)
 
     def test_it_is_known_and_described(self, space: Space) -> None:
-        assert SPACES.get(space.name) is type(space), "register it, so that --space finds it"
+        assert SPACES.get(space.name) is type(space), "register it, so that searches find it"
         assert space.summary
         assert "\n" not in space.summary
         others = {other.place: name for name, other in SPACES.items() if name != space.name}

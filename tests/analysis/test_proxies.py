@@ -175,7 +175,7 @@ def test_maps_that_are_not_over_stretches_are_left_out(tmp_path: Path) -> None:
     write_scan(tmp_path, [("prune", 0, 1, 9.0, 0.5), ("lowrank", 1, 1, 8.5, 0.1), ("lowrank", 1, 1, 8.2, 0.05)])
     assert damages(read_scan(tmp_path, "ours"))["operation"].tolist() == ["prune"]
     write_scan(tmp_path, [("lowrank", 1, 1, 8.5, 0.1)])
-    with pytest.raises(ValueError, match="has no map over stretches of layers; scan one, such as --operation prune"):
+    with pytest.raises(ValueError, match="has no map over stretches of layers; scan one, such as prune"):
         read_scan(tmp_path, "ours")
 
 

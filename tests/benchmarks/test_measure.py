@@ -314,7 +314,7 @@ def test_recipes_programs_and_checkpoints(checkpoint: Path, tmp_path: Path, need
 @pytest.mark.parametrize(
     ("named", "options", "message"),
     [
-        ("lp", {}, "the model has 4 layers, and variants leave the first and last 2 alone; .*--layers 0:4"),
+        ("lp", {}, "the model has 4 layers, and variants leave the first and last 2 alone; .*layers 0:4"),
         ("tracks:x", {"layers": range(1, 3)}, "tracks:x of layers 1:3: write how many layers a track has"),
         ("ladder", {"layers": range(3, 9)}, "ladder of layers 3:9: layers 3:9 are out of range"),
         ("A0 F9", {}, "F9 is out of range"),
@@ -331,7 +331,7 @@ def test_what_cannot_be_compared(
 
 
 def test_slices_need_ranks(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="desync has a slice of the layers for each rank; use --tp 2 or more"):
+    with pytest.raises(ValueError, match="desync has a slice of the layers for each rank; use 2 ranks or more"):
         open_plans(str(checkpoint), ["desync"], Needs(1, 16, "cpu"), layers=range(1, 3))
 
 

@@ -55,7 +55,7 @@ def test_a_less_portable_form_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("program", "form", "said"),
     [
-        ("A0 F0 >A1 F1", "plain", "the plain form; leave out --form .* because the step >A1 is late"),
+        ("A0 F0 >A1 F1", "plain", "the plain form; leave form out .* because the step >A1 is late"),
         ("A0 F0 >A1 F1", "fused", "the step >A1 is late"),
         ("{A0 F0 | A1 F1}", "fused", r"the fork \{A0 F0 | A1 F1\}"),
         ("[A0 A1] [F0 F1]", "plain", "A0 A1 F0 F1 would be a layer of another width"),

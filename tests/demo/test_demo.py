@@ -59,7 +59,7 @@ def test_held_out_files_are_a_small_part_and_nowhere_else() -> None:
 
 def test_a_python_without_its_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(FileNotFoundError, match="pass a text file of your own with --data"):
+    with pytest.raises(FileNotFoundError, match="give a text file of your own instead"):
         surgeon.demo_data()
 
 

@@ -245,8 +245,8 @@ def test_another_number_of_ranks(
 ) -> None:
     environment()
     assert main(["generate", str(tiny_checkpoint), "--prompt", PROMPT, "--tp", "3"]) == 1
-    message = "--tp 3 asks for another number of ranks than torchrun has started (WORLD_SIZE 2); leave --tp out or"
-    assert capfd.readouterr() == ("", f"error: {message} make it 2\n")
+    message = "3 ranks are asked for, another number than torchrun has started (WORLD_SIZE 2); ask for none, or"
+    assert capfd.readouterr() == ("", f"error: {message} for 2\n")
     with pytest.raises(ValueError, match="WORLD_SIZE 2"):
         Ranks(RankOptions(3))
     environment(RANK="1", LOCAL_RANK="1")

@@ -153,7 +153,7 @@ def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ..
         if name not in known:
             raise ValueError(f"{family.name} has no weight {name!r}; {did_you_mean(name, known)}")
     if names is not None and not names:
-        raise ValueError(f"no weight is named; name some of {', '.join(known)}, as in --weights q,k")
+        raise ValueError(f"no weight is named; name some of {', '.join(known)}, as in q,k")
     return tuple(role for role in known if names is None or role in names)
 
 
@@ -182,5 +182,5 @@ def check_rank(rank: TargetRank, matrix: Matrix, full_rank: int) -> None:
     if rank.of(full_rank) > full_rank:
         raise ValueError(
             f"rank {rank} is above the full rank {full_rank} of {matrix}; give a smaller one, a share such as 1/2, "
-            "or choose --weights"
+            "or leave out such matrices"
         )

@@ -64,9 +64,7 @@ def lay_out(program: Program, family: Family, config: Any, form: str = "auto") -
             refusals.setdefault(str(refusal), []).append(one.name)
         else:
             return replace(layout, reason="; ".join([layout.reason, *_explained(refusals)]))
-    what = (
-        "any form" if form == "auto" else f"the {form} form; leave out --form for the most portable form that is exact"
-    )
+    what = "any form" if form == "auto" else f"the {form} form; leave form out for the most portable form that is exact"
     raise ValueError(f"this program cannot be written in {what} ({'; '.join(_explained(refusals))})")
 
 

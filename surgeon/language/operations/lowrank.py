@@ -22,7 +22,7 @@ class Calibration(TypedDict, total=False):
     """The text that factors are made for.
 
     Attributes:
-        data: as `surgeon spectrum --data` takes it.
+        data: as `surgeon spectrum` takes it.
         tokens: how many.
         after: how many before them are left out, of measured ones, say.
         window, separator: as the options of these names.
@@ -91,8 +91,8 @@ def lowrank(
         raise ValueError(f"alpha must be from 0 to 1, not {alpha:g}")
     if allocation != "uniform":
         raise ValueError(
-            f"allocation {allocation} has to be measured: surgeon spectrum MODEL --data ... --allocation {allocation} "
-            f"--keep {keep or 0.6:g} writes a recipe with the ranks it finds; use that, or leave allocation out"
+            f"allocation {allocation} has to be measured: surgeon spectrum, with this and keep {keep or 0.6:g}, "
+            "writes a recipe with the ranks it finds; use that, or leave allocation out"
         )
     if ranks is None:
         chosen = _kept(layers, shapes, weights, keep or 0.0)

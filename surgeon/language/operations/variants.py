@@ -31,7 +31,7 @@ def middle_layers(num_layers: int) -> range:
     if num_layers <= 2 * SPARED:
         raise ValueError(
             f"the model has {num_layers} layers, and variants leave the first and last {SPARED} alone; "
-            f"say which to change, as in --layers 0:{num_layers}"
+            f"say which to change, as in layers 0:{num_layers}"
         )
     return range(SPARED, num_layers - SPARED)
 
@@ -53,7 +53,7 @@ def variant(name: str, dense: Program, layers: range, ranks: int) -> Program:
     if declared is None:
         raise ValueError(f"there is no program {name!r} to build; {did_you_mean(name, variant_names())}")
     if declared.ranks is not None and ranks < 2:
-        raise ValueError(f"{name} has a slice of the layers for each rank; use --tp 2 or more")
+        raise ValueError(f"{name} has a slice of the layers for each rank; use 2 ranks or more")
     try:
         return _built(name, declared, dense, layers, ranks)
     except ValueError as error:

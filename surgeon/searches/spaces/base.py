@@ -36,7 +36,7 @@ class Space(ABC):
     `edits` and `operations` of its own.
 
     Attributes:
-        name: as `--space` has it, and as its edits begin.
+        name: as users write it, and as its edits begin.
         summary: what it is, a few words.
         place: of several spaces, those of lower place change the program first.
         of_two_steps: whether its edits are of layers whose attention and MLP are steps of their own.

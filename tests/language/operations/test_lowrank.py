@@ -95,7 +95,10 @@ def test_what_saves_nothing_stays_whole_and_is_said() -> None:
         ({"ranks": {"q": 0}}, "rank 0 of q must be from 1 to 64, the matrix's full rank"),
         ({"ranks": {"k": 17}}, "rank 17 of k must be from 1 to 16, the matrix's full rank"),
         ({"ranks": {"k": [4]}}, "there are 1 ranks of k for the 2 layers 1:3; give one rank for all of them, or one"),
-        ({"keep": 0.5, "allocation": "damage"}, "allocation damage has to be measured: surgeon spectrum MODEL --data"),
+        (
+            {"keep": 0.5, "allocation": "damage"},
+            "allocation damage has to be measured: surgeon spectrum, with this and",
+        ),
         ({"keep": 0.5, "alpha": 1.5}, "alpha must be from 0 to 1, not 1.5"),
     ],
 )
