@@ -20,7 +20,7 @@ from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, read_outcome
 from scripts.bench.rack_bench import BATCH, NAMES, WARM, WINDOW, Bench, Cell, Figures, figures_of, timeline
 from scripts.bench.rack_processes import PROCESSES, RackRun
 from scripts.bench.rack_quality import HIDDEN, Run, found_in, gaps
-from surgeon.reports.front import COLOURS, MARKERS
+from surgeon.results.drawing import COLOURS, MARKERS
 
 SHOWN = 1.0  # nats above the lowest loss
 STEPS = 2  # that a timeline shows, of the slowest way

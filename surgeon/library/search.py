@@ -23,9 +23,7 @@ from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import DEFAULT_TOKENS, Windows
 from surgeon.quality.held_out import held_out
-from surgeon.reports.front import draw_depths, draw_front
-from surgeon.reports.search_history import draw_search
-from surgeon.reports.search_trials import SearchedTrials
+from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
 from surgeon.searches.front import DepthCurve, FrontPoint, depth_curves, pareto_front
@@ -346,18 +344,16 @@ def _end(
     recipe = question.mixture.recipe(winner.trial.proposal.choice, subject.opened.reference, subject.opened.hash)
     write_winner(output, question, winner, recipe, record)
     write_record(output, question, winner, curves, record)
-    files = [output / name for name in (RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE, "search.png")]
-    searched = SearchedTrials(trials_table(question, trials), compared_by(question.objectives))
-    draw_search(files[-1], searched, model.num_layers, f"{subject.opened.label}: the search")
+    files = [output / name for name in (RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE)]
+    found = SearchRun(trials_table(question, trials), record=record)
     if curves:
-        write_depths(output, curves)
-        files.append(output / "quality-against-depth.png")
-        draw_depths(files[-1], curves, f"{subject.opened.label}: how deep it really is")
+        found = replace(found, depths=write_depths(output, curves))
     front: list[FrontPoint] = []
     objectives, pricing = question.traded, question.budget.pricing
     if len(objectives) > 1:
         front = pareto_front(trials, objectives, pricing)
-        write_front(output, front, objectives, question.mixture, subject.opened.reference, subject.opened.hash)
-        files.append(output / "front.png")
-        draw_front(files[-1], front, trials, objectives, pricing, subject.opened.label)
+        opened = subject.opened
+        table = write_front(output, front, objectives, question.mixture, opened.reference, opened.hash)
+        found = replace(found, front=table)
+    files += found.draw(output)
     return SearchResult(question, tuple(trials), winner, recipe, tuple(curves), tuple(front), record, tuple(files))

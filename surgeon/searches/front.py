@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.quality.summary import CONFIDENCE, interval
+from surgeon.results.trials import MOST_DIVERGENCE
 from surgeon.searches.optimise import Numbers
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect
@@ -17,7 +18,6 @@ from surgeon.searches.trial import MeasuredProgram, Trial
 
 RESAMPLES = 2000
 SENSITIVITY = 1.0  # S of Kneedle
-MOST_DIVERGENCE = 1.0  # nats per token: what is further from the original than this is another model
 
 
 def non_dominated(costs: Numbers) -> NDArray[np.int64]:

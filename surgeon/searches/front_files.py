@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from surgeon.processes.files import write_table, write_text
-from surgeon.searches.front import DepthCurve, FrontPoint
+from surgeon.searches.front import DepthCurve, DepthPoint, FrontPoint
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.trial import Trial
@@ -64,6 +64,13 @@ def _row(trial: Trial, mixture: Mixture) -> dict[str, float | str]:
     }
 
 
+def _knee(curve: DepthCurve, point: DepthPoint) -> dict[str, float | bool | None]:
+    """Whether it is the curve's knee, and how sure that is."""
+    knee, is_knee = curve.knee, point.depth == curve.knee.depth
+    known = {"knee_low": knee.low, "knee_high": knee.high, "knee_share": knee.share}
+    return {"knee": is_knee} | {name: value if is_knee else None for name, value in known.items()}
+
+
 def write_depths(folder: Path, curves: Sequence[DepthCurve]) -> pd.DataFrame:
     """Write depths.csv, a row for each point of each curve; returns what is in it."""
     rows = [
@@ -73,7 +80,7 @@ def write_depths(folder: Path, curves: Sequence[DepthCurve]) -> pd.DataFrame:
             "divergence": point.divergence,
             "divergence_low": point.low,
             "divergence_high": point.high,
-            "knee": point.depth == curve.knee.depth,
+            **_knee(curve, point),
             "trial": None if point.trial is None else point.trial.number,
             "edits": "" if point.trial is None else "; ".join(map(str, point.trial.proposal.choice)),
         }

@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib.colors import Normalize
 
 from surgeon.language.program import Program
-from surgeon.reports.blocks import Block, Code, Finding, Gallery, Heading, Paragraph, Table
+from surgeon.reports.blocks import Block, Code, Finding, Gallery, Heading, Legend, Map, Paragraph, Table
+from surgeon.reports.maps import WIDE, cell_table, legend_figure, map_cells, map_figure
 from surgeon.reports.program import program_figure
 from surgeon.reports.runs import Kind, Run
-from surgeon.reports.search_trials import SearchedTrials, objective_of
-from surgeon.reports.sections.search_charts import (
-    against_depth,
-    edits_alone,
-    front_charts,
-    history,
-    layers_touched,
-    objectives_of,
-)
-from surgeon.results.drawing import MOST_LAYERS, Chart
-from surgeon.results.search import SearchRun
+from surgeon.results.drawing import Chart
+from surgeon.results.search import SearchRun, depth_chart, edit_charts, front_charts, history_chart, objectives_of
+from surgeon.results.trials import SearchedTrials
 from surgeon.words import interval, interval_heads, number, plural, with_intervals
 
-_NEW = ("level", "edits", "whole", "within", "program")  # columns that earlier versions did not write
 _SHOWN = 10  # rows in a table
 _EARLIER = (
     "This search was made by an earlier version of surgeon, whose table of trials says less; run surgeon search again, "
@@ -33,15 +27,15 @@ _EARLIER = (
 
 
 def _show(run: Run[SearchRun]) -> Iterator[Block]:
-    if _is_earlier(run):
+    if run.found.is_earlier:
         yield Paragraph(_EARLIER)
         return
-    found, trials, held = run.found, _trials(run), run.record.get("held_out")
+    found, trials, held = run.found, run.found.searched, run.record.get("held_out")
     if held and held["overturned"]:
         yield Paragraph(held["sentences"][-1] + ".")
-    charts = [history(trials)]
+    charts = [history_chart(trials)]
     if len(found.depths):
-        charts.append(against_depth(found.depths))
+        charts.append(depth_chart(found.depths))
     if len(found.front):
         charts += front_charts(found.front, trials, without={"depth"} if len(found.depths) else set())
     yield Gallery(charts)
@@ -52,30 +46,11 @@ def _show(run: Run[SearchRun]) -> Iterator[Block]:
         yield _healed(run.record["healing"])
     yield _front_table(found.front, trials) if len(found.front) else _best_trials(trials)
     if any(trials.choices):
-        yield layers_touched(trials, _layers(run, trials))
+        yield _layers_touched(trials, found.layers)
     if len(found.terms):
         yield Heading("What single edits do")
-        yield Gallery(edits_alone(found.terms))
+        yield Gallery(edit_charts(found.terms))
     yield from _what_goes_with_edits(trials, found.terms)
-
-
-def _is_earlier(run: Run[SearchRun]) -> bool:
-    return not set(_NEW) <= set(run.found.trials)
-
-
-def _trials(run: Run[SearchRun]) -> SearchedTrials:
-    table = run.found.trials
-    texts = {name: table[name].fillna("").astype(str) for name in ("edits", "program")}
-    return SearchedTrials(table.assign(**texts), objective_of(run.record))
-
-
-def _layers(run: Run[SearchRun], trials: SearchedTrials) -> int:
-    """Of the unedited model; where the record does not say it, as far as edits reach."""
-    reached = max((edit.stop for choice in trials.choices for edit in choice), default=1)
-    layers = max(int(run.record.get("num_layers") or 0), reached)
-    if layers > MOST_LAYERS:
-        raise ValueError(f"edits of {layers} layers are more than any model has")
-    return layers
 
 
 def _winner(run: Run[SearchRun]) -> Iterator[Block]:
@@ -179,6 +154,26 @@ def _front_table(front: pd.DataFrame, trials: SearchedTrials) -> Table:
     return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}))
 
 
+def _layers_touched(trials: SearchedTrials, layers: int) -> Map:
+    """Which layers the good trials change: a strip for each space."""
+    values = trials.shares(layers)
+    every = [trials.touched(space, layers, range(len(trials))) for space in values.index]
+    places = [(row, layer) for row in range(len(values)) for layer in range(layers)]
+    shares = pd.DataFrame({"good": values.to_numpy().ravel(), "all": np.ravel(every)})
+    title = "Which layers the good trials change"
+    of_each = "of each level " if trials.has_levels else ""
+    caption = (
+        f"Share of the best tenth of trials {of_each}({len(trials.good)} of {len(trials)}) "
+        "that have an edit of this space on the layer."
+    )
+    fields = {"good": "of the good trials", "all": "of all trials"}
+    cells = map_cells(values, places, shares, fields, "{row}, layer {column}")
+    scale_ = Normalize(0, 1)
+    legend = Legend(legend_figure(scale_), "Colours: share of the good trials")
+    table = cell_table(f"{title}: shares", "space", values)
+    return Map(map_figure(values, scale_, ("layer", ""), flat=WIDE), title, caption, cells, table, legend, wide=True)
+
+
 def _what_goes_with_edits(trials: SearchedTrials, terms: pd.DataFrame) -> Iterator[Block]:
     effects = trials.effects()[:_SHOWN]
     if not effects:
@@ -202,9 +197,9 @@ def _what_goes_with_edits(trials: SearchedTrials, terms: pd.DataFrame) -> Iterat
 
 def _findings(run: Run[SearchRun]) -> Iterator[Finding]:
     best = run.record.get("best")
-    if _is_earlier(run) or not best:
+    if run.found.is_earlier or not best:
         return
-    trials, held = _trials(run), run.record.get("held_out")
+    trials, held = run.found.searched, run.record.get("held_out")
     texts = [_what_won(run, trials, best, held)]
     figure, label = _value(best, "perplexity"), f"perplexity of the best of {plural(len(trials), 'trial')}"
     if held:

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.image import imread
 from scipy import stats
 
-from surgeon.reports.search_history import draw_search
-from surgeon.reports.search_trials import SearchedTrials, objective_of
+from surgeon.results.search import SearchRun
+from surgeon.results.trials import SearchedTrials
 
 NAN = math.nan
 
@@ -114,14 +114,17 @@ def test_odd_numbers_are_no_trouble(tmp_path: Path) -> None:
         [(4.0, "pair 0:2", math.inf, True, True), (5.0, "pair 1:3", 0.5, False, False)],
     ):
         table = trials(rows)
-        draw_search(tmp_path / "search.png", table, 6, "a search")
+        SearchRun(table.table.assign(depth=5.0), record={"num_layers": 6}).draw(tmp_path)
         height, width = imread(tmp_path / "search.png").shape[:2]
         assert width > height > 500
         assert len(table.best_so_far) == len(rows)
 
 
 def test_what_trials_are_ranked_by() -> None:
-    assert objective_of({}) == "divergence"
-    assert objective_of({"objective": "latency@cpu-2,perplexity"}) == "perplexity"
-    assert objective_of({"objective": "accuracy:piqa"}) == "divergence"
+    def by(record: dict[str, str]) -> str:
+        return SearchRun(BUDGET.table, record=record).searched.by
+
+    assert by({}) == "divergence"
+    assert by({"objective": "latency@cpu-2,perplexity"}) == "perplexity"
+    assert by({"objective": "accuracy:piqa"}) == "divergence"
     assert trials([(NAN, "", 3.0, True, True)], "perplexity").values.tolist() == [3.0]

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from surgeon.searches.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit
+from surgeon.results.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -24,6 +24,7 @@ SOURCES = {
     REGRESSION: "least sum, corrected by trials",
     NEIGHBOUR: "neighbour of the best",
 }
+MOST_DIVERGENCE = 1.0  # nats per token: what is further from the original than this is another model
 BY = ("divergence", "perplexity")  # what trials can be ranked by, the usual one first
 _BEST_PART = 0.1  # of the trials, that count as good
 _LONGEST = 72  # characters of edits in a table
@@ -231,15 +232,7 @@ class SearchedTrials:
 def _effect(edit: Edit, there: Numbers, else_: Numbers) -> EditEffect:
     from scipy import stats  # half a second that a page without a search need not wait
 
-    from surgeon.quality.summary import CONFIDENCE
-
     found: Any = stats.ttest_ind(there, else_, equal_var=False)
-    low, high = found.confidence_interval(CONFIDENCE)
+    low, high = found.confidence_interval(0.95)
     ratio = math.exp(there.mean() - else_.mean())
     return EditEffect(edit, len(there), ratio, math.exp(low), math.exp(high))
-
-
-def objective_of(record: dict[str, Any]) -> str:
-    """What a search's record says that trials are ranked by."""
-    names = str(record.get("objective") or BY[0]).split(",")
-    return next((name for name in names if name in BY), BY[0])
