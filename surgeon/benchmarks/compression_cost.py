@@ -122,7 +122,7 @@ def measure_compression(
 @torch.inference_mode()
 def compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Compression) -> CompressionCost:
     """Runs on a rank: run every window both ways with the weights of an engine that it keeps; bytes are this rank's."""
-    engine: RankEngine = rank.kept[name]
+    engine: RankEngine = rank.engines[name]
     exact = _sending(engine, lambda collectives: collectives.exact)
     compressed = _sending(engine, lambda collectives: Compressed(collectives.exact, kind))
     found = []

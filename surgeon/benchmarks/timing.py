@@ -363,7 +363,7 @@ def run_timed(
     Raises:
         UndefinedLogits: if the model predicts nothing for one of them.
     """
-    engine: TimedEngine = rank.kept[name]
+    engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
     recorder.begin(events)
     began = now()

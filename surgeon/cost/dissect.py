@@ -197,12 +197,12 @@ class _DissectedMachine(RankMachine):
 
 def load_dissected(rank: Rank, plan: Plan, name: str) -> None:
     """Runs on a rank: load its slices of a model, and keep the engine under a name."""
-    rank.kept[name] = DissectedEngine(plan, rank.collectives, rank.device)
+    rank.engines[name] = DissectedEngine(plan, rank.collectives, rank.device)
 
 
 def run_dissected(rank: Rank, name: str, load: Workload) -> list[PassParts]:
     """Runs on a rank: compute some texts, and say where the time of each pass went."""
-    engine: DissectedEngine = rank.kept[name]
+    engine: DissectedEngine = rank.engines[name]
     engine.passes_seen = []
     engine.watch.take()
     limits = Limits(load.batch, engine.plan.max_tokens, pass_tokens=load.batch * load.prompt)

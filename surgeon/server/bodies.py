@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from surgeon.checkpoint.generation_defaults import Defaults
 from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.request import Sampling
-from surgeon.server.errors import invalid, shown
+from surgeon.server.errors import invalid, short
 
 MOST_CHOICES = 128
 
@@ -105,9 +105,9 @@ class Body(BaseModel):
             if value is None or name in IGNORED:
                 continue
             if name not in UNSUPPORTED:
-                raise invalid(f"there is no field {shown(name)}; {did_you_mean(name, type(self).model_fields)}", name)
+                raise invalid(f"there is no field {short(name)}; {did_you_mean(name, type(self).model_fields)}", name)
             if value not in UNSUPPORTED[name]:
-                raise invalid(f"{name} is not supported; leave it out (it is {shown(value)})", name)
+                raise invalid(f"{name} is not supported; leave it out (it is {short(value)})", name)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream to be true", "stream_options")
         if not 1 <= self.choices <= MOST_CHOICES:

@@ -73,7 +73,7 @@ def failed(reason: Exception) -> ApiError:
     return ApiError(503, f"the server has failed: {reason}", code="rank_failed")
 
 
-def shown(value: Any) -> str:
+def short(value: Any) -> str:
     """A client's value, short enough for a message."""
     text = _SHORT.repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
@@ -92,6 +92,6 @@ def explain(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         return invalid(f"{name} is missing", field)
     if field in _KINDS:
-        return invalid(f"{field} must be {_KINDS[field]}, not {shown(value)}", field)
+        return invalid(f"{field} must be {_KINDS[field]}, not {short(value)}", field)
     wanted = str(error["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
-    return invalid(f"{name} must be a valid {wanted}, not {shown(value)}", field)
+    return invalid(f"{name} must be a valid {wanted}, not {short(value)}", field)

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from surgeon.checkpoint.encoding import Encoder
 from surgeon.checkpoint.texts import Continuation
-from surgeon.server.errors import invalid, shown
+from surgeon.server.errors import invalid, short
 
 FIELD = "chat_template_kwargs"
 MOST_VARIABLES = 1 << 16  # bytes of them
@@ -152,12 +152,12 @@ class Texts:
 def _plain(message: dict[str, Any], name: str) -> dict[str, Any]:
     """A message whose content is one text, whether it came so or in parts."""
     if not isinstance(message.get("role"), str):
-        raise invalid(f'{name}.role must be a text such as "user", not {shown(message.get("role"))}', "messages")
+        raise invalid(f'{name}.role must be a text such as "user", not {short(message.get("role"))}', "messages")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content.{number}") for number, part in enumerate(content))
     if not isinstance(content, str):
-        raise invalid(f"{name}.content must be a text or a list of parts, not {shown(content)}", "messages")
+        raise invalid(f"{name}.content must be a text or a list of parts, not {short(content)}", "messages")
     _check_text(content, "messages")
     return message | {"content": content}
 
@@ -165,7 +165,7 @@ def _plain(message: dict[str, Any], name: str) -> dict[str, Any]:
 def _part(part: Any, name: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise invalid(f'{name} must be {{"type": "text", "text": ...}}, not {shown(part)}', "messages")
+    raise invalid(f'{name} must be {{"type": "text", "text": ...}}, not {short(part)}', "messages")
 
 
 def _check_text(text: str, name: str) -> None:

@@ -90,7 +90,7 @@ def complete_twice(
     rank: Rank, first: list[Request], then: list[Request], blocks: int, limits: Limits
 ) -> Completed | None:
     """Work on some requests, and when they have ended on others, with the same cache."""
-    engine: RankEngine = rank.kept[ENGINE]
+    engine: RankEngine = rank.engines[ENGINE]
     cache = engine.new_cache(blocks)
     if rank.rank:
         follow(rank, engine, cache)

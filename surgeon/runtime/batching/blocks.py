@@ -75,7 +75,7 @@ class BlockTable:
         self.blocks.extend(blocks)
 
 
-class HeldBlocks:
+class SequenceBlocks:
     """What one sequence holds.
 
     Attributes:
@@ -216,7 +216,7 @@ class BlockPool:
                 found.add(length)
         return found
 
-    def open(self, prefix: Prefix) -> HeldBlocks:
+    def open(self, prefix: Prefix) -> SequenceBlocks:
         """The blocks of a sequence that shares a prefix, as `match` gave it just now."""
         tables = [BlockTable(prefix.blocks - len(blocks)) for blocks in prefix.shared]
         for table, blocks in zip(tables, prefix.shared, strict=True):
@@ -225,26 +225,26 @@ class BlockPool:
                 self._idle.pop(block, None)
             table.extend(blocks)
         self._prefixes.hold(prefix.number)
-        return HeldBlocks(tables, prefix.blocks, prefix.number)
+        return SequenceBlocks(tables, prefix.blocks, prefix.number)
 
-    def lacking(self, held: HeldBlocks, end: int, whole: int = 0) -> int:
+    def lacking(self, own: SequenceBlocks, end: int, whole: int = 0) -> int:
         """How many blocks a sequence needs to have room for its tokens up to `end`.
 
         Args:
             whole: and in groups without a window for so many.
         """
-        return sum(max(0, length) for length in self._missing(held, end, whole))
+        return sum(max(0, length) for length in self._missing(own, end, whole))
 
-    def _missing(self, held: HeldBlocks, end: int, whole: int) -> list[int]:
+    def _missing(self, own: SequenceBlocks, end: int, whole: int) -> list[int]:
         ends = [max(end, whole) if window is None else end for window in self.windows]
-        return [self.blocks_for(end) - table.length for end, table in zip(ends, held.tables, strict=True)]
+        return [self.blocks_for(end) - table.length for end, table in zip(ends, own.tables, strict=True)]
 
-    def still_to_come(self, held: HeldBlocks, tokens: int) -> int:
+    def still_to_come(self, own: SequenceBlocks, tokens: int) -> int:
         """How many more blocks a sequence will hold at a time, at most, until it has so many tokens."""
         most = (most_held(tokens, window, self.block_tokens) for window in self.windows)
-        return sum(max(0, all_ - len(table.blocks)) for all_, table in zip(most, held.tables, strict=True))
+        return sum(max(0, all_ - len(table.blocks)) for all_, table in zip(most, own.tables, strict=True))
 
-    def reach(self, held: HeldBlocks, begin: int, end: int, whole: int = 0, free: int | None = None) -> int:
+    def reach(self, own: SequenceBlocks, begin: int, end: int, whole: int = 0, free: int | None = None) -> int:
         """Up to which token, from `begin` to `end`, there are blocks for a sequence, its own and free ones.
 
         Args:
@@ -252,13 +252,13 @@ class BlockPool:
             free: that it may have; those that nobody uses if None.
         """
         free = self.free if free is None else free
-        while end > begin and self.lacking(held, end, whole) > free:
+        while end > begin and self.lacking(own, end, whole) > free:
             end = max(begin, (end - 1) // self.block_tokens * self.block_tokens)
         return end
 
-    def grow(self, held: HeldBlocks, end: int, whole: int = 0) -> None:
+    def grow(self, own: SequenceBlocks, end: int, whole: int = 0) -> None:
         """Give a sequence what it is `lacking`; there must be as many free."""
-        for table, new in zip(held.tables, self._missing(held, end, whole), strict=True):
+        for table, new in zip(own.tables, self._missing(own, end, whole), strict=True):
             self._extend(table, max(0, new))
 
     def _extend(self, table: BlockTable, new: int) -> None:
@@ -279,17 +279,17 @@ class BlockPool:
             table.extend(taken)
             new -= len(taken)
 
-    def shrink(self, held: HeldBlocks, tokens: int) -> None:
+    def shrink(self, own: SequenceBlocks, tokens: int) -> None:
         """Give back what a sequence has behind its first so many tokens: room for some that did not come."""
         length = self.blocks_for(tokens)
-        assert held.known <= length, f"{length} blocks are to stay and {held.known} are known"
-        for table in held.tables:
+        assert own.known <= length, f"{length} blocks are to stay and {own.known} are known"
+        for table in own.tables:
             if length < table.length:
                 self._give_back(table.cut(length))
 
-    def leave_behind(self, held: HeldBlocks, computed: int) -> None:
+    def leave_behind(self, own: SequenceBlocks, computed: int) -> None:
         """Give back what no window reaches when so many tokens have been computed, and made known."""
-        for table, window in zip(held.tables, self.windows, strict=True):
+        for table, window in zip(own.tables, self.windows, strict=True):
             first = first_block(computed, window, self.block_tokens)
             if first > table.gone:
                 self._give_back(reversed(table.leave(first)))  # later ones are shared further on
@@ -320,25 +320,25 @@ class BlockPool:
         del self._known[key]
         self._prefixes.let_go(key[1])
 
-    def learn(self, held: HeldBlocks, tokens: Sequence[int], computed: int) -> None:
+    def learn(self, own: SequenceBlocks, tokens: Sequence[int], computed: int) -> None:
         """Let others share the blocks of a sequence that the first `computed` tokens fill."""
         size = self.block_tokens
-        while (held.known + 1) * size <= computed:
-            start = held.known * size
-            number = self._prefixes.add(held.number, tuple(tokens[start : start + size]))
+        while (own.known + 1) * size <= computed:
+            start = own.known * size
+            number = self._prefixes.add(own.number, tuple(tokens[start : start + size]))
             self._prefixes.hold(number)
-            for group, table in enumerate(held.tables):
+            for group, table in enumerate(own.tables):
                 if (group, number) not in self._known:
-                    block = table.blocks[held.known - table.gone]
+                    block = table.blocks[own.known - table.gone]
                     self._known[group, number], self._key[block] = block, (group, number)
                     self._prefixes.hold(number)
-            self._prefixes.let_go(held.number)
-            held.number = number
-            held.known += 1
+            self._prefixes.let_go(own.number)
+            own.number = number
+            own.known += 1
 
-    def forget(self, held: HeldBlocks) -> None:
+    def forget(self, own: SequenceBlocks) -> None:
         """Let no further sequence share what one has shared or made known, those it has given back among them."""
-        for number in list(self._prefixes.path(held.number)):
+        for number in list(self._prefixes.path(own.number)):
             for group in range(len(self.windows)):
                 block = self._known.get((group, number))
                 if block is None:
@@ -348,9 +348,9 @@ class BlockPool:
                     del self._idle[block]
                     self._gaps.give(block)
 
-    def close(self, held: HeldBlocks) -> None:
+    def close(self, own: SequenceBlocks) -> None:
         """Give back all blocks of a sequence, which is not to use them again."""
-        for table in held.tables:
+        for table in own.tables:
             self._give_back(table.blocks)
-        self._prefixes.let_go(held.number)
-        held.tables, held.known, held.number = (), 0, ROOT
+        self._prefixes.let_go(own.number)
+        own.tables, own.known, own.number = (), 0, ROOT

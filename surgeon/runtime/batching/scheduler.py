@@ -40,8 +40,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-from surgeon.runtime.batching.blocks import BlockPool, HeldBlocks
-from surgeon.runtime.batching.expectation import Expectation
+from surgeon.runtime.batching.blocks import BlockPool, SequenceBlocks
 from surgeon.runtime.batching.request import (
     UNDEFINED,
     Choice,
@@ -52,7 +51,7 @@ from surgeon.runtime.batching.request import (
     TokenLogprob,
     check_length,
 )
-from surgeon.runtime.batching.sequence import ScheduledChunk, Sequence
+from surgeon.runtime.batching.sequence import Expectation, ScheduledChunk, Sequence
 from surgeon.runtime.batching.windows import PASS_TOKENS, longest_text
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
@@ -196,12 +195,12 @@ class Scheduler:
         """
         begin, length = sequence.computed, len(sequence.tokens)
         last = min(length - self._comes_back(sequence), begin + most)
-        end = self.pool.reach(sequence.held, begin, last, length)
+        end = self.pool.reach(sequence.blocks, begin, last, length)
         if end == begin:
             if not alone or not self._make_room(sequence, begin + 1):
                 return None
-            end = self.pool.reach(sequence.held, begin, last, length)
-        self.pool.grow(sequence.held, end, length)
+            end = self.pool.reach(sequence.blocks, begin, last, length)
+        self.pool.grow(sequence.blocks, end, length)
         return ScheduledChunk(sequence, end - begin)
 
     def _drafting(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
@@ -216,8 +215,8 @@ class Scheduler:
         length = len(sequence.tokens)
         # Those that are due have blocks already.
         wanted = self._drafts_due(sequence) if sequence.request.sampling.draws else self._drafts_wanted(sequence)
-        end = self.pool.reach(sequence.held, length, length + wanted)
-        self.pool.grow(sequence.held, end)
+        end = self.pool.reach(sequence.blocks, length, length + wanted)
+        self.pool.grow(sequence.blocks, end)
         return end - length
 
     def _drafts_wanted(self, sequence: Sequence) -> int:
@@ -236,9 +235,9 @@ class Scheduler:
         """How many are drafted in any case, because they would be if the sequence were alone; 0 if nothing is drawn."""
         if not sequence.request.sampling.draws:
             return 0
-        length, own = len(sequence.tokens), sum(len(table.blocks) for table in sequence.held.tables)
+        length, own = len(sequence.tokens), sum(len(table.blocks) for table in sequence.blocks.tables)
         wanted = length + self._drafts_wanted(sequence)
-        return self.pool.reach(sequence.held, length, wanted, length, self.pool.blocks - own) - length
+        return self.pool.reach(sequence.blocks, length, wanted, length, self.pool.blocks - own) - length
 
     def _comes_back(self, sequence: Sequence) -> bool:
         """Whether a sequence goes on with drafts when it has been preempted: its last token is computed with them."""
@@ -247,16 +246,16 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence blocks for its tokens up to `end`; False if it had to be preempted itself."""
         whole = len(sequence.tokens)
-        while self.pool.lacking(sequence.held, end, whole) > self.pool.free:
+        while self.pool.lacking(sequence.blocks, end, whole) > self.pool.free:
             youngest = self.running.pop()
-            self.pool.close(youngest.held)
-            youngest.held, youngest.computed = HeldBlocks(), 0
+            self.pool.close(youngest.blocks)
+            youngest.blocks, youngest.computed = SequenceBlocks(), 0
             self.waiting.appendleft(youngest)
             self.tally.preempted += 1
             self.expected.failed()
             if youngest is sequence:
                 return False
-        self.pool.grow(sequence.held, end, whole)
+        self.pool.grow(sequence.blocks, end, whole)
         return True
 
     def _admit(self, budget: int) -> bool:
@@ -274,14 +273,14 @@ class Scheduler:
         tokens = sequence.tokens[: len(sequence.tokens) - self._comes_back(sequence)]
         prefix = pool.match(tokens, None if unscored is None else (unscored - 1) // size)
         computed, length = prefix.blocks * size, len(sequence.tokens)
-        held = pool.open(prefix)
-        own = pool.lacking(held, min(length, computed + budget), length)
-        own = max(own, pool.still_to_come(held, max(length, self.expected.length(sequence))))
+        blocks = pool.open(prefix)
+        own = pool.lacking(blocks, min(length, computed + budget), length)
+        own = max(own, pool.still_to_come(blocks, max(length, self.expected.length(sequence))))
         if self.running and own + sum(map(self._to_come, self.running)) > pool.free:
-            pool.close(held)
+            pool.close(blocks)
             self._refused_at = pool.releases
             return False
-        sequence.held, sequence.computed = held, computed
+        sequence.blocks, sequence.computed = blocks, computed
         if sequence.admitted is None:
             sequence.admitted, sequence.cached = time.monotonic(), sequence.computed
             self.tally.prompt_tokens += len(sequence.tokens)
@@ -293,7 +292,7 @@ class Scheduler:
         """How many blocks a running sequence is expected to need yet; one at least, if it can come to need one."""
         further = len(sequence.tokens) + self.pool.block_tokens
         tokens = min(sequence.last - 1, max(further, self.expected.length(sequence)))
-        return self.pool.still_to_come(sequence.held, tokens)
+        return self.pool.still_to_come(sequence.blocks, tokens)
 
     def advance(
         self,
@@ -320,12 +319,12 @@ class Scheduler:
                 outputs += self._take_over(chunk, choices)
                 continue
             if any(token == UNDEFINED for token, _ in choices) or any(math.isnan(one.logprob) for one in prompt):
-                self.pool.forget(sequence.held)  # nobody shares what predicts nothing
+                self.pool.forget(sequence.blocks)  # nobody shares what predicts nothing
                 outputs.append(self._finish(sequence, "undefined"))
                 continue
             sequence.computed += chunk.tokens
-            self.pool.learn(sequence.held, sequence.tokens, sequence.computed)
-            self.pool.leave_behind(sequence.held, sequence.computed)
+            self.pool.learn(sequence.blocks, sequence.tokens, sequence.computed)
+            self.pool.leave_behind(sequence.blocks, sequence.computed)
             if prompt:
                 assert sequence.unscored is not None
                 further = sequence.unscored + len(prompt)
@@ -351,12 +350,12 @@ class Scheduler:
             sequence.computed += 1  # the token before this one
             sequence.accepted += accepted
             self.tally.accepted += accepted
-            self.pool.learn(sequence.held, sequence.tokens, sequence.computed)
+            self.pool.learn(sequence.blocks, sequence.tokens, sequence.computed)
             outputs.append(self._append(sequence, choice, ()))
             if outputs[-1].finish_reason is not None:
                 return outputs
-        self.pool.shrink(sequence.held, len(sequence.tokens))
-        self.pool.leave_behind(sequence.held, sequence.computed)
+        self.pool.shrink(sequence.blocks, len(sequence.tokens))
+        self.pool.leave_behind(sequence.blocks, sequence.computed)
         return outputs
 
     def _append(self, sequence: Sequence, choice: Choice, prompt: tuple[TokenLogprob, ...]) -> Output:
@@ -377,7 +376,7 @@ class Scheduler:
     ) -> Output:
         """End a request, whether it runs or waits."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self.pool.close(sequence.held)
+        self.pool.close(sequence.blocks)
         if sequence.admitted is not None:
             self.expected.ended(sequence)
         self.tally.finished += 1

@@ -1,13 +1,14 @@
-"""An open request as the scheduler keeps it, and what a pass computes of it. No tensors here."""
+"""An open request as the scheduler has it, what a pass computes of it, and how long it may become. No tensors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from surgeon.runtime.batching.blocks import BlockRun, HeldBlocks
+from surgeon.runtime.batching.blocks import BlockRun, SequenceBlocks
 from surgeon.runtime.batching.request import Request
 
 
@@ -90,7 +91,7 @@ class Sequence:
         wanted: of a pass that completes them.
         last: how many they are when the request ends at the latest. The last one is not computed.
         computed: how many of them are in the cache.
-        held: its blocks, while it runs.
+        blocks: that it has while it runs.
         cached: tokens of the prompt that were not computed when it was first let in.
         admitted: when that was.
         unscored: the first token of the prompt whose log-probability is asked for and not known; None if there is none.
@@ -105,7 +106,7 @@ class Sequence:
     last: int
     unscored: int | None
     computed: int = 0
-    held: HeldBlocks = field(default_factory=HeldBlocks)
+    blocks: SequenceBlocks = field(default_factory=SequenceBlocks)
     cached: int = 0
     admitted: float | None = None
     drafting: bool = True
@@ -166,7 +167,7 @@ class ScheduledChunk(NamedTuple):
         """
         sequence, first = self.sequence, self.sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
-        return Row(first, [*tokens, *drafts], sequence.held.runs, self.wanted, self.targets, bool(drafts))
+        return Row(first, [*tokens, *drafts], sequence.blocks.runs, self.wanted, self.targets, bool(drafts))
 
     def drafting_row(self, drafts: Several[int]) -> Row:
         """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
@@ -177,4 +178,32 @@ class ScheduledChunk(NamedTuple):
         sequence = self.sequence
         newest = drafts[-1] if drafts else sequence.tokens[-1]
         wanted = sequence.wanted if len(drafts) < self.drafts else Wanted.NOTHING
-        return Row(sequence.computed + len(drafts), [newest], sequence.held.runs, wanted)
+        return Row(sequence.computed + len(drafts), [newest], sequence.blocks.runs, wanted)
+
+
+class Expectation:
+    """What share of the tokens that they may add texts do add, by the newest of them: admission reserves blocks by it.
+
+    Attributes:
+        share: what it is at first, until texts have ended; more again whenever one had to give way.
+    """
+
+    _WEIGHT = 1 / 8  # of the newest text
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def ended(self, sequence: Sequence) -> None:
+        """Note how far a text has come."""
+        if limit := sequence.request.sampling.max_new_tokens:
+            added = (len(sequence.tokens) - len(sequence.request.prompt)) / limit
+            self.share += (added - self.share) * self._WEIGHT
+
+    def failed(self) -> None:
+        """Note that texts have become longer than expected."""
+        self.share += (1 - self.share) / 2
+
+    def length(self, sequence: Sequence) -> int:
+        """How many tokens of a text there will be in the cache."""
+        prompt, limit = len(sequence.request.prompt), sequence.request.sampling.max_new_tokens
+        return min(prompt + math.ceil(limit * self.share), sequence.last - 1)

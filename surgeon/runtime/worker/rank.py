@@ -79,7 +79,7 @@ class Rank:
 
     Attributes:
         collectives: the connection to all ranks.
-        kept: a place for what later functions need again, such as engines.
+        engines: by name, for later functions.
         sender: on rank 0, what it tells all other ranks.
         receiver: on the other ranks, what they are told.
     """
@@ -97,7 +97,7 @@ class Rank:
         self.settings = settings
         self.rank = settings.rank
         self.device = rank_device(settings)
-        self.kept: dict[str, Any] = {}
+        self.engines: dict[str, Any] = {}
         self._connection = connection
         if settings.rank == 0:
             self.sender = Sender(channel)

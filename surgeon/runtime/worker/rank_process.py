@@ -102,7 +102,7 @@ class StartedRank(RankProcess):
         else:
             who = f"rank {self.rank}" + (f" ({self.process})" if code < 0 else "")
             message = f"{who} {child.ending()}" + (LIKELY_MEMORY if code == -signal.SIGKILL else "")
-        return noted(RankFailed(message), child.said())
+        return with_note(RankFailed(message), child.said())
 
     def end(self, reason: str | None) -> None:  # noqa: ARG002 - nobody reads what a child process would say
         self._child.kill()
@@ -136,7 +136,7 @@ class JoinedRank(RankProcess):
         self._lifeline.close()
 
 
-def noted(error: Failure, note: str) -> Failure:
+def with_note(error: Failure, note: str) -> Failure:
     """The error, with a note if there is anything to say."""
     if note.strip():
         error.add_note(note)

@@ -20,7 +20,7 @@ from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment, check_
 from surgeon.runtime.comm.shared_memory import create_memory
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import RankError, RankSettings
-from surgeon.runtime.worker.rank_process import JoinedRank, RankFailed, RankProcess, StartedRank, noted
+from surgeon.runtime.worker.rank_process import JoinedRank, RankFailed, RankProcess, StartedRank, with_note
 from surgeon.threads import usable_cores
 
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
@@ -197,7 +197,7 @@ class Ranks:
         error = errors[first.rank]
         where = f"{first.name}: " if isinstance(first, JoinedRank) else ""  # it may be that machine's fault
         failure = ValueError(where + error.line) if error.mendable else RankFailed(f"{first.name} failed: {error.line}")
-        return noted(failure, error.trace)
+        return with_note(failure, error.trace)
 
     def close(self, reason: str | None = None) -> None:
         """End every rank, as `kill` does, and wait until it has gone."""

@@ -74,16 +74,16 @@ def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
 
 def keep(rank: Rank, name: str, engine: RankEngine) -> None:
     """Keep an engine under a name on its rank, and spare passes the walks of Python's garbage collector through it."""
-    if name in rank.kept:
+    if name in rank.engines:
         unload(rank, name)
-    rank.kept[name] = engine
+    rank.engines[name] = engine
     gc.collect()
     gc.freeze()
 
 
 def unload(rank: Rank, name: str = ENGINE) -> None:
     """Runs on a rank: forget an engine."""
-    del rank.kept[name]
+    del rank.engines[name]
     gc.unfreeze()  # an engine refers to itself, and is looked for among all that there is
     gc.collect()
     gc.freeze()
@@ -97,7 +97,7 @@ def complete(
     Args:
         grouped: whether the blocks are those of groups of attentions, as in `serve`.
     """
-    engine: RankEngine = rank.kept[name]
+    engine: RankEngine = rank.engines[name]
     engine.figures = Figures()
     engine.pause()
     cache = engine.reusable_cache(blocks, grouped)
@@ -121,7 +121,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float, name: s
     Args:
         pulse_seconds: how often to send a `Pulse`.
     """
-    engine: RankEngine = rank.kept[name]
+    engine: RankEngine = rank.engines[name]
     cache = engine.new_cache(blocks, limits.max_batch, grouped=True)
 
     def pulse() -> None:  # whatever this rank is doing

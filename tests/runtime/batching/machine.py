@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from surgeon.runtime.batching.blocks import GONE, BlockPool, HeldBlocks
+from surgeon.runtime.batching.blocks import GONE, BlockPool, SequenceBlocks
 from surgeon.runtime.batching.request import Request, Sampling, TokenLogprob
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
@@ -123,7 +123,7 @@ class Machine:
     def step(self) -> list[ScheduledChunk]:
         """One pass: what is read from the cache must be the tokens before, whoever wrote them."""
         # A sequence that is preempted gets other blocks, and is one that begins, should it come back in the same pass.
-        going_on = [one.held for one in self.scheduler.running if len(one.tokens) - one.computed == 1]
+        going_on = [one.blocks for one in self.scheduler.running if len(one.tokens) - one.computed == 1]
         chunks = self.scheduler.plan()
         self.check_sizes(chunks, going_on)
         self.passes.append(chunks)
@@ -155,13 +155,13 @@ class Machine:
         self.check(chunks)
         return chunks
 
-    def check_sizes(self, chunks: list[ScheduledChunk], going_on: list[HeldBlocks]) -> None:
+    def check_sizes(self, chunks: list[ScheduledChunk], going_on: list[SequenceBlocks]) -> None:
         """Prompts have `pass_tokens` in a pass, and what goes on, with its drafts, as many more.
 
         Args:
             going_on: what is held by the sequences that lacked one token before the pass was planned.
         """
-        goes_on = [any(chunk.sequence.held is held for held in going_on) for chunk in chunks]
+        goes_on = [any(chunk.sequence.blocks is held for held in going_on) for chunk in chunks]
         continuations = [chunk for chunk, goes in zip(chunks, goes_on, strict=True) if goes]
         prompts = [chunk for chunk, goes in zip(chunks, goes_on, strict=True) if not goes]
         assert all(chunk.tokens == 1 for chunk in continuations)
@@ -171,10 +171,10 @@ class Machine:
 
     def check(self, chunks: list[ScheduledChunk]) -> None:
         assert chunks
-        held = [sequence.held for sequence in self.scheduler.running]
+        held = [sequence.blocks for sequence in self.scheduler.running]
         for sequence in self.scheduler.running:  # what was for drafts only is given back, and what windows have left
             length, size, computed = len(sequence.tokens), self.block_tokens, sequence.computed
-            for table, window in zip(sequence.held.tables, self.windows, strict=True):
+            for table, window in zip(sequence.blocks.tables, self.windows, strict=True):
                 assert table.length <= self.pool.blocks_for(length)
                 assert table.gone == (0 if window is None else max(0, computed - window + 1) // size)
                 listed = [at for at, place in enumerate(self.places(table.runs)) if place is not None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.runtime.batching.blocks import GONE, BlockPool, Gaps, HeldBlocks
+from surgeon.runtime.batching.blocks import GONE, BlockPool, Gaps, SequenceBlocks
 
 
-def opened(pool: BlockPool, tokens: list[int]) -> HeldBlocks:
+def opened(pool: BlockPool, tokens: list[int]) -> SequenceBlocks:
     """A sequence that has been let in and computed to the end."""
     held = pool.open(pool.match(tokens))
     pool.grow(held, len(tokens))
@@ -17,14 +17,14 @@ def opened(pool: BlockPool, tokens: list[int]) -> HeldBlocks:
     return held
 
 
-def empty(pool: BlockPool, blocks: int) -> HeldBlocks:
+def empty(pool: BlockPool, blocks: int) -> SequenceBlocks:
     """A sequence that has room for so many blocks of tokens."""
     held = pool.open(pool.match([0]))
     pool.grow(held, blocks * pool.block_tokens)
     return held
 
 
-def own(held: HeldBlocks) -> list[int]:
+def own(held: SequenceBlocks) -> list[int]:
     return held.tables[0].blocks
 
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.runtime.batching.expectation import Expectation
 from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.sequence import Sequence
+from surgeon.runtime.batching.sequence import Expectation, Sequence
 
 
 def text(prompt: int, limit: int, added: int = 0) -> Sequence:

@@ -78,7 +78,7 @@ def test_prefixes_are_shared_between_requests() -> None:
     chunks = machine.step()
     assert [chunk.tokens for chunk in chunks] == [2, 2]
     assert machine.scheduler.tally.cached_tokens == 24
-    assert len({block for chunk in chunks for block in chunk.sequence.held.tables[0].blocks}) == 3 + 2
+    assert len({block for chunk in chunks for block in chunk.sequence.blocks.tables[0].blocks}) == 3 + 2
     machine.run()
     assert all(machine.tokens(number) == continued(ask(number, [*prompt, number], 3)) for number in (1, 2))
     assert machine.outputs[1][-1].cached == 12

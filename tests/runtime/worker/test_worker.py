@@ -22,7 +22,7 @@ class Engine:
 
 @pytest.fixture
 def rank() -> Iterator[Any]:
-    yield SimpleNamespace(kept={})
+    yield SimpleNamespace(engines={})
     gc.unfreeze()
     gc.freeze()  # as for all tests (tests/conftest.py)
 
@@ -35,14 +35,14 @@ def kept(rank: Any, name: str) -> weakref.ref[Engine]:
 
 def test_passes_are_spared_walks_through_what_is_kept(rank: Any) -> None:
     engine = kept(rank, "one")
-    assert engine() is rank.kept["one"]
+    assert engine() is rank.engines["one"]
     assert not any(each is engine() for each in gc.get_objects())
 
 
 def test_an_engine_that_another_replaces_is_freed(rank: Any) -> None:
     first, second = kept(rank, "one"), kept(rank, "one")
     assert first() is None
-    assert second() is rank.kept["one"]
+    assert second() is rank.engines["one"]
     assert not any(each is second() for each in gc.get_objects())
 
 
@@ -50,5 +50,5 @@ def test_an_engine_that_is_unloaded_is_freed_and_others_stay(rank: Any) -> None:
     first, second = kept(rank, "first"), kept(rank, "second")
     unload(rank, "first")
     assert first() is None
-    assert second() is rank.kept["second"]
+    assert second() is rank.engines["second"]
     assert not any(each is second() for each in gc.get_objects())
