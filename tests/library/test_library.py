@@ -71,16 +71,15 @@ def test_texts_are_those_of_the_command(tiny_checkpoint: Path, capfd: pytest.Cap
         surgeon.open(tiny_checkpoint),
         prompts,
         max_new_tokens=6,
-        ranks=2,
         on_event=lambda text, event: events.append((text.prompt, event.text)),
     )
     command = [word for prompt in prompts for word in ("--prompt", prompt)]
-    assert main(["generate", str(tiny_checkpoint), *command, "--max-new-tokens", "6", "--tp", "2"]) == 0
+    assert main(["generate", str(tiny_checkpoint), *command, "--max-new-tokens", "6"]) == 0
     out, err = capfd.readouterr()
     assert out == "\n".join(
         f"==> {number} of 2: {text.prompt} <==\n{text.text}\n" for number, text in enumerate(found.texts, start=1)
     )
-    assert str(found).splitlines()[0] == err.splitlines()[0] == "ranks    2 (cpu, shm, float32)"
+    assert str(found).splitlines()[0] == err.splitlines()[0] == "ranks    1 (cpu, shm, float32)"
     for text in found.texts:
         assert "".join(piece for prompt, piece in events if prompt == text.prompt) == text.text
         assert text.usage.new == len(text.tokens)
@@ -151,3 +150,15 @@ def test_an_adapter_is_exported_beside_its_model(tiny_checkpoint: Path, tmp_path
     assert (tmp_path / "both" / "adapter" / "adapter_model.safetensors").is_file()
     with pytest.raises(ValueError, match="keeps its form and dtype"):
         surgeon.export(adapted, tmp_path / "no", adapter=True, dtype="bfloat16")
+
+
+def test_a_server_says_where_it_is(tiny_checkpoint: Path) -> None:
+    def stop(serving: object) -> None:
+        raise InterruptedError(str(serving))
+
+    with pytest.raises(InterruptedError, match=f"serving {tiny_checkpoint.name} at http://127.0.0.1:.*\nroom for "):
+        surgeon.serve(tiny_checkpoint, port=0, on_start=stop)
+    with pytest.raises(ValueError, match="the API key is empty"):
+        surgeon.serve(tiny_checkpoint, api_key=" ")
+    with pytest.raises(ValueError, match="is no origin of web pages"):
+        surgeon.serve(tiny_checkpoint, cors_origins=["here"])

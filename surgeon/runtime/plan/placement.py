@@ -57,9 +57,9 @@ def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
         parts = []
-        member = group.index(rank)
-        sharers = tuple(group[other] for other in sharing(step, member, len(group)))
-        for index, sublayer in step_parts(step, member, len(group)):
+        placed, sharing = _placed(step, group.index(rank), len(group))
+        sharers = tuple(group[other] for other in sharing)
+        for index, sublayer in placed:
             attends = sublayer.kind == ATTENTION
             parts.append(Part(sublayer, index, slots if attends else None, sharers))
             slots += attends
@@ -85,28 +85,22 @@ def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublay
     (an LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
     divides, and where the kinds differ (attention || MLP, whose costs differ), every member takes a slice of each.
     """
+    return _placed(step, member, members)[0]
+
+
+def _placed(step: Step, member: int, members: int) -> tuple[tuple[tuple[int, Sublayer], ...], range]:
+    """The same, and the members that compute slices of the same sublayers, this one among them."""
     sublayers = step.sublayers
-    count = len(sublayers)
-    if len({sublayer.kind for sublayer in sublayers}) == 1:
-        if members % count == 0:
-            each = members // count
-            return ((member // each, _slice(sublayers[member // each], member % each, each)),)
-        if count % members == 0:
-            each = count // members
-            return tuple((index, sublayers[index]) for index in range(member * each, (member + 1) * each))
-    return tuple((index, _slice(sublayer, member, members)) for index, sublayer in enumerate(sublayers))
-
-
-def sharing(step: Step, member: int, members: int) -> range:
-    """The members of a group that compute slices of the same sublayers of a step as this one."""
-    count = len(step.sublayers)
-    if len({sublayer.kind for sublayer in step.sublayers}) == 1:
-        if members % count == 0:
-            each = members // count
-            return range(member // each * each, (member // each + 1) * each)
-        if count % members == 0:
-            return range(member, member + 1)
-    return range(members)
+    count, alike = len(sublayers), len({sublayer.kind for sublayer in sublayers}) == 1
+    if alike and members % count == 0:
+        each = members // count
+        index = member // each
+        return ((index, _slice(sublayers[index], member % each, each)),), range(index * each, (index + 1) * each)
+    if alike and count % members == 0:
+        each = count // members
+        own = range(member * each, (member + 1) * each)
+        return tuple((index, sublayers[index]) for index in own), range(member, member + 1)
+    return tuple((index, _slice(one, member, members)) for index, one in enumerate(sublayers)), range(members)
 
 
 def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
