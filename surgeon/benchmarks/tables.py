@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import Any
 
 import pandas as pd
 
 from surgeon.benchmarks.compression_cost import CompressionCost
 from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.language.program import Program
+from surgeon.processes.files import finite
 from surgeon.results.bench import COLUMNS, RATIOS
 
 MS = 1e3
@@ -32,11 +31,8 @@ _RATIOS: tuple[Callable[[Measurement, Measurement], float], ...] = (
 
 def bench_table(results: Sequence[Result]) -> pd.DataFrame:
     """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round)."""
-    return pd.DataFrame([_row(result, _first_of(result, results)) for result in results])
-
-
-def _first_of(result: Result, results: Sequence[Result]) -> Result:
-    return next(other for other in results if other.load == result.load)
+    first = {result.load: result for result in reversed(results)}
+    return pd.DataFrame([_row(result, first[result.load]) for result in results])
 
 
 def _row(result: Result, first: Result) -> dict[str, object]:
@@ -84,19 +80,10 @@ def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:
             "dtype": result.plan.dtype,
             "connected": result.connected,
             **asdict(result.load),
-            "rounds": [_finite(asdict(one)) for one in result.rounds],
+            "rounds": [finite(asdict(one)) for one in result.rounds],
         }
         for result in results
     ]
-
-
-def _finite(value: Any) -> Any:
-    """The same with None in place of NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def compression_record(costs: Mapping[str, CompressionCost], text: str) -> list[dict[str, object]]:
@@ -112,6 +99,5 @@ def compression_record(costs: Mapping[str, CompressionCost], text: str) -> list[
         numbers = {"divergence": cost.divergence, "divergence_low": low, "divergence_high": high}
         numbers |= {"exact_perplexity": exact, "perplexity": compressed}
         about = {"program": name, "compression": cost.kind, "text": text, "predicted": cost.predicted}
-        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
-        records.append(about | finite | {"exact_bytes": cost.exact_bytes, "bytes": cost.compressed_bytes})
+        records.append(about | finite(numbers) | {"exact_bytes": cost.exact_bytes, "bytes": cost.compressed_bytes})
     return records

@@ -138,6 +138,7 @@ class RankRun:
     passes: list[PassTiming]
 
 
+@dataclass
 class PassRecorder:
     """Collects what happens in a pass.
 
@@ -147,19 +148,13 @@ class PassRecorder:
         events: whether each pass keeps its computations and exchanges.
     """
 
-    def __init__(self, figures: Figures, on_gpu: bool) -> None:
-        self.figures = figures
-        self.on_gpu = on_gpu
-        self.what: Step | str = EMBEDDING
-        self.events = False
-        self.computations: list[Computation] = []
-        self.exchanges: list[Exchange] = []
-        self.passes: list[PassTiming] = []
-
-    def begin(self, events: bool) -> None:
-        """Forget everything before."""
-        self.computations, self.exchanges, self.passes, self.what = [], [], [], EMBEDDING
-        self.events = events
+    figures: Figures
+    on_gpu: bool
+    what: Step | str = EMBEDDING
+    events: bool = False
+    computations: list[Computation] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    passes: list[PassTiming] = field(default_factory=list)
 
     def close(self, decode: bool, tokens: int, began: float, ended: float, sent: Sequence[Counts]) -> None:
         """End a pass.
@@ -184,6 +179,10 @@ class PassRecorder:
         if self.events:
             timing.computations, timing.exchanges = self.computations, self.exchanges
         self.passes.append(timing)
+        self.drop()
+
+    def drop(self) -> None:
+        """Begin another pass."""
         self.computations, self.exchanges, self.what = [], [], EMBEDDING
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
@@ -365,7 +364,8 @@ def run_timed(
     """
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
-    recorder.begin(events)
+    recorder.events, recorder.passes = events, []
+    recorder.drop()
     began = now()
     outputs, _ = complete(rank, requests, blocks, limits, name)
     if any(output.finish_reason == "undefined" for output in outputs):

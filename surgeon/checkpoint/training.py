@@ -7,7 +7,6 @@ configuration of a model from scratch, says, with the layers under other numbers
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from surgeon.errors import NotProven, shown
 from surgeon.language.program import Fork, Node, Program, Sublayer
 from surgeon.named import public
+from surgeon.processes.files import finite
 
 _ENTRIES: dict[str, type] = {"method": str, "data": str, "data_hash": str, "steps": int, "tokens": int}
 _SOURCE: dict[str, type] = {"model": str, "num_layers": int, "parameters": int, "model_hash": str}
@@ -54,7 +54,7 @@ class Training:
                 raise ValueError(f"the record of the {what} needs {reason}")
         # Nothing that is published says where a file lay on this machine.
         texts = {name: public(self.training[name]) for name in ("data", "held_out") if name in self.training}
-        object.__setattr__(self, "training", _finite(self.training | texts))
+        object.__setattr__(self, "training", finite(self.training | texts))
 
 
 def no_source(num_layers: int) -> dict[str, Any]:
@@ -94,15 +94,6 @@ def _is_quality(value: Any) -> bool:
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2
-
-
-def _finite(value: Any) -> Any:
-    """The same JSON value with None for numbers that are none, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(inside) for key, inside in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inside) for inside in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 Whose = dict[tuple[str, int], tuple[int, ...]]  # by kind and number of a stored layer: the original's layers

@@ -69,13 +69,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         if set(value) == {"points"}:
             points = value["points"]
-            return points[0][1] if len(points) == 1 else {_key(size): number for size, number in points}
+            table = {int(size) if size == int(size) else size: number for size, number in points}
+            return points[0][1] if len(points) == 1 else table
         return {key: _plain(each) for key, each in value.items() if each not in (None, "", {})}
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def _key(size: float) -> float | int:
-    return int(size) if size == int(size) else size
 
 
 # What a reader of a file is told of a figure that is not there.

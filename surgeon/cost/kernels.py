@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.cost.clocks import Burst
-from surgeon.cost.figure import Figure
 from surgeon.cost.hardware import Hardware, Host, Shares
 
 Nature = Literal["product", "attention", "copy"]
@@ -88,15 +87,13 @@ class RankSpeed:
 
     def seconds(self, kernel: Kernel) -> float:
         """How long a kernel runs, without its launch."""
-        flops, bandwidth = self._shares(kernel.nature)
+        flops, bandwidth = self.shares.flops, self.shares.bandwidth
+        if kernel.nature == "attention":
+            flops, bandwidth = self.shares.attention or flops, self.shares.cache or bandwidth
+        elif kernel.nature == "copy":
+            bandwidth = self.shares.copies or bandwidth
         moving = kernel.moved / (self.bandwidth * bandwidth.at(max(kernel.moved, 1.0)))
         return max(moving, kernel.flops / (self.flops * flops.at(kernel.rows)) if kernel.flops else 0.0)
-
-    def _shares(self, nature: Nature) -> tuple[Figure, Figure]:
-        shares = self.shares
-        if nature == "attention":
-            return shares.attention or shares.flops, shares.cache or shares.bandwidth
-        return shares.flops, (shares.copies or shares.bandwidth) if nature == "copy" else shares.bandwidth
 
 
 def burst(kernels: Sequence[Kernel], speed: RankSpeed, graphs: bool) -> Burst:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,15 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file that is whole or not there."""
     with whole_file(path) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from surgeon.checkpoint.read import read_json
 from surgeon.language.recipe import Recipe
-from surgeon.processes.files import write_json, write_table, write_text
+from surgeon.processes.files import finite, write_json, write_table, write_text
 from surgeon.searches.front import DepthCurve
 from surgeon.searches.healing import HealedComparison
 from surgeon.searches.limits import Limit, SearchBudget
@@ -175,8 +175,8 @@ def write_record(
 ) -> None:
     """Write the provenance, and what was found in numbers."""
     trial = winner.trial
-    best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key, **_finite(trial.measured)}
-    found: dict[str, Any] = {"best": best, "original": _finite(question.original)}
+    best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key, **_numbers(trial.measured)}
+    found: dict[str, Any] = {"best": best, "original": _numbers(question.original)}
     if winner.comparison is not None:
         missed = winner.missed_unseen(question.budget)
         found["held_out"] = {
@@ -191,7 +191,6 @@ def write_record(
     write_json(folder / RECORD_FILE, {**record, **found})
 
 
-def _finite(measured: MeasuredProgram) -> dict[str, float | None]:
-    """The numbers as JSON holds them."""
-    more = {name: value if math.isfinite(value) else None for name, value in measured.more.items()}
-    return {**quality_json(measured), **more}
+def _numbers(measured: MeasuredProgram) -> dict[str, float | None]:
+    """As JSON holds them."""
+    return {**quality_json(measured), **finite(measured.more)}

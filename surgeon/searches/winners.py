@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.language.program import Program
+from surgeon.processes.files import finite
 from surgeon.quality.summary import CONFIDENCE, interval
 from surgeon.searches.trial import MeasuredProgram, Trial
 
@@ -148,7 +149,7 @@ class HeldOutComparison:
             "original": quality_json(self.original),
             "searched": _finalist(self.searched),
             "runners_up": [
-                _finite({"difference": one.difference, "low": one.low, "high": one.high})
+                finite({"difference": one.difference, "low": one.low, "high": one.high})
                 | {"verdict": one.verdict, **_finalist(one.finalist)}
                 for one in self.runners_up
             ],
@@ -203,7 +204,8 @@ def quality_by(measured: MeasuredProgram, by: Measured) -> float:
 def quality_json(measured: MeasuredProgram) -> dict[str, float | None]:
     """A quality's numbers as JSON values; what is not finite is None."""
     names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
-    return _finite({name: getattr(measured, name) for name in names})
+    found: dict[str, float | None] = finite({name: getattr(measured, name) for name in names})
+    return found
 
 
 def _finalist(one: Finalist) -> dict[str, Any]:
@@ -213,7 +215,3 @@ def _finalist(one: Finalist) -> dict[str, Any]:
         "seen": quality_json(one.seen),
         "unseen": quality_json(one.unseen),
     }
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
