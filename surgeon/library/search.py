@@ -46,9 +46,8 @@ from surgeon.searches.results import (
     write_winner,
 )
 from surgeon.searches.search import BATCH, Search
-from surgeon.searches.study.patience import say_aside
 from surgeon.searches.study.rounds import RoundStudy
-from surgeon.searches.study.storage import StudyStorage, open_storage
+from surgeon.searches.study.storage import StudyStorage, open_storage, say_aside
 from surgeon.searches.study.workers import WorkerProcesses, interruptible
 from surgeon.searches.terms import Terms, measure_terms, work_of_terms
 from surgeon.searches.trial import Trial

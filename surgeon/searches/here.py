@@ -24,7 +24,7 @@ from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.limits import Limit
 from surgeon.searches.quantities import HERE, show_seconds
 from surgeon.searches.question import Question
-from surgeon.searches.study.patience import say_aside
+from surgeon.searches.study.storage import say_aside
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import RUNNERS_UP
 

@@ -23,8 +23,7 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.searches.edit import Edit
-from surgeon.searches.study.patience import PatientCalls, Say, say_aside
-from surgeon.searches.study.storage import StudyStorage
+from surgeon.searches.study.storage import PatientCalls, Say, StudyStorage, say_aside
 from surgeon.searches.study.trial_queue import FINISHED, TrialQueue
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
@@ -106,7 +105,7 @@ class RoundStudy:
             together: how many it is given at most; fewer where that leaves other workers without any.
             values: of what was measured, in the order of the study's objectives.
         """
-        told = {trial.proposal.key for trial in self.finished()}
+        known = {trial.proposal.key for trial in self.finished()}
         with self.queue.working():
             for number in count(self._last_round()):
                 self._require_same_settings()
@@ -116,8 +115,8 @@ class RoundStudy:
                 if not fresh:
                     return
                 for trial in self._run_round(number, fresh, earlier, measure, together, values):
-                    if trial.proposal.key not in told:
-                        told.add(trial.proposal.key)
+                    if trial.proposal.key not in known:
+                        known.add(trial.proposal.key)
                         yield trial
 
     def shared(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -196,8 +195,8 @@ class RoundStudy:
             costs = [_tellable(value) for value in values(proposal, measured)]
             state = TrialState.COMPLETE if measured.whole else TrialState.PRUNED
             # As text, because infinities and NaN are nothing that JSON's readers agree on.
-            told = {MEASURED: json.dumps(measured.to_json())}
-            self.queue.tell(trial, state, costs, told, {} if measured.whole else _running(measured))
+            found = {MEASURED: json.dumps(measured.to_json())}
+            self.queue.tell(trial, state, costs, found, {} if measured.whole else _running(measured))
 
     def _last_round(self) -> int:
         """The round that was begun last: all before it are finished."""

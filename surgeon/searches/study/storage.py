@@ -6,28 +6,34 @@ import json
 import os
 import random
 import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import BaseJournalBackend
 from sqlalchemy import URL, event, exc, make_url
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 
-from surgeon.errors import did_you_mean, first_line, naming
+from surgeon.errors import did_you_mean, first_line, full_disk, is_full_disk, naming
 from surgeon.processes.locks import locked
 from surgeon.provenance import without_password
 
+Say = Callable[[str], None]
+Found = TypeVar("Found")
 JOURNAL_FILE = "study.log"
 KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"
 JOURNAL_BEGINS = b'{"op_code":'
 TRIES = 20  # of opening a database that another worker is just setting up
 SECONDS_LOCKED = 60.0  # that a SQLite file may be busy before it counts as away
+SHORTEST, LONGEST = 0.25, 10.0  # seconds between two tries to reach one that is away
+SECONDS_BETWEEN_WORDS = 60.0
 ANSWER, SILENCE = 10, 30  # seconds to wait for a connection, and for a server that says nothing any more
 
 
@@ -75,6 +81,67 @@ class StudyStorage:
         return False
 
 
+def say_aside(line: str) -> None:
+    """Put a line on standard error."""
+    print(f"search: {line}", file=sys.stderr, flush=True)
+
+
+class PatientCalls:
+    """Asks a storage until it answers: while it is away workers wait, say so, and go on.
+
+    Attributes:
+        steady_since: when it last came back, on `time.monotonic`; what has been seen of others before means nothing.
+    """
+
+    def __init__(self, storage: StudyStorage, say: Say) -> None:
+        self.storage, self.say = storage, say
+        self.steady_since = float("-inf")
+
+    def __call__(self, ask: Callable[[], Found]) -> Found:
+        """What the storage answers.
+
+        Raises:
+            ValueError: if the study is no longer in it.
+            OSError: if it answers that it cannot do that, its disk being full, say.
+        """
+        begun, said, storage = time.monotonic(), float("-inf"), self.storage
+        of_storages = (StorageInternalError, exc.SQLAlchemyError)
+
+        def tell(state: RetryCallState) -> None:
+            nonlocal said
+            # The first try may have met a connection that was cut, and nothing is said of it.
+            if state.attempt_number > 1 and time.monotonic() - said >= SECONDS_BETWEEN_WORDS:
+                said, error = time.monotonic(), state.outcome and state.outcome.exception()
+                assert error
+                self.say(f"{storage.place} does not answer ({_words(error)}); waiting until it does")
+
+        tries = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, of_storages) and storage.is_away(error)),
+            wait=wait_exponential(multiplier=SHORTEST, max=LONGEST),
+            before_sleep=tell,
+        )
+        try:
+            found = tries(ask)
+        except KeyError as error:
+            raise ValueError(f"the study is no longer in {storage.place}: somebody deleted it") from error
+        except of_storages as error:
+            if is_full_disk(error):
+                raise full_disk(storage.file or storage.place) from error
+            raise OSError(f"{storage.place}: {_words(error)}") from error
+        if tries.statistics["attempt_number"] > 1:
+            self.steady_since = time.monotonic()
+        if said > begun:
+            self.say(f"{storage.place} is back after {time.monotonic() - begun:.0f} s; going on")
+        return found
+
+
+def _words(error: BaseException) -> str:
+    """What the driver said."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return without_password(first_line(error))
+
+
 def open_storage(address: str | None, output: Path, pace: Pace | None = None) -> StudyStorage:
     """Open a storage, and set it up if it is new.
 
@@ -89,9 +156,7 @@ def open_storage(address: str | None, output: Path, pace: Pace | None = None) ->
     pace = pace or Pace()
     if address is None:
         output.mkdir(parents=True, exist_ok=True)
-        return _open_journal(
-            output / JOURNAL_FILE, pace
-        )  # a trial costs a SQLite file 20 times what it costs a journal
+        return _open_journal(output / JOURNAL_FILE, pace)  # of which a trial costs a 20th of what it costs SQLite
     kind, _, rest = address.partition(":")
     if kind == "journal":
         return _open_journal(Path(rest), pace)

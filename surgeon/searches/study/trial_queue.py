@@ -2,28 +2,83 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import optuna
+import psutil
 from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from surgeon.errors import is_full_disk
-from surgeon.searches.study.holder import Holder, this_process
-from surgeon.searches.study.patience import PatientCalls, Say
-from surgeon.searches.study.storage import StudyStorage
+from surgeon.searches.study.storage import PatientCalls, Say, StudyStorage
 
+SAME_START = 2.0  # seconds that two readings of a process' start may be apart
 KEY, WORKER, BEAT = "key", "worker", "beat"  # attributes of trials
 PRESENT = "present "  # begins the names of the study's own attributes that say which workers there are
 ROUNDS_PRESENT = 2  # that a worker counts as there after it was last heard of
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 LIVE = (TrialState.WAITING, TrialState.RUNNING, *FINISHED)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process.
+
+    Attributes:
+        machine: its name.
+        world: what its number means something in: one run of the machine's kernel, and one container on it.
+        started: seconds since 1970; another process may get the same number later.
+    """
+
+    machine: str
+    world: str
+    pid: int
+    started: float
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.machine}"
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether it can be known from here if it has ended."""
+        return self.world == _world()
+
+    def is_gone(self) -> bool:
+        """Whether it is known to have ended: of a process elsewhere that cannot be known from here."""
+        if not self.is_seen:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            other = abs(process.create_time() - self.started) > SAME_START
+            return other or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:
+            return False
+
+
+def this_process() -> Holder:
+    """The process that asks."""
+    return Holder(platform.node(), _world(), os.getpid(), psutil.Process().create_time())
+
+
+@cache
+def _world() -> str:
+    if sys.platform == "linux":
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return f"{platform.node()} {psutil.boot_time():.0f}"
 
 
 class TrialQueue:
@@ -40,7 +95,7 @@ class TrialQueue:
         self.storage, self.study, self.say = storage, study, say
         self.ask = PatientCalls(storage, say)
         self.me = this_process()
-        self.held: dict[int, FrozenTrial] = {}  # by number: what this worker has taken and not yet told
+        self.own: dict[int, FrozenTrial] = {}  # by number: what this worker has taken and not yet told
         self.study_id = self.ask(lambda: storage.backend.get_study_id_from_name(study.study_name))
         self._watched: dict[int, tuple[Any, float]] = {}
 
@@ -75,8 +130,8 @@ class TrialQueue:
             if len(taken) == most:
                 break
             if trial.state == TrialState.WAITING and self._set_state(trial, TrialState.RUNNING):
-                self.held[trial.number] = trial
-                self._set_attribute(trial, WORKER, self.me.to_json())
+                self.own[trial.number] = trial
+                self._set_attribute(trial, WORKER, asdict(self.me))
                 taken.append(trial)
         return taken
 
@@ -94,8 +149,7 @@ class TrialQueue:
             state: one of `FINISHED`.
             running: intermediate values by step.
         """
-        backend = self.storage.backend
-        identifier = self._id(trial)
+        backend, identifier = self.storage.backend, trial._trial_id  # what a storage's functions know it by
         try:
             for name, value in attributes.items():
                 self._set_attribute(trial, name, value)
@@ -106,13 +160,13 @@ class TrialQueue:
             if self.ask(lambda: backend.get_trial(identifier)).state == TrialState.FAIL:
                 self._tell_late(trial, state, values, attributes, running)
             # Else the storage had taken it in before the connection to it broke.
-        self.held.pop(trial.number, None)
+        self.own.pop(trial.number, None)
 
     def bury(self) -> bool:
         """Fail trials whose worker is dead, so that they can be put again; says whether there were any."""
         running = self.ask(lambda: self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]))
         found = False
-        for trial in (trial for trial in running if trial.number not in self.held):
+        for trial in (trial for trial in running if trial.number not in self.own):
             worker = _worker_of(trial)
             if (worker is not None and worker.is_gone()) or self._is_silent(trial, worker):
                 lost = "an unknown worker" if worker is None else str(worker)
@@ -127,29 +181,29 @@ class TrialQueue:
         That is as far as is known: workers elsewhere that have ended count for a while.
         """
         own, backend = f"{PRESENT}{self.me.world} {self.me.pid}", self.storage.backend
-        self.ask(lambda: backend.set_study_system_attr(self.study_id, own, [number, self.me.to_json()]))
+        self.ask(lambda: backend.set_study_system_attr(self.study_id, own, [number, asdict(self.me)]))
         known = self.ask(lambda: backend.get_study_system_attrs(self.study_id))
         there = sorted(
             name
             for name, value in known.items()
             if name.startswith(PRESENT)
             and value[0] > number - ROUNDS_PRESENT
-            and (name == own or not Holder.from_json(value[1]).is_gone())
+            and (name == own or not Holder(**value[1]).is_gone())
         )
         return there.index(own), len(there)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """While it lasts, trials that are held show signs of life; what is still held at its end is given back."""
+        """While it lasts, trials of this worker show signs of life; what it has not told at its end is given back."""
         ended, backend = threading.Event(), self.storage.backend
 
         def beat() -> None:
             count = 0
             while not ended.wait(self.storage.pace.heartbeat):
                 count += 1
-                for trial in list(self.held.values()):
+                for trial in list(self.own.values()):
                     # One that was told just now, taken to be lost, or deleted: telling finds out.
-                    self._try(partial(backend.set_trial_user_attr, self._id(trial), BEAT, count))
+                    self._try(partial(backend.set_trial_user_attr, trial._trial_id, BEAT, count))
 
         thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
         thread.start()
@@ -157,9 +211,9 @@ class TrialQueue:
             yield
         finally:
             ended.set()
-            for trial in list(self.held.values()):  # if the storage is away, others notice after a while
-                self._try(partial(backend.set_trial_state_values, self._id(trial), TrialState.FAIL))
-            self.held.clear()
+            for trial in list(self.own.values()):  # if the storage is away, others notice after a while
+                self._try(partial(backend.set_trial_state_values, trial._trial_id, TrialState.FAIL))
+            self.own.clear()
             thread.join(timeout=self.storage.pace.heartbeat)
 
     def _try(self, say: Callable[[], object]) -> None:
@@ -187,7 +241,7 @@ class TrialQueue:
         That goes by this process' clock alone: those of two machines can be hours apart. (Optuna's own heartbeats go
         by the database's clock, but its journals have none, and they do not work with trials that are asked for.)
         """
-        if worker is not None and worker.is_seen():
+        if worker is not None and worker.is_seen:
             return False
         signs, now = (trial.user_attrs.get(WORKER), trial.user_attrs.get(BEAT)), time.monotonic()
         seen, since = self._watched.get(trial.number, (None, now))
@@ -201,26 +255,19 @@ class TrialQueue:
             self._set_state(trial, TrialState.FAIL)
 
     def _set_state(self, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None = None) -> bool:
-        identifier = self._id(trial)
-        set_state: Callable[[], bool] = partial(
-            self.storage.backend.set_trial_state_values, identifier, state=state, values=values
-        )
-        if state != TrialState.RUNNING:
-            return self.ask(set_state)
+        backend = self.storage.backend
         try:
-            return self.ask(set_state)
+            return self.ask(lambda: backend.set_trial_state_values(trial._trial_id, state, values))
         except UpdateFinishedTrialError:
+            if state != TrialState.RUNNING:
+                raise
             return False  # another worker has run it already
 
     def _set_attribute(self, trial: FrozenTrial, name: str, value: Any) -> None:
-        self.ask(partial(self.storage.backend.set_trial_user_attr, self._id(trial), name, value))
-
-    def _id(self, trial: FrozenTrial) -> int:
-        """What the storage's own functions know the trial by."""
-        return trial._trial_id
+        self.ask(partial(self.storage.backend.set_trial_user_attr, trial._trial_id, name, value))
 
 
 def _worker_of(trial: FrozenTrial) -> Holder | None:
     """Whose it is; None in the moment before its worker has said so."""
     values = trial.user_attrs.get(WORKER)
-    return None if values is None else Holder.from_json(values)
+    return None if values is None else Holder(**values)

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from surgeon.processes.children import Child, when_parent_ends
-from surgeon.searches.study.patience import Say, say_aside
+from surgeon.searches.study.storage import Say, say_aside
 from surgeon.threads import threads_per_rank
 
 FOLDER = "workers"  # in the output folder: what they say

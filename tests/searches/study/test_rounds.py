@@ -24,10 +24,9 @@ import pytest
 from optuna.trial import TrialState
 
 from surgeon.searches.edit import Edit, as_choice
-from surgeon.searches.study.holder import this_process
 from surgeon.searches.study.rounds import RoundStudy
 from surgeon.searches.study.storage import open_storage
-from surgeon.searches.study.trial_queue import BEAT
+from surgeon.searches.study.trial_queue import BEAT, this_process
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests import warm
 from tests.searches.made_up import EDITS, LAYERS, QUICK, SIZES, damage, measure, measured, propose, rows, study

@@ -21,8 +21,7 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 from surgeon.cli.failures import explain
 from surgeon.provenance import without_password
 from surgeon.searches.study import storage
-from surgeon.searches.study.patience import PatientCalls
-from surgeon.searches.study.storage import open_storage, writing_to
+from surgeon.searches.study.storage import PatientCalls, open_storage, writing_to
 
 REFUSED = {
     "mysql://me:secret@host/db": "'mysql://me:***@host/db' is no storage; known: postgresql, sqlite, journal",
