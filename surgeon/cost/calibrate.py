@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,7 +131,7 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
 
     whole = {ranks: rising(figures(ranks, merged(each, calibration.typical))) for ranks, each in measured.items()}
     rounds = {ranks: [figures(ranks, one) for one in each] for ranks, each in measured.items()}
-    content = _Document(name, calibration, whole, rounds).content()
+    content = _content(name, calibration, whole, rounds)
     text = f"{_head(calibration)}\n{yaml.safe_dump(content, sort_keys=False, width=WIDTH, default_flow_style=None)}"
     parse_hardware(text)
     return text
@@ -151,97 +151,69 @@ def _head(calibration: MachineCalibration) -> str:
     return textwrap.fill(said, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
-@dataclass
-class _Document:
-    """A hardware file's content as it is put together.
+def _content(
+    name: str, calibration: MachineCalibration, whole: Mapping[int, Figures], rounds: Mapping[int, list[Figures]]
+) -> dict[str, Any]:
+    """A hardware file's content: rates in parts of their peaks, and with every figure the interval of its rounds.
 
-    Attributes:
+    Args:
         whole: of all rounds together, by number of ranks.
         rounds: of each.
-        intervals: by where figures stand.
     """
+    plan, device = calibration.plans[1], calibration.device
 
-    name: str
-    calibration: MachineCalibration
-    whole: Mapping[int, Figures]
-    rounds: Mapping[int, list[Figures]]
-    intervals: dict[str, list[float]] = field(default_factory=dict)
-
-    def content(self) -> dict[str, Any]:
-        """All of it."""
-        plan, device = self.calibration.plans[1], self.calibration.device
-        bytes_there = (
-            psutil.virtual_memory().total if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
-        )
-        flops, bandwidth = self._peak(PRODUCTS), self._peak("shares.bandwidth")
-        peaks = {"flops": flops, "attention": flops, "bandwidth": bandwidth, "cache": bandwidth, "copies": bandwidth}
-        together = device == "cpu" and len(self.rounds) > 1
-        found: dict[str, Any] = {
-            "name": self.name,
-            "note": f"measured at the shapes of {self.calibration.shapes.name}",
-            "devices": 1 if device == "cpu" else torch.cuda.device_count(),
-            "device": {
-                "memory": _rounded(float(bytes_there)),
-                "bandwidth": _rounded(bandwidth),
-                "flops": {plan.dtype: _rounded(flops)},
-                "shares": self._shares(1, "device.shares", peaks),
-            },
-            "host": self._host(1, "host"),
-            "links": {way: self._link(way) for way in self.calibration.ways} if len(self.rounds) > 1 else {},
-        }
-        if together:
-            found["sharing"] = {
-                ranks: {
-                    "shares": self._shares(ranks, f"sharing.{ranks}.shares", peaks),
-                    "host": self._host(ranks, f"sharing.{ranks}.host"),
-                }
-                for ranks in self.rounds
-                if ranks > 1
-            }
-        return found | {"intervals": self.intervals}
-
-    def _peak(self, prefix: str) -> float:
+    def peak(prefix: str) -> float:
         """The most that all ranks together were seen to do."""
-        return max(
-            ranks * rate for ranks, each in self.whole.items() for key, rate in each.items() if key.startswith(prefix)
-        )
+        return max(n * rate for n, each in whole.items() for key, rate in each.items() if key.startswith(prefix))
 
-    def _shares(self, ranks: int, at: str, peaks: Mapping[str, float]) -> dict[str, Any]:
-        return self._nested(ranks, "shares.", at, lambda key: peaks[key.split(".")[1]])
-
-    def _host(self, ranks: int, at: str) -> dict[str, Any]:
-        found = self._nested(ranks, "host.", at, lambda _: 1.0)
-        found.setdefault("collective", 0.0)
-        return found | {"asynchronous": self.calibration.device == "cuda"}
-
-    def _link(self, way: str) -> dict[str, Any]:
-        more, at = sorted(ranks for ranks in self.whole if ranks > 1), f"links.{way}"
-        most = max(self.whole[ranks][f"{at}.rate"] for ranks in more)
-        algorithm = {
-            "kind": KINDS[way],
-            "base": {r: self._figure(r, f"{at}.base", f"{at}.algorithms.0.base.{r}", 1.0) for r in more},
-            "hop": 0.0,
-            "share": {r: self._figure(r, f"{at}.rate", f"{at}.algorithms.0.share.{r}", most) for r in more},
-        }
-        return {"bandwidth": _rounded(most), "algorithms": [algorithm]}
-
-    def _nested(self, ranks: int, prefix: str, at: str, scale: Callable[[str], float]) -> dict[str, Any]:
-        """Figures as mappings in each other, by their keys behind a prefix."""
-        found: dict[Any, Any] = {}
-        for key in (key for key in self.whole[ranks] if key.startswith(prefix)):
-            *outer, last = (int(name) if name.isdecimal() else name for name in key.removeprefix(prefix).split("."))
+    flops, bandwidth = peak(PRODUCTS), peak("shares.bandwidth")
+    links = {
+        way: max(each[f"links.{way}.rate"] for ranks, each in whole.items() if ranks > 1)
+        for way in (calibration.ways if len(whole) > 1 else ())
+    }
+    peaks = dict.fromkeys(("shares.flops", "shares.attention"), flops)
+    peaks |= dict.fromkeys(("shares.bandwidth", "shares.cache", "shares.copies"), bandwidth)
+    peaks |= {f"links.{way}.rate": rate for way, rate in links.items()}
+    found: dict[Any, Any] = {}
+    intervals: dict[str, list[float]] = {}
+    for ranks, figures in whole.items():
+        for key in figures:
+            at = _place(key, ranks)
+            if at.startswith("sharing.") and device != "cpu":
+                continue  # there every rank has a device of its own
+            of = next((rate for prefix, rate in peaks.items() if key.startswith(prefix)), 1.0)
+            values = [_rounded(one[key] / of) for one in (figures, *rounds[ranks])]
+            intervals[at] = [min(values), max(values)]
+            *outer, last = (int(part) if part.isdecimal() else part for part in at.split("."))
             inner = found
-            for name in outer:
-                inner = inner.setdefault(name, {})
-            inner[last] = self._figure(ranks, key, f"{at}.{key.removeprefix(prefix)}", scale(key))
-        return found
+            for part in outer:
+                inner = inner.setdefault(part, {})
+            inner[last] = values[0]
+    for host in (found["host"], *(each["host"] for each in found.get("sharing", {}).values())):
+        host["collective"] = host.get("collective", 0.0)
+        host["asynchronous"] = device == "cuda"
+    for way, rate in links.items():
+        algorithm = {"kind": KINDS[way], "hop": 0.0, **found["links"][way]["algorithms"][0]}
+        found["links"][way] = {"bandwidth": _rounded(rate), "algorithms": [algorithm]}
+    memory = psutil.virtual_memory().total if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    rates = {"bandwidth": _rounded(bandwidth), "flops": {plan.dtype: _rounded(flops)}}
+    about = {
+        "name": name,
+        "note": f"measured at the shapes of {calibration.shapes.name}",
+        "devices": 1 if device == "cpu" else torch.cuda.device_count(),
+        "device": {"memory": _rounded(float(memory)), **rates, **found.pop("device")},
+    }
+    return {**about, "host": found.pop("host"), "links": {}, **found, "intervals": intervals}
 
-    def _figure(self, ranks: int, key: str, at: str, scale: float) -> float:
-        """A figure in parts of a scale; where it stands is noted with its interval."""
-        value = self.whole[ranks][key] / scale
-        values = [value, *(one[key] / scale for one in self.rounds[ranks])]
-        self.intervals[at] = [_rounded(min(values)), _rounded(max(values))]
-        return _rounded(value)
+
+def _place(key: str, ranks: int) -> str:
+    """Where a figure of so many ranks stands in a hardware file."""
+    if key.startswith("links."):
+        _, way, what = key.split(".")
+        return f"links.{way}.algorithms.0.{'share' if what == 'rate' else what}.{ranks}"
+    if ranks > 1:
+        return f"sharing.{ranks}.{key}"
+    return f"device.{key}" if key.startswith("shares.") else key
 
 
 def _rounded(value: float) -> float:
