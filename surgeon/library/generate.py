@@ -61,11 +61,13 @@ def generate(
 
     Raises:
         FileNotFoundError, ValueError: if the model cannot be used or cannot run so, a number is out of its range, or a
-            prompt is empty, too long, or not text.
+            prompt is empty, too long, or not text, or there is none.
         RankFailed: if a rank fails.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
+    if not prompts:
+        raise ValueError("there is nothing to go on from; give at least one prompt")
     if not isinstance(prompts, Mapping):
         prompts = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
     defaults = read_defaults(model if isinstance(model, str | Path) else model.folder)

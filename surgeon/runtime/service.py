@@ -18,11 +18,10 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from surgeon.errors import did_you_mean
@@ -123,7 +122,7 @@ class ServiceOptions:
         return self.max_batch + self.max_waiting
 
 
-class Service:
+class Service(AbstractContextManager["Service"]):
     """Ranks that run one model, and the requests they work on. All methods may be called from any thread.
 
     Attributes:
@@ -350,10 +349,5 @@ class Service:
                     self._changed.notify_all()
             opened.stream.put(event)
 
-    def __enter__(self) -> Service:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -88,6 +88,8 @@ def test_texts_are_those_of_the_command(tiny_checkpoint: Path, capfd: pytest.Cap
 def test_a_prompt_that_is_none_is_named(tiny_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="prompt 2: the prompt is not text"):
         surgeon.generate(tiny_checkpoint, ["the fox", "\udcff"])
+    with pytest.raises(ValueError, match="there is nothing to go on from"):
+        surgeon.generate(tiny_checkpoint, [])
     with pytest.raises(ValueError, match="second: the prompt is not text"):
         surgeon.generate(tiny_checkpoint, {"first": "the fox", "second": "\udcff"})
 

@@ -8,10 +8,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from surgeon.processes.rendezvous import rendezvous_at
@@ -26,7 +25,7 @@ from surgeon.threads import usable_cores
 GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """A number of rank processes; a context manager that leaves none behind.
 
     They are child processes of this one, and need nothing but each other: no port, no environment, no file that
@@ -207,12 +206,7 @@ class Ranks:
             process.close()
         self._folder.cleanup()
 
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(None if error is None else str(error) or type(error).__name__)
 
 
