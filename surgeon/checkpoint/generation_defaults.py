@@ -68,6 +68,11 @@ class Defaults:
     unapplied: tuple[tuple[str, Any], ...] = ()
     source: str = GENERATION
 
+    def applied(self) -> dict[str, Any]:
+        """What applies where nobody asks for something else, as fields of `Sampling`."""
+        names = ("repetition_penalty", "suppress_tokens", "begin_suppress_tokens")
+        return {name: getattr(self, name) for name in names}
+
     def complaint(self, overridden: Container[str] = ()) -> str | None:
         """What to tell the user of settings that are not applied; None if there are none.
 

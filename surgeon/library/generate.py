@@ -71,17 +71,9 @@ def generate(
     if not isinstance(prompts, Mapping):
         prompts = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
     defaults = read_defaults(model if isinstance(model, str | Path) else model.folder)
+    chosen = defaults.applied() | ({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty})
     sampling = Sampling(
-        temperature,
-        top_p,
-        top_k,
-        min_p,
-        defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
-        seed,
-        max_new_tokens,
-        stop=tuple(stop),
-        suppress_tokens=defaults.suppress_tokens,
-        begin_suppress_tokens=defaults.begin_suppress_tokens,
+        temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop), **chosen
     )
     _warn(sampling, defaults)
     ranks = RankOptions(ranks, "auto") if isinstance(ranks, int) else ranks

@@ -149,25 +149,19 @@ class Body(BaseModel):
         Raises:
             ApiError: if it is too long, or a parameter is out of its range.
         """
-        given: dict[str, Any] = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")}
+        own |= {
             "top_k": 0 if self.top_k == -1 else self.top_k,  # other servers take -1 for all of them
-            "min_p": self.min_p,
-            "repetition_penalty": (
-                defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
-            ),
-            "suppress_tokens": defaults.suppress_tokens,
-            "begin_suppress_tokens": defaults.begin_suppress_tokens,
-            "seed": self.seed,
             "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
             "ignore_end": self.ignore_eos,
             "max_new_tokens": self._new_tokens(prompt, room),
             "logprobs": self.wanted_logprobs,
             "prompt_logprobs": self.wanted_prompt_logprobs,
         }
+        given = {"temperature": 1.0} | defaults.applied()
+        given |= {name: value for name, value in own.items() if value is not None}
         try:
-            return Sampling(**{name: value for name, value in given.items() if value is not None})
+            return Sampling(**given)
         except ValueError as error:
             name, _, rest = str(error).partition(" ")
             name = self.logprobs_field if name.endswith("logprobs") else name
