@@ -112,6 +112,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | EditedLayers:
     return layers
 
 
+def edited_layers(model: PreTrainedModel) -> EditedLayers:
+    """What stands in for the layers of an edited model."""
+    layers = decoder_layers(model)
+    assert isinstance(layers, EditedLayers), "the model runs no program"
+    return layers
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model takes token ids from; `accelerate` brings them to an embedding that is somewhere else meanwhile."""
     return torch.device("cpu") if model.device.type == "meta" else model.device

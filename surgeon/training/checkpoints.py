@@ -114,20 +114,14 @@ class RunCheckpoints(TrainerCallback):
         if limit is not None and limit >= 1:
             self.most = min(self.most, max(2 if self.keeps_best else 1, limit))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Refuse to go on without the best weights, and remove what a run that was killed had not come to."""
-        del control, kwargs
         self.require_best(state)
         if args.should_save:
             self._remove_needless(state)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
         """At the end of the run, just before the best weights are loaded: else the last ones were taken for them."""
-        del args, control, kwargs
         self.require_best(state)
 
     def require_room(self, model: Any) -> None:

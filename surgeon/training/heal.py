@@ -18,7 +18,7 @@ from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.models.edit import decoder_layers, edit, program_of
+from surgeon.models.edit import decoder_layers, edit, edited_layers, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import is_hub_name
 from surgeon.opened import EditedModel, Model, open_edited
@@ -121,8 +121,7 @@ def check_adapter(student: PreTrainedModel, settings: TrainSettings) -> None:
     """
     if settings.lora is None:
         raise ValueError("an adapter is to be kept, and there is none; train one of some rank (lora)")
-    layers = decoder_layers(student)
-    assert isinstance(layers, EditedLayers)
+    layers = edited_layers(student)
     derived = next(filter(layers.is_derived, layers.program.sublayers()), None)
     if derived is not None:
         raise ValueError(

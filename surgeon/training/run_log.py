@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from surgeon.processes.files import whole_file
 from surgeon.progress import Advance
@@ -90,24 +90,13 @@ class RunLog(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._begun = time.monotonic()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        del args, kwargs
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> Any:  # noqa: ARG002
         self.advance(1)
         if control.should_save or state.global_step >= state.max_steps:
             control.should_log = True  # so that a run that goes on from here has the same rows
         return control
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        del args, control, kwargs
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
         if logs is None or "loss" not in logs:
             return
         self.latest["loss"] = logs["loss"]
@@ -115,8 +104,7 @@ class RunLog(TrainerCallback):
             place = {"step": state.global_step, "tokens": state.global_step * self.tokens, "seconds": self.seconds}
             _append(self.folder / TRAINING_FILE, TRAINING, place | logs)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        del args, control, kwargs
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
         quality = self.trainer.latest
         assert quality is not None
         self.latest["perplexity"] = quality.perplexity

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from surgeon.language.program import Program, Sublayer, steps_of
-from surgeon.models.edit import decoder_layers
-from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.edit import edited_layers
 
 
 def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
@@ -44,8 +43,7 @@ def edited_in(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
     Raises:
         ValueError: if the model runs another one, or an unedited one.
     """
-    layers = decoder_layers(model)
-    assert isinstance(layers, EditedLayers)
+    layers = edited_layers(model)
     own = list(layers.program.sublayers())
     count = max(len(layers.original[0]), *(1 + layer for one in program.sublayers() for layer in one.layers))
     touched = edited_sublayers(program, Program.dense(count, layers.family.steps_per_layer))
@@ -109,8 +107,7 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
 
 def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[nn.Module]:
     """The modules whose parameters are in scope."""
-    layers = decoder_layers(model)
-    assert isinstance(layers, EditedLayers)
+    layers = edited_layers(model)
     if scope == "all":
         yield model
     elif scope == "edited":
@@ -127,8 +124,7 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
 
 def called_classes(model: PreTrainedModel) -> list[str]:
     """The names of the classes of modules with parameters that a model's program calls, but for norms."""
-    layers = decoder_layers(model)
-    assert isinstance(layers, EditedLayers)
+    layers = edited_layers(model)
     called = (
         layers.owner(sublayer).get_submodule(path)
         for sublayer in layers.program.sublayers()
