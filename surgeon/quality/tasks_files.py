@@ -237,7 +237,7 @@ def file_task(path: Path, positions: int) -> tuple[Any, str]:
             "temperature": 0.0,
             "max_gen_toks": max(1, min(MOST_NEW_TOKENS, positions // 2)),
         }
-    held = {_SPLIT: Dataset.from_list(rows)}
-    task = ConfigurableTask(config=config | {"custom_dataset": lambda **_: held})
+    splits = {_SPLIT: Dataset.from_list(rows)}
+    task = ConfigurableTask(config=config | {"custom_dataset": lambda **_: splits})
     task.set_config("custom_dataset", None)  # results list the settings; code is none of them
     return task, hashlib.sha256(path.read_bytes()).hexdigest()

@@ -48,9 +48,9 @@ class TextQuality:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> TextQuality:
+    def from_json(cls, entries: Mapping[str, Any]) -> TextQuality:
         """The inverse of `to_json`, of what was read from a file."""
-        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
+        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in entries.items()}
         return cls(**values)
 
 

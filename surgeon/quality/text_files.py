@@ -103,8 +103,8 @@ def open_text(path: Path, reading: Reading) -> Iterator[BinaryIO]:
             start = file.read(_LONGEST_MARK)
             for mark, (what, advice) in _NO_TEXT.items():
                 if start.startswith(mark):
-                    shown = mark.hex(" ").upper()
-                    raise ValueError(f"{path} begins as {what} does ({shown}); {advice.format(path=path)}")
+                    bytes_ = mark.hex(" ").upper()
+                    raise ValueError(f"{path} begins as {what} does ({bytes_}); {advice.format(path=path)}")
             marked = start.startswith(codecs.BOM_UTF8)
             reading.left_out["byte_order_marks"] += marked
             file.seek(len(codecs.BOM_UTF8) if marked else 0)
@@ -131,11 +131,11 @@ def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
                     f"{path} is no text: byte {before + place} is NUL, as in a binary file, or in UTF-16 without a "
                     "byte order mark; convert it, or give another file"
                 )
-            held = len(decoder.getstate()[0])  # the beginning of a character that the last block ended in
+            carried = len(decoder.getstate()[0])  # the beginning of a character that the last block ended in
             try:
                 piece = begun + decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                raise _not_utf8(path, before - held + error.start) from error
+                raise _not_utf8(path, before - carried + error.start) from error
             begun = "\r" if block and piece.endswith("\r") else ""  # of a line end, perhaps
             piece = piece.removesuffix(begun)
             reading.left_out["carriage_returns"] += piece.count("\r\n")

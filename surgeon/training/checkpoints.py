@@ -219,14 +219,14 @@ def write_trained(model: Any, folder: Path) -> None:
 def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as safetensors writes them: in one piece; one that shares its numbers with an earlier one is left out."""
     found = set[tuple[int, Any]]()
-    kept: dict[str, Tensor] = {}
+    unique: dict[str, Tensor] = {}
     for name, value in state.items():
         tensor = value.detach()
         key = (tensor.data_ptr() if tensor.numel() else id(value), tensor.shape)
         if key not in found:
             found.add(key)
-            kept[name] = tensor.contiguous()
-    return kept
+            unique[name] = tensor.contiguous()
+    return unique
 
 
 @contextmanager

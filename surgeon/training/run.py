@@ -55,10 +55,12 @@ class RunFigures:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> RunFigures:
+    def from_json(cls, entries: Mapping[str, Any]) -> RunFigures:
         """The inverse of `to_json`."""
-        qualities = {name: said[name] and TextQuality.from_json(said[name]) for name in ("original", "before", "after")}
-        return cls(**{**said, **qualities})
+        qualities = {
+            name: entries[name] and TextQuality.from_json(entries[name]) for name in ("original", "before", "after")
+        }
+        return cls(**{**entries, **qualities})
 
 
 @dataclass(frozen=True)
@@ -190,11 +192,11 @@ def train(
             trained = trainer.whole_model()
         if trained is None or before is None:
             return None
-        made = trainer.state.global_step
-        after = task.held_out.measure(trained, made)
+        step = trainer.state.global_step
+        after = task.held_out.measure(trained, step)
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
-        return Trained(made, made * tokens, log.seconds, task.held_out.original, before, after, trained)
+        return Trained(step, step * tokens, log.seconds, task.held_out.original, before, after, trained)
 
 
 def _task_by(

@@ -88,8 +88,8 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
     inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     # What slices share has one adapter at most, and none is simple: several would be merged into one matrix.
-    held = Counter(id(module.weight) for _, module in linears)
-    left = {id(model.get_output_embeddings().weight)} | {weight for weight, times in held.items() if times > 1}
+    uses = Counter(id(module.weight) for _, module in linears)
+    left = {id(model.get_output_embeddings().weight)} | {weight for weight, times in uses.items() if times > 1}
     names = [name for name, module in linears if id(module) in inside and id(module.weight) not in left]
     if not names:
         raise ValueError("there is no matrix for adapters; train all, or leave adapters (lora) out")

@@ -155,7 +155,7 @@ class TrainSettings:
         return asdict(self) | {"arguments": dict(self.arguments), "learning_rate": self.rate}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> TrainSettings:
+    def from_json(cls, entries: Mapping[str, Any]) -> TrainSettings:
         """The inverse of `to_json`."""
-        distilled = said["distillation"]
-        return cls(**{**said, "distillation": None if distilled is None else Distillation(**distilled)})
+        distilled = entries["distillation"]
+        return cls(**{**entries, "distillation": None if distilled is None else Distillation(**distilled)})

@@ -108,14 +108,14 @@ class Distiller:
         self.distillation = distillation
         self.program = program
         self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
-        self.kept = teacher if isinstance(teacher, TeacherLogits) else None
+        self.stored = teacher if isinstance(teacher, TeacherLogits) else None
         self.counterparts: tuple[Counterpart, ...] = ()
-        if self.kept is not None:
+        if self.stored is not None:
             for name in ("kept", "temperature"):
-                held, asked = getattr(self.kept.identity, name), getattr(distillation, name)
-                if held != asked:
+                stored, asked = getattr(self.stored.identity, name), getattr(distillation, name)
+                if stored != asked:
                     raise ValueError(
-                        f"{self.kept.folder} was made with {name} {held}, not {asked}; make the logits again"
+                        f"{self.stored.folder} was made with {name} {stored}, not {asked}; make the logits again"
                     )
         if self.teacher is not None:
             if distillation.kept is not None:
@@ -146,8 +146,8 @@ class Distiller:
         """
         input_ids = batch["input_ids"]
         labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
-        if self.kept is not None:
-            taught = TeacherOutput(self.kept.read(batch["index"]), {})
+        if self.stored is not None:
+            taught = TeacherOutput(self.stored.read(batch["index"]), {})
         else:
             assert self.teacher is not None
             taught = ask_teacher(self.teacher, input_ids, self.counterparts, self.distillation)

@@ -133,7 +133,7 @@ def blueprint(config: ScratchConfig) -> Blueprint:
         with torch.device("meta"):
             parameters = sum(each.numel() for each in _plain_model(architecture).parameters())
     except Exception as error:  # whatever it trips over is a fault of the entries
-        raise config.error(f"model: it cannot be built: {_said(error)}", "model") from error
+        raise config.error(f"model: it cannot be built: {_reason(error)}", "model") from error
     racks = None
     if config.racks is not None:
         with config.under("racks"):
@@ -162,24 +162,26 @@ def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
             f"model: model_type {shown(model_type)} is not supported; {did_you_mean(str(model_type), FAMILIES)}",
             *("model", "model_type"),
         )
-    made: Any = CONFIG_MAPPING[model_type]
-    _check_entries(config, made, given, FAMILIES[model_type])
+    config_class: Any = CONFIG_MAPPING[model_type]
+    _check_entries(config, config_class, given, FAMILIES[model_type])
     defaults = {"vocab_size": rows_needed(tokenizer)} | {name: getattr(tokenizer, name, None) for name in SPECIAL_IDS}
     found: PreTrainedConfig
     try:
-        found = made(**(defaults | given))
+        found = config_class(**(defaults | given))
         family = family_of(found)
     except Exception as error:  # whatever it trips over is a fault of the entries
-        said = _said(error)
-        named = max((name for name in given if name in said), key=len, default=None)
-        raise config.error(f"model: {said}", "model", *([named] if named else [])) from error
+        reason = _reason(error)
+        named = max((name for name in given if name in reason), key=len, default=None)
+        raise config.error(f"model: {reason}", "model", *([named] if named else [])) from error
     _check_sizes(config, found, family, tokenizer)
     return found
 
 
-def _check_entries(config: ScratchConfig, made: Callable[[], Any], given: dict[str, Any], family: Family) -> None:
+def _check_entries(
+    config: ScratchConfig, config_class: Callable[[], Any], given: dict[str, Any], family: Family
+) -> None:
     """Refuse sizes that are none, and entries that are unknown, which `transformers` would keep without a word."""
-    defaults = made()
+    defaults = config_class()
     known = [*defaults.to_dict(), *defaults.attribute_map]
     for name, value in given.items():
         if name not in known:
@@ -231,8 +233,8 @@ def _check_sizes(config: ScratchConfig, found: PreTrainedConfig, family: Family,
         )
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """What an error says, in one line; those of strict configurations have it in their last one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = re.sub(r"^\w+Error: ", "", lines[-1]) if lines else ""
-    return f"{type(error).__name__}: {said}" if isinstance(error, LookupError) or not said else said
+    reason = re.sub(r"^\w+Error: ", "", lines[-1]) if lines else ""
+    return f"{type(error).__name__}: {reason}" if isinstance(error, LookupError) or not reason else reason

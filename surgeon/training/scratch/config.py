@@ -52,7 +52,7 @@ _Text = Annotated[str, Strict(), Field(min_length=1)]
 _ONLY_THESE = ConfigDict(extra="forbid")
 # Where the key `training` says nothing else.
 _TRAINING: dict[str, Any] = {"scope": "all", "learning_rate": 1e-3, "schedule": "cosine"}
-_NOT_SAID = ("scope", "lora", "distillation")  # by that key, of a model from scratch
+_OF_HEALING = ("scope", "lora", "distillation")  # by that key, of a model from scratch
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,10 @@ class ScratchConfig(ScratchKeys):
         plain = ("eval_tokens", "tokens", "window", "separator")
         given = {key: value for key in plain if (value := getattr(self, key)) is not None}
         lines += [_line(key, value) for key, value in given.items()]
-        said = {key: value for key, value in vars(self.settings).items() if key not in _NOT_SAID}
-        lines.append(f"training: {in_braces({key: value for key, value in said.items() if value not in (None, {})})}")
+        entries = {key: value for key, value in vars(self.settings).items() if key not in _OF_HEALING}
+        lines.append(
+            f"training: {in_braces({key: value for key, value in entries.items() if value not in (None, {})})}"
+        )
         return "\n".join(lines) + "\n"
 
     def published(self) -> str:
@@ -218,7 +220,7 @@ class _ConfigReader(DocumentReader):
     def _settings(self, given: Any) -> TrainSettings:
         if not isinstance(given, dict):
             raise self.error(self.lines["training",], f"training must be a mapping, not {shown(given)}")
-        known = [each.name for each in fields(TrainSettings) if each.name not in _NOT_SAID]
+        known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
         for name in (name for name in given if name not in known):
             raise self.error(
                 self.lines["training", name], f"unknown key {shown(name)}; {did_you_mean(str(name), known)}"
