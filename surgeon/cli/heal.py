@@ -206,8 +206,8 @@ def heal(
         **vars(text),
         **vars(written),
     )
-    if found is not None:
-        print(found.folder)
+    for path in () if found is None else found.files:
+        print(path)
 
 
 def _settings(method: MethodArguments, schedule: ScheduleArguments, by_racks: bool) -> TrainSettings:

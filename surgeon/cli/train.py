@@ -53,5 +53,5 @@ def train(
     found = train_model(
         config, output, steps=steps, seed=seed, arguments=arguments, overwrite=overwrite, device=device, **how
     )
-    if found is not None:
-        print(found.folder)
+    for path in () if found is None else found.files:
+        print(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from surgeon.analysis.factors.recipe_factors import with_factors
@@ -9,9 +10,10 @@ from surgeon.exports.adapters import export_with_adapter
 from surgeon.exports.staging import check_target
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.library.training import TrainingResult, announce, say, say_proof, say_stages
+from surgeon.library.training import announce, say, say_proof, say_stages
 from surgeon.opened import EditedModel, Model
 from surgeon.quality.data import window_for
+from surgeon.results.training import HealRun
 from surgeon.training.arguments import join_processes
 from surgeon.training.heal import (
     check_adapter,
@@ -49,7 +51,7 @@ def heal(
     dtype: str | None = None,
     overwrite: bool = False,
     device: str = "auto",
-) -> TrainingResult | None:
+) -> HealRun | None:
     """Train an edited model until it does again what the original did; a run that was killed goes on where it was.
 
     Args:
@@ -71,8 +73,8 @@ def heal(
         device: "cpu", "cuda" (one GPU for each process), or "auto".
 
     Returns:
-        What came of it; None in every process but the first, where there are several (torchrun, accelerate launch), and
-        where racks are yet to be started by hand.
+        What `output.run` holds, with the checkpoint as its file; None in every process but the first, where there are
+        several (torchrun, accelerate launch), and where racks are yet to be started by hand.
 
     Raises:
         FileNotFoundError, ValueError: if the model, a text or the settings cannot be used, or `output.run` is of
@@ -120,17 +122,15 @@ def heal(
     if found is None:
         return None
     whole = found.whole
-    qualities = {"original": whole.original, "edited": whole.before, "healed": whole.after}
-    stages = {stage: quality for stage, quality in qualities.items() if quality is not None}
     say(*found.lines())
-    say_stages(stages)
+    say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after})
     record = record_of(edited, original, texts, settings, found)
     if keep_adapter:
-        proof = export_with_adapter(whole.model, target)
+        export_with_adapter(whole.model, target)
     else:
         stored = dtype or stored_dtype(edited.model)
         training = training_of(edited, record)
         proof = found.write(target, form=form, dtype=stored, overwrite=overwrite, training=training)
         say_proof(proof, "the recipe's")
     found.finish(record)
-    return TrainingResult(target, stages, whole.steps, whole.tokens, whole.seconds, proof)
+    return replace(HealRun.read(folder), files=(target,))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from surgeon.exports.staging import check_target
-from surgeon.library.training import TrainingResult, announce, say, say_proof, say_stages
+from surgeon.library.training import announce, say, say_proof, say_stages
+from surgeon.results.training import ScratchRun
 from surgeon.training.arguments import join_processes
 from surgeon.training.resume import run_folder
 from surgeon.training.scratch.build import Blueprint, blueprint
@@ -28,7 +30,7 @@ def train(
     dtype: str = "float32",
     overwrite: bool = False,
     device: str = "auto",
-) -> TrainingResult | None:
+) -> ScratchRun | None:
     """Train a model from random weights, which are the same for every program on an architecture.
 
     A run that was killed goes on where it was.
@@ -42,7 +44,8 @@ def train(
         device: "cpu", "cuda" (one GPU for each process), or "auto".
 
     Returns:
-        What came of it; None in every process but the first, where there are several (torchrun, accelerate launch).
+        What `output.run` holds, with the checkpoint as its file; None in every process but the first, where there are
+        several (torchrun, accelerate launch).
 
     Raises:
         FileNotFoundError, ValueError: if the configuration or a text cannot be used, with file and line, or
@@ -57,13 +60,12 @@ def train(
     processes, where = join_processes(device)
     texts = plan.texts()
     announce(processes, where, _in_words(plan), texts)
-    found = train_blueprint(plan, texts, run_folder(target), where)
+    folder = run_folder(target)
+    found = train_blueprint(plan, texts, folder, where)
     if found is None:
         return None
-    whole = found.whole
-    stages = {"untrained": whole.before, "trained": whole.after}
     say(*found.lines())
-    say_stages(stages)
+    say_stages({"untrained": found.whole.before, "trained": found.whole.after})
     story = story_of(plan, texts, found)
     training = training_of(plan, story)
     proof = found.write(
@@ -71,7 +73,7 @@ def train(
     )
     say_proof(proof, "the configuration's")
     found.finish(record_of(target, story))
-    return TrainingResult(target, stages, whole.steps, whole.tokens, whole.seconds, proof)
+    return replace(ScratchRun.read(folder), files=(target,))
 
 
 def _in_words(plan: Blueprint) -> str:

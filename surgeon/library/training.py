@@ -1,14 +1,10 @@
-"""What `surgeon.heal` and `surgeon.train` have in common: what they say meanwhile, and their result."""
+"""What `surgeon.heal` and `surgeon.train` say while they go on."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import pandas as pd
 from accelerate import PartialState
 
 from surgeon.exports.prove import Proof
@@ -18,41 +14,6 @@ from surgeon.training.arguments import describe_devices
 from surgeon.training.texts import TrainTexts
 
 
-@dataclass(frozen=True)
-class TrainingResult:
-    """A model that was trained, and is a checkpoint now.
-
-    Attributes:
-        folder: of the checkpoint; its run, with tables, lies in `folder.run`.
-        stages: quality on held-out text by its stage, in order: original (where it is known), edited and healed; of a
-            model from scratch untrained and trained.
-        steps: that were made; fewer than asked for where it ended early.
-        tokens: of training text, counted as often as they were seen.
-        seconds: that the training took.
-        proof: that what was written is the model; of a base without the adapter that is kept beside it.
-    """
-
-    folder: Path
-    stages: Mapping[str, TextQuality]
-    steps: int
-    tokens: int
-    seconds: float
-    proof: Proof
-
-    def table(self) -> pd.DataFrame:
-        """Perplexity and divergence (nats per token) with the ends of their 95% intervals, a row for each stage."""
-        rows: dict[str, dict[str, Any]] = {}
-        for stage, quality in self.stages.items():
-            rows[stage] = {}
-            for name in ("perplexity", "divergence"):
-                low, high = getattr(quality, f"{name}_interval") or (None, None)
-                rows[stage] |= {name: getattr(quality, name), f"{name}_low": low, f"{name}_high": high}
-        return pd.DataFrame.from_dict(rows, orient="index").astype(float)
-
-    def __str__(self) -> str:
-        return "\n".join([*_lines(self.stages), str(self.folder)])
-
-
 def announce(processes: PartialState, where: str, what: str, texts: TrainTexts) -> None:
     """Say on standard error, once for all processes, what is trained on what; and warn of what to know of the texts."""
     if processes.is_main_process:
@@ -60,9 +21,10 @@ def announce(processes: PartialState, where: str, what: str, texts: TrainTexts) 
         warn(texts.notes)
 
 
-def say_stages(stages: Mapping[str, TextQuality]) -> None:
-    """Say how good the model was, and is."""
-    say(*_lines(stages))
+def say_stages(stages: Mapping[str, TextQuality | None]) -> None:
+    """Say how good the model was, and is, as far as that is known."""
+    width = max(map(len, stages))
+    say(*(f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items() if quality is not None))
 
 
 def say_proof(proof: Proof, whose: str) -> None:
@@ -79,8 +41,3 @@ def say(*lines: str) -> None:
     """Say something on standard error; empty lines are left out."""
     for line in filter(None, lines):
         print(line, file=sys.stderr, flush=True)
-
-
-def _lines(stages: Mapping[str, TextQuality]) -> list[str]:
-    width = max(map(len, stages))
-    return [f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items()]

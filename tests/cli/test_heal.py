@@ -271,7 +271,7 @@ def test_racks_by_hand(heal: Any, tmp_path: Path) -> None:
         (("--racks", "0:1,1:4"), "would cut through [A0 A1]"),
         (("--racks", "0:2,2:4", "--coda", 3), "deeper than the last rack"),
         (("--racks", "0:2,2:4", "--train", "edited"), "use --train all"),
-        (("--racks", "0:2,2:4", "--keep-adapter"), "leave keep_adapter out"),
+        (("--racks", "0:2,2:4", "--keep-adapter"), "leave --keep-adapter out"),
         (("--coda", 1), "add --racks, or drop it"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import surgeon
 from surgeon.cli.app import main
 from surgeon.language.operations.applied import AppliedOperation
@@ -16,9 +18,10 @@ def test_healing_is_what_its_command_writes(tiny_checkpoint: Path, tmp_path: Pat
     recipe = surgeon.Recipe(str(tiny_checkpoint), (AppliedOperation("pair", (range(1, 3),)),))
     found = surgeon.heal(recipe, text, tmp_path / "ours", settings=settings, window=16, eval_tokens=64)
     assert found is not None
-    assert (found.folder, found.steps, found.tokens) == (tmp_path / "ours", 2, 64)
-    assert list(found.table().index) == ["original", "edited", "healed"]
-    assert found.table().loc["healed", "divergence"] > 0
+    assert (found.files, found.record["steps"], found.record["tokens"]) == ((tmp_path / "ours",), 2, 64)
+    assert found.healing.original is not None
+    assert found.healing.healed.divergence.value == pytest.approx(found.table()["divergence"].iloc[-1], rel=1e-6)
+    assert found.plot().axes
     command = ["heal", str(tiny_checkpoint), "--program", program, "--data", str(text), "--lora", "2", "--batch", "2"]
     assert (
         main([*command, "--steps", "2", "--window", "16", "--eval-tokens", "64", "-o", str(tmp_path / "theirs")]) == 0
@@ -37,6 +40,5 @@ def test_a_model_from_scratch(tiny_checkpoint: Path, tmp_path: Path) -> None:
     )
     found = surgeon.train(config, tmp_path / "new", steps=2, arguments={"weight_decay": 0.1})
     assert found is not None
-    assert (list(found.stages), found.steps) == (["untrained", "trained"], 2)
-    assert str(found).endswith(f"over 60 tokens\n{tmp_path / 'new'}")
-    assert surgeon.open(found.folder).num_layers == 2
+    assert (found.record["steps"], list(found.table()["step"])) == (2, [0, 2])
+    assert surgeon.open(found.files[0]).num_layers == 2
