@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import pandas as pd
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.language.program import Program
-from surgeon.language.recipe import Recipe
 from surgeon.library.opening import warn
 from surgeon.memory import free_bytes
 from surgeon.models.edit import restore
 from surgeon.opened import Model, open_model
+from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import DEFAULT_TOKENS, Windows
@@ -26,24 +26,21 @@ from surgeon.quality.held_out import held_out
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
-from surgeon.searches.front import DepthCurve, FrontPoint, depth_curves, pareto_front
-from surgeon.searches.front_files import write_depths, write_front
+from surgeon.searches.front import DepthCurve, depth_curves, pareto_front
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import calibrate_here, fast_enough_here
 from surgeon.searches.quantities import ACCURACY
 from surgeon.searches.question import DEPTH, Question, SearchSettings
 from surgeon.searches.results import (
-    RECIPE_FILE,
-    RECORD_FILE,
-    TERMS_FILE,
-    TRIALS_FILE,
     Winner,
+    commented,
+    depths_table,
+    found_json,
     lost_trials,
+    terms_table,
     trials_table,
-    write_progress,
-    write_record,
-    write_winner,
+    write_front,
 )
 from surgeon.searches.search import BATCH, Search
 from surgeon.searches.study.rounds import RoundStudy
@@ -84,33 +81,24 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class SearchResult(SearchRun):
     """What a search has found.
 
     Attributes:
         question: that was asked: the spaces on the model, the budget, the objectives.
-        trials: in the order in which they were asked for.
-        winner: the best, with what is known of it and of its runners-up on held-out text.
-        recipe: that makes the winner's program of the model.
+        winner: the best trial, with what is known of it and of its runners-up on held-out text.
         curves: quality against depth, where that was looked along.
-        front: where there are several objectives, the trials that none is better than in all of them.
-        record: provenance, as in `search.json`.
-        files: what there is to look at, the recipe first, pictures among them.
     """
 
+    _: KW_ONLY
     question: Question
-    trials: tuple[Trial, ...]
     winner: Winner
-    recipe: Recipe
-    curves: tuple[DepthCurve, ...]
-    front: tuple[FrontPoint, ...]
-    record: dict[str, Any]
-    files: tuple[Path, ...]
+    curves: Sequence[DepthCurve]
 
     @property
     def program(self) -> Program:
         """The winner's."""
-        return Program.parse(self.winner.trial.proposal.key)
+        return self.winner.trial.program
 
     @property
     def runners_up(self) -> tuple[Trial, ...]:
@@ -118,10 +106,6 @@ class SearchResult:
         compared = self.winner.comparison
         finalists = () if compared is None else compared.finalists
         return tuple(one.trial for one in finalists if one.trial.number != self.winner.trial.number)
-
-    def table(self) -> pd.DataFrame:
-        """One row per trial, as in trials.csv."""
-        return trials_table(self.question, self.trials)
 
 
 def search(
@@ -245,7 +229,9 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         trials = _try_programs(study, question, terms, evaluator, options.trials)
     if worker:
         return None
-    write_progress(output, question, terms, trials)
+    tables = {"trials": trials_table(question, trials), "terms": terms_table(question, terms)}
+    for name, table in tables.items():  # they are there where no trial keeps the budget, too
+        SearchRun.TABLES[name].write(output, table)
     record = subject.provenance(**asdict(settings), trials=len(trials), study=study.name, storage=storage.place)
     if any(objective.name == ACCURACY for objective in settings.objectives):
         from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
@@ -253,7 +239,8 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         identity = {"model_hash": subject.opened.hash}
         tasks = TaskAccuracy(subject.model, subject.opened.tokenizer, settings.objectives, identity, output)
         trials = tasks.of_the_best(trials)
-    return _end(question, trials, settings, subject, unseen, healer, record, output)
+    tables["trials"] = trials_table(question, trials)
+    return _end(question, trials, tables, subject, unseen, healer, record, output)
 
 
 def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
@@ -312,7 +299,7 @@ def _try_programs(
 def _end(
     question: Question,
     trials: Sequence[Trial],
-    settings: SearchSettings,
+    tables: dict[str, pd.DataFrame],
     subject: Subject,
     unseen: Windows | None,
     healer: CandidateHealer | None,
@@ -322,37 +309,42 @@ def _end(
     """Choose the winner, measure it again, and write and draw what was found.
 
     Args:
+        tables: of trials and terms.
         unseen: the held-out text, if there is one.
         healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
     """
-    along_depth, model = question.along == DEPTH, question.mixture.model
-    curves = depth_curves(trials, question.original, question.budget.pricing) if along_depth else []
+    settings, opened, pricing = question.settings, subject.opened, question.budget.pricing
+    curves = depth_curves(trials, question.original, pricing) if question.along == DEPTH else []
     ranked, why = choose(question, trials, curves)
-    workload = settings.workload(model.positions)
-    first, *others = fast_enough_here(question, ranked, subject.opened.folder, settings.ranks, workload)
+    workload = settings.workload(opened.positions)
+    first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
     winner = Winner(first, why)
     if unseen is not None:
-        evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=model.own)
+        evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=opened.own)
         by = compared_by(question.objectives)
-        compared = remeasure(first, others[:RUNNERS_UP], model.program, evaluator.measure, by)
+        compared = remeasure(first, others[:RUNNERS_UP], opened.program, evaluator.measure, by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
         if healer is not None:
             with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
                 healed = heal_candidates(compared, healer, known, healer.how, say_aside)
             winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
-    recipe = question.mixture.recipe(winner.trial.proposal.choice, subject.opened.reference, subject.opened.hash)
-    write_winner(output, question, winner, recipe, record)
-    write_record(output, question, winner, curves, record)
-    files = [output / name for name in (RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE)]
-    found = SearchRun(trials_table(question, trials), record=record)
-    if curves:
-        found = replace(found, depths=write_depths(output, curves))
-    front: list[FrontPoint] = []
-    objectives, pricing = question.traded, question.budget.pricing
-    if len(objectives) > 1:
-        front = pareto_front(trials, objectives, pricing)
-        opened = subject.opened
-        table = write_front(output, front, objectives, question.mixture, opened.reference, opened.hash)
-        found = replace(found, front=table)
-    files += found.draw(output)
-    return SearchResult(question, tuple(trials), winner, recipe, tuple(curves), tuple(front), record, tuple(files))
+    recipe = question.mixture.recipe(winner.trial.proposal.choice, opened.reference, opened.hash)
+    text = commented(recipe, question, winner, record)
+    front = pd.DataFrame()
+    if len(question.traded) > 1:
+        points = pareto_front(trials, question.traded, pricing)
+        front = write_front(output, points, question.traded, question.mixture, opened.reference, opened.hash)
+    found = SearchResult(
+        tables["trials"],
+        tables["terms"],
+        front,
+        depths_table(curves) if curves else pd.DataFrame(),
+        text,
+        record=record | found_json(question, winner, curves),
+        question=question,
+        winner=winner,
+        curves=curves,
+    )
+    recipe_file = output / SearchRun.TEXTS["recipe_text"]
+    write_text(recipe_file, text)
+    return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))

@@ -15,6 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.results.drawing import COLOURS, MOST_LAYERS, SOFT, Chart, chart, finish, layers_across, points, scale
 from surgeon.results.maps import colour_bar, draw_map, label_map
 from surgeon.results.result import RunResult, TableFile
@@ -43,7 +44,7 @@ class SearchRun(RunResult):
         terms: what each edit does alone, as in `terms.csv`.
         front: the programs that no other is better than, as in `front.csv`; empty with one objective.
         depths: the least divergence at every effective depth, as in `depths.csv`; empty unless it looked along depth.
-        recipe: the winner's, as YAML.
+        recipe_text: the winner's recipe, with what was measured in comments.
     """
 
     COMMAND = "search"
@@ -60,13 +61,18 @@ class SearchRun(RunResult):
             "depths.csv", ("depth", "divergence"), ("space", "edits"), optional=True, may_be_empty=True, missing=""
         ),
     }
-    TEXTS: ClassVar = {"recipe": "recipe.yaml"}
+    TEXTS: ClassVar = {"recipe_text": "recipe.yaml"}
 
     trials: pd.DataFrame
     terms: pd.DataFrame = field(default_factory=pd.DataFrame)
     front: pd.DataFrame = field(default_factory=pd.DataFrame)
     depths: pd.DataFrame = field(default_factory=pd.DataFrame)
-    recipe: str = ""
+    recipe_text: str = ""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The winner's."""
+        return parse_recipe(self.recipe_text, self.TEXTS["recipe_text"])
 
     @property
     def is_earlier(self) -> bool:

@@ -116,7 +116,7 @@ class HealedComparison:
         every = "the candidate was" if count == 1 else f"each of {count} candidates was"
         found = [f"{every} {self.how}"]
         for one in self.after.runners_up:
-            numbers = " and ".join(f"{quality_by(each.unseen, by):.4g}" for each in (self.after.searched, one.finalist))
+            numbers = " and ".join(f"{quality_by(each.unseen, by):.4g}" for each in (self.after.searched, one))
             found.append(f"healed, {self.after.verdict_on(one)} ({by} {numbers}): {self.after.difference_from(one)}")
         if self.changed:
             found.append(

@@ -1,10 +1,10 @@
-"""The files a search leaves: recipe.yaml, trials.csv, terms.csv and search.json; those of a front beside them."""
+"""What a search leaves: tables of its trials, its edits, its front and its depths, recipes, and a record."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,20 @@ import pandas as pd
 
 from surgeon.checkpoint.read import read_json
 from surgeon.language.recipe import Recipe
-from surgeon.processes.files import finite, write_json, write_table, write_text
-from surgeon.searches.front import DepthCurve
+from surgeon.processes.files import finite, write_text
+from surgeon.results.search import SearchRun
+from surgeon.searches.front import DepthCurve, FrontPoint
 from surgeon.searches.healing import HealedComparison
-from surgeon.searches.limits import Limit, SearchBudget
+from surgeon.searches.limits import SearchBudget
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import DEPTH, Question
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.winners import HeldOutComparison, quality_json
 
 WIDTH = 80  # columns of a terminal
-RECIPE_FILE, TRIALS_FILE, TERMS_FILE, RECORD_FILE = "recipe.yaml", "trials.csv", "terms.csv", "search.json"
+FRONT_FOLDER = "front"
 
 
 @dataclass(frozen=True)
@@ -42,86 +45,143 @@ class Winner:
     trial: Trial
     why: str
     comparison: HeldOutComparison | None = None
-    text: Mapping[str, Any] | None = None
+    text: Mapping[str, Any] = field(default_factory=dict)
     healing: HealedComparison | None = None
     healed_by: Mapping[str, Any] = field(default_factory=dict)
 
     def missed_unseen(self, budget: SearchBudget) -> list[str]:
         """Limits of quality that the winner keeps on the text of the search, but not on held-out text, in sentences."""
-        if self.comparison is None:
-            return []
         known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
-        return [
-            f"{limit} is not kept on held-out text{when}: {limit.aspect.show(getattr(unseen, limit.aspect.name))}"
-            for when, comparison in known.items()
-            if comparison is not None
-            for unseen in [comparison.unseen_of(self.trial)]
-            for limit, short in _shortfalls(budget, unseen, comparison.original)
-            if short
-        ]
-
-
-def _shortfalls(
-    budget: SearchBudget, measured: MeasuredProgram, original: MeasuredProgram
-) -> Iterator[tuple[Limit, float]]:
-    return zip(budget.of_quality, budget.quality_shortfalls(measured, original), strict=True)
+        missed = []
+        for when, comparison in known.items():
+            if comparison is not None:
+                unseen = comparison.unseen_of(self.trial)
+                short = budget.quality_shortfalls(unseen, comparison.original)
+                missed += [
+                    f"{limit} is not kept on held-out text{when}: "
+                    f"{limit.aspect.show(getattr(unseen, limit.aspect.name))}"
+                    for limit, lacks in zip(budget.of_quality, short, strict=True)
+                    if lacks
+                ]
+        return missed
 
 
 def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
     """One row per trial, in the order they were asked for: its edits, its costs, its quality, its program."""
-    return pd.DataFrame([_row(question, trial) for trial in trials])
-
-
-def _row(question: Question, trial: Trial) -> dict[str, Any]:
-    measured, program = trial.measured, trial.program
-    pricing = question.budget.pricing
-    costs = {
-        str(aspect): aspect.natural(pricing.price(aspect, program))
-        for aspect in dict.fromkeys([DEPTH, *pricing.aspects])
-    }
-    return {
-        "trial": trial.number,
-        "source": trial.proposal.source,
-        "level": math.nan if trial.proposal.level is None else trial.proposal.level,
-        "edits": "; ".join(map(str, trial.proposal.choice)),
-        **costs,
-        "divergence": measured.divergence,
-        "divergence_low": measured.divergence_low,
-        "divergence_high": measured.divergence_high,
-        "perplexity": measured.perplexity,
-        "tokens": measured.tokens,
-        "whole": measured.whole,
-        "within": measured.whole and question.is_met(trial),
-        **measured.more,
-        "program": trial.proposal.key,
-    }
+    rows = []
+    for trial in trials:
+        level = trial.proposal.level
+        row = {
+            "trial": trial.number,
+            "source": trial.proposal.source,
+            "level": math.nan if level is None else level,
+            "edits": _edits(trial),
+            **{str(aspect): aspect.natural(question.price(aspect, trial)) for aspect in _priced(question)},
+            **_quality(trial.measured),
+            "tokens": trial.measured.tokens,
+            "whole": trial.measured.whole,
+            "within": trial.measured.whole and question.is_met(trial),
+            **trial.measured.more,
+            "program": trial.proposal.key,
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
     """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
     mixture, pricing = question.mixture, question.budget.pricing
-    aspects = list(dict.fromkeys([DEPTH, *pricing.aspects]))
-    dense = [pricing.price(aspect, mixture.model.program) for aspect in aspects]
+    dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
     rows = []
     for place, edit in enumerate(mixture.edits):
-        program = mixture.program((edit,))
-        saved = {
-            f"{aspect}_saved": own - pricing.price(aspect, program) for aspect, own in zip(aspects, dense, strict=True)
+        program, others = mixture.program((edit,)), np.delete(terms.correlation[place], place)
+        row = {
+            "edit": str(edit),
+            "space": edit.space,
+            "first": edit.first,
+            "last": edit.stop - 1,
+            "option": edit.option,
+            "divergence": terms.divergence[place],
+            "correlation_mean": float(others.mean()) if len(others) else math.nan,
+            **{f"{aspect}_saved": own - pricing.price(aspect, program) for aspect, own in dense.items()},
         }
-        others = np.delete(terms.correlation[place], place)
-        rows.append(
-            {
-                "edit": str(edit),
-                "space": edit.space,
-                "first": edit.first,
-                "last": edit.stop - 1,
-                "option": edit.option,
-                "divergence": terms.divergence[place],
-                "correlation_mean": float(others.mean()) if len(others) else math.nan,
-                **saved,
-            }
-        )
+        rows.append(row)
     return pd.DataFrame(rows)
+
+
+def write_front(
+    folder: Path,
+    front: Sequence[FrontPoint],
+    objectives: Sequence[Aspect],
+    mixture: Mixture,
+    model: str,
+    model_hash: str,
+) -> pd.DataFrame:
+    """Write a recipe for each point of a front, `front/NN-recipe.yaml`; those of an earlier front are removed.
+
+    Returns:
+        One row per point: the objectives, the trial, its quality, its recipe.
+    """
+    (folder / FRONT_FOLDER).mkdir(parents=True, exist_ok=True)
+    per_layer, rows = mixture.model.family.steps_per_layer, []
+    for number, point in enumerate(front, 1):
+        trial, name = point.trial, f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
+        values = {str(one): one.natural(cost) for one, cost in zip(objectives, point.costs, strict=True)}
+        lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
+        lines += [f"# {one} {value:.5g}" for one, value in values.items()]
+        lines.append(mixture.recipe(trial.proposal.choice, model, model_hash).to_yaml())
+        write_text(folder / name, "\n".join(lines))
+        row = {
+            "point": number,
+            **values,
+            "trial": trial.number,
+            "depth": trial.program.effective_depth(per_layer),
+            **_quality(trial.measured),
+            "source": trial.proposal.source,
+            "edits": _edits(trial),
+            "program": trial.proposal.key,
+            "recipe": name,
+        }
+        rows.append(row)
+    for old in folder.glob(f"{FRONT_FOLDER}/*-recipe.yaml"):
+        if f"{FRONT_FOLDER}/{old.name}" not in {row["recipe"] for row in rows}:
+            old.unlink()
+    return pd.DataFrame(rows)
+
+
+def depths_table(curves: Sequence[DepthCurve]) -> pd.DataFrame:
+    """One row for each point of each curve; that of a curve's knee says how sure the knee is."""
+    rows = []
+    for curve in curves:
+        knee = {"knee_low": curve.knee.low, "knee_high": curve.knee.high, "knee_share": curve.knee.share}
+        for point in curve.points:
+            is_knee = point.depth == curve.knee.depth
+            row = {
+                "space": curve.name,
+                "depth": point.depth,
+                "divergence": point.divergence,
+                "divergence_low": point.low,
+                "divergence_high": point.high,
+                "knee": is_knee,
+                **(knee if is_knee else dict.fromkeys(knee)),
+                "trial": None if point.trial is None else point.trial.number,
+                "edits": "" if point.trial is None else _edits(point.trial),
+            }
+            rows.append(row)
+    return pd.DataFrame(rows).astype({"trial": "Int64"})
+
+
+def _priced(question: Question) -> list[Aspect]:
+    return list(dict.fromkeys([DEPTH, *question.budget.pricing.aspects]))
+
+
+def _edits(trial: Trial) -> str:
+    return "; ".join(map(str, trial.proposal.choice))
+
+
+def _quality(measured: MeasuredProgram) -> dict[str, float]:
+    names = ("divergence", "divergence_low", "divergence_high", "perplexity")
+    return {name: getattr(measured, name) for name in names}
 
 
 def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str]:
@@ -131,23 +191,19 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
         place: of the storage, for people.
     """
     try:
-        record = read_json(folder / RECORD_FILE)
+        record = read_json(folder / SearchRun.RECORD)
     except (FileNotFoundError, ValueError):
         return []  # it is written again
-    told = record.get("trials")
-    if record.get("study") != study or not isinstance(told, int) or told <= finished:
+    known = record.get("trials")
+    if record.get("study") != study or not isinstance(known, int) or known <= finished:
         return []
-    return [f"{place} has {finished} of the {told} trials that {RECORD_FILE} tells of; the others are tried again"]
+    return [
+        f"{place} has {finished} of the {known} trials that {SearchRun.RECORD} tells of; the others are tried again"
+    ]
 
 
-def write_progress(folder: Path, question: Question, terms: Terms, trials: Sequence[Trial]) -> None:
-    """Write what is known while the search goes on; each file is whole at any time."""
-    write_table(folder / TRIALS_FILE, trials_table(question, trials), missing="")
-    write_table(folder / TERMS_FILE, terms_table(question, terms), missing="")
-
-
-def write_winner(folder: Path, question: Question, winner: Winner, recipe: Recipe, record: Mapping[str, Any]) -> None:
-    """Write the winner's recipe, with what was measured in comments."""
+def commented(recipe: Recipe, question: Question, winner: Winner, record: Mapping[str, Any]) -> str:
+    """The winner's recipe as text, with what was measured in comments."""
     trial, measured, original = winner.trial, winner.trial.measured, question.original
     low, high = measured.divergence_low, measured.divergence_high
     lines = [
@@ -160,37 +216,26 @@ def write_winner(folder: Path, question: Question, winner: Winner, recipe: Recip
         *(["On text that the search did not see:", *winner.comparison.lines()] if winner.comparison else []),
         *(["On the same text, healed:", *winner.healing.table(), *winner.healing.lines()] if winner.healing else []),
     ]
-    write_text(folder / RECIPE_FILE, "\n".join(map(_comment, lines)) + "\n" + recipe.to_yaml())
-
-
-def _comment(text: str) -> str:
-    """Lines of YAML's comments that fit a terminal; a command can still be copied, word by word."""
-    return textwrap.fill(
-        text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    # Comments fit a terminal, and a command in them can still be copied, word by word.
+    comment = textwrap.TextWrapper(
+        WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
     )
+    return "\n".join([*map(comment.fill, lines), recipe.to_yaml()])
 
 
-def write_record(
-    folder: Path, question: Question, winner: Winner, curves: Sequence[DepthCurve], record: Mapping[str, Any]
-) -> None:
-    """Write the provenance, and what was found in numbers."""
-    trial = winner.trial
-    best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key, **_numbers(trial.measured)}
-    found: dict[str, Any] = {"best": best, "original": _numbers(question.original)}
+def found_json(question: Question, winner: Winner, curves: Sequence[DepthCurve]) -> dict[str, Any]:
+    """What was found in numbers, as JSON values; what is not finite is None."""
+    trial, more = winner.trial, winner.trial.measured.more
+    best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}
+    found: dict[str, Any] = {
+        "best": best | quality_json(trial.measured) | finite(more),
+        "original": quality_json(question.original) | finite(question.original.more),
+    }
     if winner.comparison is not None:
         missed = winner.missed_unseen(question.budget)
-        found["held_out"] = {
-            **(winner.text or {}),
-            **winner.comparison.to_json(),
-            "limits_missed": missed,
-        }
+        found["held_out"] = dict(winner.text) | winner.comparison.to_json() | {"limits_missed": missed}
     if winner.healing is not None:
         found["healing"] = dict(winner.healed_by) | winner.healing.to_json()
     if curves:
         found["knees"] = [curve.line() for curve in curves]
-    write_json(folder / RECORD_FILE, {**record, **found})
-
-
-def _numbers(measured: MeasuredProgram) -> dict[str, float | None]:
-    """As JSON holds them."""
-    return {**quality_json(measured), **finite(measured.more)}
+    return found

@@ -32,7 +32,7 @@ class Finalist:
     """A trial and what is known of it on both texts.
 
     Attributes:
-        seen, unseen: on the text of the search, and on held-out text.
+        unseen: on held-out text.
     """
 
     trial: Trial
@@ -43,9 +43,14 @@ class Finalist:
         """On the text of the search."""
         return self.trial.measured
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; what is not finite is None."""
+        qualities = {"seen": quality_json(self.seen), "unseen": quality_json(self.unseen)}
+        return {"trial": self.trial.number, "program": self.trial.proposal.key, **qualities}
+
 
 @dataclass(frozen=True)
-class RunnerUp:
+class RunnerUp(Finalist):
     """A finalist against the search's winner.
 
     Attributes:
@@ -53,7 +58,6 @@ class RunnerUp:
         low, high: its interval; all runners-up's hold together with 95%. Infinite where it cannot be told.
     """
 
-    finalist: Finalist
     difference: float
     low: float
     high: float
@@ -64,6 +68,10 @@ class RunnerUp:
         if self.high < 0:
             return "better"
         return "worse" if self.low > 0 else "not told apart"
+
+    def to_json(self) -> dict[str, Any]:
+        difference = {"difference": self.difference, "low": self.low, "high": self.high, "verdict": self.verdict}
+        return {**finite(difference), **super().to_json()}
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class HeldOutComparison:
     @property
     def chosen(self) -> Finalist:
         """The winner: that of the search, unless runners-up are better on held-out text; then the best of those."""
-        ahead = [one.finalist for one in self.runners_up if one.verdict == "worse"]
+        ahead = [one for one in self.runners_up if one.verdict == "worse"]
         return min(ahead, key=lambda one: quality_by(one.unseen, self.by), default=self.searched)
 
     @property
@@ -95,7 +103,7 @@ class HeldOutComparison:
     @property
     def finalists(self) -> tuple[Finalist, ...]:
         """All of them, the search's winner first."""
-        return (self.searched, *(one.finalist for one in self.runners_up))
+        return (self.searched, *self.runners_up)
 
     def unseen_of(self, trial: Trial) -> MeasuredProgram:
         """What one of the trials was measured to be on held-out text."""
@@ -103,14 +111,15 @@ class HeldOutComparison:
 
     def lines(self) -> list[str]:
         """What was found, in sentences; the word better only where the interval excludes 0."""
-        windows = len(self.searched.unseen.divergences)
-        first = self.searched
+        first, windows = self.searched, len(self.searched.unseen.divergences)
         both = (
             f"trial {first.trial.number}: {self.by} {quality_by(first.seen, self.by):.4g} on the text of the search, "
             f"{quality_by(first.unseen, self.by):.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
         )
         found = [both]
-        found += [self._sentence(one) for one in self.runners_up]
+        for one in self.runners_up:
+            numbers = f"{quality_by(one.seen, self.by):.4g} and {quality_by(one.unseen, self.by):.4g}"
+            found.append(f"{self.verdict_on(one)} ({self.by} {numbers}): {self.difference_from(one)}")
         if self.overturned:
             found.append(
                 f"HELD-OUT TEXT OVERTURNS THE SEARCH: trial {self.chosen.trial.number} is the winner, not trial "
@@ -120,26 +129,16 @@ class HeldOutComparison:
 
     def verdict_on(self, one: RunnerUp) -> str:
         """What the winner is, compared with a runner-up, in words."""
-        first, other = self.searched.trial.number, one.finalist.trial.number
-        return {
-            "better": f"trial {first} is better than trial {other}",
-            "worse": f"trial {first} is worse than trial {other}",
-            "not told apart": f"trial {first} is not told apart from trial {other}",
-        }[one.verdict]
+        than = "from" if one.verdict == "not told apart" else "than"
+        return f"trial {self.searched.trial.number} is {one.verdict} {than} trial {one.trial.number}"
 
     def difference_from(self, one: RunnerUp) -> str:
         """By how much the winner differs from a runner-up, with the interval, in words."""
-        if not math.isfinite(one.low):
-            told = "no interval can be told"
-        else:
-            count = len(self.runners_up)
+        count, known = len(self.runners_up), "no interval can be told"
+        if math.isfinite(one.low):
             share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
-            told = f"interval {one.low:+.3g} to {one.high:+.3g}, {share}"
-        return f"difference {one.difference:+.3g} {_UNITS[self.by]} ({told})"
-
-    def _sentence(self, one: RunnerUp) -> str:
-        numbers = f"{quality_by(one.finalist.seen, self.by):.4g} and {quality_by(one.finalist.unseen, self.by):.4g}"
-        return f"{self.verdict_on(one)} ({self.by} {numbers}): {self.difference_from(one)}"
+            known = f"interval {one.low:+.3g} to {one.high:+.3g}, {share}"
+        return f"difference {one.difference:+.3g} {_UNITS[self.by]} ({known})"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; what is not finite is None."""
@@ -147,12 +146,8 @@ class HeldOutComparison:
             "by": self.by,
             "confidence_of_all_intervals": CONFIDENCE,
             "original": quality_json(self.original),
-            "searched": _finalist(self.searched),
-            "runners_up": [
-                finite({"difference": one.difference, "low": one.low, "high": one.high})
-                | {"verdict": one.verdict, **_finalist(one.finalist)}
-                for one in self.runners_up
-            ],
+            "searched": self.searched.to_json(),
+            "runners_up": [one.to_json() for one in self.runners_up],
             "winner": self.chosen.trial.number,
             "overturned": self.overturned,
             "sentences": self.lines(),
@@ -187,7 +182,7 @@ def compare(
     for other in others:
         difference = _windows(first.unseen, by) - _windows(other.unseen, by)
         low, high = interval(difference, confidence)
-        runners_up.append(RunnerUp(other, float(np.mean(difference)), low, high))
+        runners_up.append(RunnerUp(other.trial, other.unseen, float(np.mean(difference)), low, high))
     return HeldOutComparison(by, first, tuple(runners_up), original)
 
 
@@ -206,12 +201,3 @@ def quality_json(measured: MeasuredProgram) -> dict[str, float | None]:
     names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
     found: dict[str, float | None] = finite({name: getattr(measured, name) for name in names})
     return found
-
-
-def _finalist(one: Finalist) -> dict[str, Any]:
-    return {
-        "trial": one.trial.number,
-        "program": one.trial.proposal.key,
-        "seen": quality_json(one.seen),
-        "unseen": quality_json(one.unseen),
-    }

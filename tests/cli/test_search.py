@@ -222,11 +222,11 @@ def test_text_too_short_to_hold_some_out(
     short = tmp_path / "short.txt"
     short.write_text(tiny_text.read_text()[:1500])
     assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000") == 1
-    assert "--holdout 0" in capsys.readouterr().err
+    assert "or hold out none" in capsys.readouterr().err
     assert not (tmp_path / "search" / "trials.csv").exists()
     assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000", "--holdout", "0") == 0
     assert search(tiny_checkpoint, tiny_text, tmp_path / "other", "--holdout", "64") == 1
-    assert "use --holdout 128 or more" in capsys.readouterr().err
+    assert "hold out 128 or more" in capsys.readouterr().err
 
 
 def test_without_a_budget(
@@ -288,7 +288,7 @@ def test_another_search_in_the_same_folder_is_refused(
     assert (tmp_path / "search" / "recipe.yaml").read_text() == before
     configure(tiny_checkpoint, rms_norm_eps=0.5)
     assert search(tiny_checkpoint, tiny_text, tmp_path / "search") == 1
-    assert "use another output folder" in capsys.readouterr().err.splitlines()[-1]
+    assert "use another folder" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_budget_of_predicted_time(

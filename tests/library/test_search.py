@@ -29,7 +29,7 @@ def test_a_search_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: P
     assert found.runners_up
     assert found.winner.trial not in found.runners_up
     assert all(path.is_file() for path in found.files)
-    assert (found.front, found.curves) == ((), ())
+    assert (len(found.front), len(found.curves)) == (0, 0)
 
 
 def ended(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> object:

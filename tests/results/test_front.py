@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from surgeon.language.program import Program
 from surgeon.results.search import SearchRun
 from surgeon.searches.front import depth_curves, pareto_front
-from surgeon.searches.front_files import write_depths, write_front
+from surgeon.searches.results import depths_table, write_front
 from surgeon.searches.trial import Trial
 from tests.searches.test_front import MIXTURE, OBJECTIVES, ORIGINAL, PRICING, TRIALS, pairs, trial
 
@@ -55,7 +55,8 @@ def test_a_front_shows_its_points_and_how_many_trials_lie_far(tmp_path: Path) ->
 
 def test_curves_and_knees_are_drawn(tmp_path: Path) -> None:
     curves = depth_curves(TRIALS, ORIGINAL, PRICING, resamples=50)
-    written = write_depths(tmp_path, curves)
+    written = depths_table(curves)
+    SearchRun.TABLES["depths"].write(tmp_path, written)
     found = SearchRun(table(TRIALS), depths=SearchRun.TABLES["depths"].read(tmp_path), record={"num_layers": 8})
     linear, quality, knees = found.plot("quality-against-depth").axes
     measured = [[7, pytest.approx(0.015)], [6, pytest.approx(0.03)], [5, 0.5]]

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from surgeon.cost.predict import Deployment
@@ -14,10 +13,10 @@ from surgeon.cost.workload import Workload
 from surgeon.language.recipe import read_recipe
 from surgeon.searches.edit import Edit
 from surgeon.searches.front import bootstrapped_knee, depth_curves, knee_of, lower_envelope, non_dominated, pareto_front
-from surgeon.searches.front_files import write_depths, write_front
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect, parse_objectives
+from surgeon.searches.results import depths_table, write_front
 from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.cost.examples import model
@@ -127,8 +126,7 @@ def test_files_of_a_front(tmp_path: Path) -> None:
     (tmp_path / "front").mkdir()
     (tmp_path / "front" / "09-recipe.yaml").write_text("old")
     front = pareto_front(TRIALS, OBJECTIVES, PRICING)
-    write_front(tmp_path, front, OBJECTIVES, MIXTURE, "a model", "0" * 64)
-    table = pd.read_csv(tmp_path / "front.csv")
+    table = write_front(tmp_path, front, OBJECTIVES, MIXTURE, "a model", "0" * 64)
     assert table["divergence"].tolist() == pytest.approx([0.015, 0.02, 0.5])
     assert table["depth"].tolist() == [7, 6, 5]
     assert table["trial"].tolist() == [1, 6, 3]
@@ -139,13 +137,12 @@ def test_files_of_a_front(tmp_path: Path) -> None:
         assert recipe.weights == "0" * 64
 
 
-def test_the_table_of_depths(tmp_path: Path) -> None:
-    write_depths(tmp_path, depth_curves(TRIALS, ORIGINAL, PRICING, resamples=50))
-    table = pd.read_csv(tmp_path / "depths.csv")
+def test_the_table_of_depths() -> None:
+    table = depths_table(depth_curves(TRIALS, ORIGINAL, PRICING, resamples=50))
     own = table[table["space"] == "pair"]
     assert own["depth"].tolist() == [8, 7, 6, 5]
     assert own["knee"].tolist() == [False, False, True, False]
-    assert own["edits"].fillna("").tolist()[1:3] == ["pair 4:6", "pair 2:4; pair 4:6"]
+    assert own["edits"].tolist()[1:3] == ["pair 4:6", "pair 2:4; pair 4:6"]
 
 
 def test_a_recipe_says_what_it_comes_to() -> None:

@@ -61,8 +61,8 @@ def _winner(run: Run[SearchRun]) -> Iterator[Block]:
         program = Program.parse(best["program"])
         figure = program_figure(program, int(record["num_layers"]), int(record["steps_per_layer"]))
         yield Chart(figure, title, f"{best['why']}.", described=f"{title}: {program}", wide=True, themed=False)
-    if run.found.recipe:
-        yield Code("The recipe that was found (recipe.yaml)", run.found.recipe)
+    if run.found.recipe_text:
+        yield Code("The recipe that was found (recipe.yaml)", run.found.recipe_text)
 
 
 def _on_held_out_text(held: dict[str, Any]) -> Table:
