@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.cka import LEAST_SAMPLES, LinearCKA
 from surgeon.analysis.engine.memory import windows_in_a_walk
-from surgeon.analysis.engine.walk import LayerPass, layers_run, runs_of, walks
+from surgeon.analysis.engine.walk import layers_run, runs_of, walks
 from surgeon.analysis.subject import Subject
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
@@ -140,7 +140,10 @@ def compare_streams(
             if one.layer == one.run.start:
                 sum_, streams = next(places), [one.passed.before]
             streams.append(one.passed.after)
-            sum_.sizes[one.layer - one.run.start] += _relative_sizes(one.passed)
+            passed = one.passed
+            pairs = ((passed.attention, passed.before), (passed.mlp, passed.middle))
+            sizes = torch.stack([(_norm(output) / _norm(stream)).sum() for output, stream in pairs])
+            sum_.sizes[one.layer - one.run.start] += sizes.cpu()
             ran(2 * len(walk.ids))
             if one.layer == one.run[-1]:
                 _add(sum_, streams)
@@ -153,12 +156,6 @@ def _add(sum_: Streams, streams: list[Tensor]) -> None:
         sum_.cosine.add_(cosines.sum(0).cpu())
         sum_.angle.add_(angles.sum(0).cpu())
         sum_.last_angle.add_(angles[last].sum(0).cpu())
-
-
-def _relative_sizes(passed: LayerPass) -> Tensor:
-    """Summed over tokens, (2,): of the attention's output and of the feed-forward's."""
-    pairs = ((passed.attention, passed.before), (passed.mlp, passed.middle))
-    return torch.stack([(_norm(output) / _norm(stream)).sum() for output, stream in pairs]).cpu()
 
 
 def _norm(stream: Tensor) -> Tensor:

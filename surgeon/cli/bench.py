@@ -10,7 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DATA_HELP, RanksOption, RunArguments, VariantLayersOption, parse_batches
+from surgeon.cli.options import (
+    DATA_HELP,
+    BatchesOption,
+    NewTokensOption,
+    RanksOption,
+    RoundsOption,
+    RunArguments,
+    VariantLayersOption,
+    parse_batches,
+)
 from surgeon.language.operations.declare import VARIANTS, described
 
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
@@ -44,10 +53,10 @@ class ProgramArguments:
 class LoadArguments:
     """What every program is given to do, in the user's words; a group of options (see grouped.py)."""
 
-    batch: Annotated[str, typer.Option(help="How many texts are computed together; several as 1,8.")] = "1"
+    batch: BatchesOption = "1"
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; they are random.")] = 64
-    new: Annotated[int, typer.Option(min=1, help="Tokens to add to each.")] = 32
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5
+    new: NewTokensOption = 32
+    rounds: RoundsOption = 5
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0
 
 

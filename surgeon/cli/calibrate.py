@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgeon.cli.options import CheckpointArgument, DtypeOption, RanksDeviceOption
+from surgeon.cli.options import CheckpointArgument, DtypeOption, RanksDeviceOption, RoundsOption
 
 
 def calibrate(
@@ -19,7 +19,7 @@ def calibrate(
     ranks: Annotated[
         str, typer.Option(help="Numbers of ranks that are measured, each with all of them at work; 1 among them.")
     ] = "1,2",
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
+    rounds: RoundsOption = 5,
     device: RanksDeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:

@@ -51,6 +51,9 @@ SeparatorOption = Annotated[
         show_default=False,
     ),
 ]
+BatchesOption = Annotated[str, typer.Option("--batch", help="How many texts are computed together; several as 1,8.")]
+NewTokensOption = Annotated[int, typer.Option("--new", min=1, help="Tokens to add to each.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="How often everything is measured.")]
 VariantLayersOption = Annotated[
     str | None,
     typer.Option(

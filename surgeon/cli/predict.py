@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import CompressOption, ProgramOption, VariantLayersOption, parse_batches
+from surgeon.cli.options import (
+    BatchesOption,
+    CompressOption,
+    NewTokensOption,
+    ProgramOption,
+    VariantLayersOption,
+    parse_batches,
+)
 from surgeon.cli.predict_racks import RacksArguments, train_on_racks
 from surgeon.language.operations.declare import VARIANTS, described
 
@@ -42,9 +49,9 @@ class PredictedPrograms:
 class PredictedLoad:
     """What is asked of the model, in the user's words; a group of options (see grouped.py)."""
 
-    batch: Annotated[str, typer.Option(help="How many texts are computed together; several as 1,8.")] = "1"
+    batch: BatchesOption = "1"
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024
-    new: Annotated[int, typer.Option(min=1, help="Tokens to add to each.")] = 512
+    new: NewTokensOption = 512
 
 
 @dataclass(frozen=True)

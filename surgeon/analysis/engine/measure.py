@@ -1,34 +1,43 @@
-"""Measuring the programs of a plan on some windows of text."""
+"""Measuring the programs of a plan on some windows of text.
+
+On a CPU the windows are shared out to threads, lanes, each of which computes on one core. Threads that work on one
+product wait for each other after every one of them, thousands of times a second, and where the machine has something
+else to do they mostly wait. Threads with windows of their own meet at the end of a pass.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.lanes import GoOn, lanes_for, parts_of, side_by_side
 from surgeon.analysis.engine.machine import PlanMachine, run_plan
-from surgeon.analysis.engine.memory import streaming_room
+from surgeon.analysis.engine.memory import lanes_for, streaming_room
 from surgeon.analysis.engine.order import by_layer
 from surgeon.analysis.engine.prefixes import PlanStates, StateCache
 from surgeon.analysis.engine.sharing import SharedPlan
 from surgeon.analysis.engine.states import States
 from surgeon.analysis.engine.walk import raise_not_finite
-from surgeon.beside import one_at_a_time
+from surgeon.beside import Beside, one_at_a_time, torch_threads
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.errors import is_out_of_memory
 from surgeon.language.program import Program
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions, one_after_the_other
 
+T = TypeVar("T")
+GoOn = Callable[[], None]
 References = MutableMapping[range, ReferencePredictions]  # by windows
 
 
@@ -231,3 +240,51 @@ class _Run:
         """The original's quality, which does not diverge from itself in any part of its windows."""
         blocks = self.options.blocks
         return replace(own, blocks=own.divergence.new_zeros(len(own.nll), blocks)) if blocks else own
+
+
+def parts_of(windows: range, count: int) -> list[range]:
+    """Windows one after the other in about equal parts."""
+    bounds = [windows.start + len(windows) * part // count for part in range(count + 1)]
+    return [range(first, end) for first, end in pairwise(bounds)]
+
+
+def side_by_side(lanes: Sequence[Callable[[GoOn], Iterator[tuple[Program, T]]]]) -> Iterator[tuple[Program, list[T]]]:
+    """What several lanes find of each program, in their order, as soon as all of them have it.
+
+    Every lane runs in a thread of its own, where torch has one thread; a single one runs in this thread, as it is.
+
+    Args:
+        lanes: each finds something of the same programs. It is given a function to be called between its parts, which
+            ends it where the rest is no longer wanted.
+
+    Raises:
+        whatever a lane does; the others end then.
+    """
+    if len(lanes) == 1:
+        yield from ((program, [found]) for program, found in lanes[0](lambda: None))
+        return
+    found: dict[Program, dict[int, T]] = {}
+    news: SimpleQueue[Any] = SimpleQueue()  # what a lane has found of a program; at its end, its number
+
+    def work(number: int, go_on: GoOn) -> None:
+        try:
+            for program, value in lanes[number](go_on):
+                news.put((number, program, value))
+        finally:
+            news.put(number)
+
+    with torch_threads(1), ExitStack() as running:
+        works = [running.enter_context(Beside(partial(work, number))) for number in range(len(lanes))]
+        left = len(works)
+        while left:
+            new = news.get()
+            if isinstance(new, int):
+                left -= 1
+                works[new].result()
+                continue
+            number, program, value = new
+            parts = found.setdefault(program, {})
+            parts[number] = value
+            if len(parts) == len(lanes):
+                yield program, [parts[number] for number in range(len(lanes))]
+                del found[program]

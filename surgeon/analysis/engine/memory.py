@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.lanes import lanes_for
 from surgeon.analysis.engine.sharing import SharedPlan
 from surgeon.analysis.engine.walk import cache_bytes
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
@@ -21,6 +21,7 @@ from surgeon.quality.head import OutputHead
 
 # On a CPU 4,096 tokens of a small model were a third slower than 2 x 2,048: what a layer computes outgrows the cache.
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
+LEAST_TOKENS = 256  # products of fewer tokens are slower for each of them
 # Measured on the demo model: what is freed in between is not all given back, and libraries allocate on first use.
 _SLACK = 1.5
 _FIRST_USE = 40 << 20
@@ -64,6 +65,16 @@ def windows_in_a_walk(
     """
     beside += cache_bytes(model)
     return _fitting(model, ids, lambda tokens: beside + _computing_bytes(model, streams, tokens), memory)
+
+
+def lanes_for(device: torch.device, window: int, windows: int) -> int:
+    """Into how many parts to share out windows of so many tokens: one for each thread that torch has, if they suffice.
+
+    On anything but a CPU it is one.
+    """
+    if device.type != "cpu":
+        return 1
+    return max(1, min(torch.get_num_threads(), windows, window * windows // LEAST_TOKENS))
 
 
 def _fitting(

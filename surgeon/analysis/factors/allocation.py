@@ -136,9 +136,13 @@ def allocate(curves: Sequence[Curve], how: Allocation, budget: float, cost: Cost
         raise ValueError(f"there is no allocation {how!r}; {did_you_mean(how, get_args(Allocation))}")
     if how == "damage":
         return by_damage(curves, budget, cost)[0]
-    choose = _same_share if how == "uniform" else _same_energy
     for step in range(_STEPS, 0, -1):
-        ranks = {curve.matrix: choose(curve, step / _STEPS) for curve in curves}
+        share = step / _STEPS
+        if how == "uniform":
+            ranks = {curve.matrix: rank_for(share, *curve.size) for curve in curves}
+        else:
+            found = ((curve, max(1, energy_rank(curve.values, share))) for curve in curves)
+            ranks = {curve.matrix: rank if saves(rank, *curve.size) else None for curve, rank in found}
         if total_cost(curves, ranks, cost) <= budget:
             return ranks
     raise _too_small(budget, total_cost(curves, ranks, cost))
@@ -247,15 +251,6 @@ def kept_parameters(out_features: int, in_features: int, rank: int) -> float:
     return (out_features + in_features) * rank / (out_features * in_features)
 
 
-def _same_share(curve: Curve, keep: float) -> int | None:
-    return rank_for(keep, *curve.size)
-
-
-def _same_energy(curve: Curve, share: float) -> int | None:
-    rank = max(1, energy_rank(curve.values, share))
-    return rank if saves(rank, *curve.size) else None
-
-
 def _options(curve: Curve, cost: Cost) -> Iterator[Option]:
     damage = curve.damage_by_rank()
     for rank in curve.useful_ranks():
@@ -284,7 +279,11 @@ def _slope(first: Option, second: Option) -> float:
 def _spend(options: Mapping[Matrix, Sequence[Option]], chosen: dict[Matrix, Option], left: float) -> None:
     """Spend what is left, less than the next step of the hulls costs, on what spares most of all that it pays for."""
     costs = {matrix: np.array([option.cost for option in some]) for matrix, some in options.items()}
-    least = {matrix: list(accumulate(some, _less_damage)) for matrix, some in options.items()}
+
+    def better(one: Option, other: Option) -> Option:
+        return min(one, other, key=lambda option: option.damage)
+
+    least = {matrix: list(accumulate(some, better)) for matrix, some in options.items()}
 
     def affordable(matrix: Matrix) -> Option:
         paid = np.searchsorted(costs[matrix], chosen[matrix].cost + left, side="right")
@@ -297,10 +296,6 @@ def _spend(options: Mapping[Matrix, Sequence[Option]], chosen: dict[Matrix, Opti
             return
         left -= option.cost - chosen[best].cost
         chosen[best] = option
-
-
-def _less_damage(first: Option, second: Option) -> Option:
-    return second if second.damage < first.damage else first
 
 
 def _too_small(budget: float, least: float) -> ValueError:
