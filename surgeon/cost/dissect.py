@@ -134,11 +134,11 @@ class DissectedEngine(RankEngine):
         super().__init__(plan, collectives, device)
         self.watch = watch = Stopwatch(device)
         self.passes_seen: list[PassParts] = []
-        for made in self.sublayers.values():
-            kind = "A" if isinstance(made, Attention) else "F"
-            reading, writing = ("qkv", "o") if isinstance(made, Attention) else ("up", "down")
+        for sublayer in self.sublayers.values():
+            kind = "A" if isinstance(sublayer, Attention) else "F"
+            reading, writing = ("qkv", "o") if isinstance(sublayer, Attention) else ("up", "down")
             for what, attribute in ((NORM, "norm"), (READING, reading), (WRITING, writing)):
-                setattr(made, attribute, watch.wrap(f"{what} {kind}", getattr(made, attribute)))
+                setattr(sublayer, attribute, watch.wrap(f"{what} {kind}", getattr(sublayer, attribute)))
         vocabulary: Any = self.vocabulary
         for name, method in ((EMBEDDING, "embed"), (HEAD, "logits"), (BEST, "best")):
             setattr(vocabulary, method, watch.wrap(name, getattr(vocabulary, method)))

@@ -28,8 +28,8 @@ PRODUCTS = "shares.flops."  # figures by rows
 
 
 @dataclass(frozen=True)
-class Held:
-    """A kernel held against what it took."""
+class KernelTime:
+    """A kernel, and what it took."""
 
     kernel: Kernel
     seconds: float
@@ -124,21 +124,21 @@ class Fit:
                 found["rest"] = one
         return found
 
-    def timed(self, kind: str, name: str, sample: PassSample) -> Held:
+    def timed(self, kind: str, name: str, sample: PassSample) -> KernelTime:
         """A kernel of a sublayer, and what was measured of it."""
         kernel = self.kernels(kind, sample)[name]
         if name == ATTENDING:
-            return Held(kernel, self.part(ATTENDING, sample))
+            return KernelTime(kernel, self.part(ATTENDING, sample))
         if name != "rest":
-            return Held(kernel, self.part(f"{name} {kind}", sample))
+            return KernelTime(kernel, self.part(f"{name} {kind}", sample))
         inside = [f"{each} {kind}" for each in (NORM, READING, WRITING)] + [ATTENDING] * (kind == "A")
         seconds = self.part(f"{SUBLAYER} {kind}", sample) - sum(self.part(each, sample) for each in inside)
-        return Held(kernel, seconds)
+        return KernelTime(kernel, seconds)
 
     # Products: by rows.
 
     def _products(self) -> Figures:
-        by_rows: dict[int, list[Held]] = {}
+        by_rows: dict[int, list[KernelTime]] = {}
         for sample in self.whole:
             timed = [self.timed(kind, name, sample) for kind in KINDS for name in (READING, WRITING)]
             for one in timed:

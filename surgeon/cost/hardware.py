@@ -62,8 +62,8 @@ def _kind(value: Any) -> Any:
 
 def _several(ranks: int) -> int:
     if ranks == 1:
-        told = "ranks that share a device are 2 or more; one alone has device.shares and host"
-        raise PydanticCustomError("said", told)
+        message = "ranks that share a device are 2 or more; one alone has device.shares and host"
+        raise PydanticCustomError("said", message)
     return ranks
 
 

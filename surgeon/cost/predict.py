@@ -16,7 +16,7 @@ from surgeon.cost.collectives import Operation, Wiring
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.kernels import Kernel, RankSpeed, burst
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.room import KEPT, Room, room
+from surgeon.cost.room import PLANS, Room, room
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
@@ -237,7 +237,7 @@ class PredictedRanks:
         return PassCost(*times, layers=costs.layers, vocabulary=costs.vocabulary)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=PLANS)
 def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     """A plan's program, and every rank's work: with a number that is the same of steps that differ in layers only."""
     program = Program.parse(plan.program)

@@ -12,9 +12,9 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
 
-KEPT = 16  # plans of which it is remembered what is the same for all batches
+PLANS = 16  # plans of which it is remembered what is the same for all batches
 USABLE = 0.92  # of a device's memory, an estimate; the rest is the driver's, the libraries' and lost between tensors
-_footprint = lru_cache(maxsize=KEPT)(footprint)
+_footprint = lru_cache(maxsize=PLANS)(footprint)
 
 
 @dataclass(frozen=True)

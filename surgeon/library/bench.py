@@ -124,8 +124,7 @@ def bench(
         return found
     name = model.name if isinstance(model, Model) else str(model)
     record = provenance(name, candidates[0].model.hash, **settings, results=bench_record(results))
-    found = replace(found, record=record)
-    return replace(found, files=(*files, *found.write(folder), folder / found.RECORD, *found.draw(folder)))
+    return replace(found, record=record).save(folder)
 
 
 def _check_trace(path: Path, ranks: RankOptions) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from surgeon.cost.best import (
     METRICS,
@@ -34,9 +34,7 @@ from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.results.best import BestRun
 from surgeon.results.prediction import PredictRun, words_of
-from surgeon.results.result import RunResult
 
-Run = TypeVar("Run", bound=RunResult)
 _SHORT: dict[Metric, str] = {
     "token": "time per token",
     "first": "time to the first token",
@@ -88,7 +86,8 @@ def predict(
         ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
             fit into memory; in a sweep that is said in its cells.
     """
-    machine, candidates = _open(model, hardware, compare, layers, program)
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    candidates = open_candidates(model, compare, program, as_range(layers))
     deployment = _deployment(ranks, machine, candidates[0])
     axes = {"batch": [batch] if isinstance(batch, int) else [*batch], **_axes(sweep)}
     folder = None if output is None else Path(output)
@@ -102,7 +101,7 @@ def predict(
                 raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
     said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": sweep is not None}
     found = Predictions(prediction_table(cells), cells, record=said)
-    return found if folder is None else _written(replace(found, record=_record(model, machine, cells, said)), folder)
+    return found if folder is None else replace(found, record=_record(model, machine, cells, said)).save(folder)
 
 
 def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
@@ -137,11 +136,6 @@ def _record(
         "hardware_file": write_hardware(hardware),
     }
     return provenance(model.name if isinstance(model, Model) else str(model), "", **settings)
-
-
-def _written(found: Run, folder: Path) -> Run:
-    """The same once its table, its record and its picture lie in a folder."""
-    return replace(found, files=(*found.write(folder), folder / found.RECORD, *found.draw(folder)))
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,8 @@ def best_programs(
     """
     if by not in METRICS:
         raise ValueError(f"there is no measure {by!r} to be fastest by; {did_you_mean(by, METRICS)}")
-    machine, (first, *_) = _open(model, hardware, (), layers, None)
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    (first,) = open_candidates(model)
     deployment, load = _deployment(ranks, machine, first), Workload(1, prompt, new)
     axes = _axes(sweep or f"ranks=1..{machine.devices},batch=1..256")
     known = known_programs(first.model, allowance or Allowance(), as_range(layers))
@@ -203,19 +198,7 @@ def best_programs(
     if folder is None:
         return found
     programs = {one.name: str(one.program(2)) for one in known}
-    record = provenance(name, "", heading=heading, programs_on_2_ranks=programs)
-    return _written(replace(found, record=record), folder)
-
-
-def _open(
-    model: str | Path | Model,
-    hardware: str | Path | Hardware,
-    compare: Sequence[str],
-    layers: range | str | None,
-    program: Program | str | None,
-) -> tuple[Hardware, list[Candidate]]:
-    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    return machine, open_candidates(model, compare, program, as_range(layers))
+    return replace(found, record=provenance(name, "", heading=heading, programs_on_2_ranks=programs)).save(folder)
 
 
 def _deployment(ranks: int | Deployment, hardware: Hardware, first: Candidate) -> Deployment:

@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -250,6 +250,10 @@ class RunResult:
     def draw(self, folder: Path) -> list[Path]:
         """Write every picture as a PNG file; returns the files."""
         return [save(figure, folder / f"{name}.png") for name, figure in self.pictures().items()]
+
+    def save(self, folder: Path) -> Self:
+        """Write the tables, the record and every picture; returns the same, which knows these files."""
+        return replace(self, files=(*self.files, *self.write(folder), folder / self.RECORD, *self.draw(folder)))
 
     def _repr_html_(self) -> str:
         return self.table().to_html(max_rows=12, index=False)
