@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from surgeon.library.generate import generate
     from surgeon.library.heal import heal
     from surgeon.library.predict import predict
+    from surgeon.library.report import report
     from surgeon.library.scan import scan
     from surgeon.library.search import search
     from surgeon.library.sensitivity import sensitivity
@@ -67,6 +68,7 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "predict": "surgeon.library.predict",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
+    "report": "surgeon.library.report",
     "restore": "surgeon.models.edit",
     "scan": "surgeon.library.scan",
     "search": "surgeon.library.search",
@@ -101,6 +103,7 @@ __all__ = [
     "predict",
     "program_of",
     "read_recipe",
+    "report",
     "restore",
     "scan",
     "search",

@@ -27,7 +27,6 @@ def report(
     It begins with a summary: which layers can be touched, at which cost, and which cannot. Runs of the same weights
     go together; other models get chapters of their own. Layers count from 0; stretches are named by both their ends.
     """
-    from surgeon.reports.page import write_page
+    from surgeon.library.report import report as write_report
 
-    write_page(runs, output)
-    typer.echo(f"{output}: {output.stat().st_size / 2**20:.2f} MB")
+    typer.echo(str(write_report(runs, output)))

@@ -68,11 +68,14 @@ class Chapter:
         return [finding for finding in self.summary if finding.figure]
 
 
-def write_page(paths: Iterable[Path], output: Path) -> None:
+def write_page(paths: Iterable[Path], output: Path) -> list[Chapter]:
     """Write the page about these runs; a file of that name is replaced once the new one is whole.
 
     Args:
         paths: folders that commands wrote, or single records.
+
+    Returns:
+        What is in it.
 
     Raises:
         FileNotFoundError: if a folder or a file of a run is missing.
@@ -81,18 +84,15 @@ def write_page(paths: Iterable[Path], output: Path) -> None:
     """
     if output.is_dir():
         raise ValueError(f"{output} is a folder; give a file to write, such as {output / 'report.html'}")
-    html = render(paths)
+    chapters = chapters_of(paths)
+    html = render(chapters)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, html)
+    return chapters
 
 
-def render(paths: Iterable[Path]) -> str:
-    """The page as text; errors as in `write_page`."""
-    runs: dict[Path, Run[Any]] = {}
-    for path in paths:
-        for run in read_runs(path, KINDS):
-            runs.setdefault(run.file.resolve(), run)
-    chapters = _chapters(list(runs.values()))
+def render(chapters: Sequence[Chapter]) -> str:
+    """The page as text."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -111,8 +111,13 @@ def render(paths: Iterable[Path]) -> str:
     )
 
 
-def _chapters(runs: Sequence[Run[Any]]) -> list[Chapter]:
-    """One for each model, in the order in which they were named."""
+def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
+    """One for each model of these runs, in the order in which they were named; errors as in `write_page`."""
+    unique: dict[Path, Run[Any]] = {}
+    for path in paths:
+        for run in read_runs(path, KINDS):
+            unique.setdefault(run.file.resolve(), run)
+    runs = list(unique.values())
     # Records without a hash go by the model's name, and never into a chapter of a model that is known.
     exported: dict[Path, str] = {}
     groups: dict[str, list[Run[Any]]] = {}

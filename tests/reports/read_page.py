@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
-from surgeon.reports.page import render
+from surgeon.reports import page
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -86,10 +86,14 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
 
+def render(folders: Iterable[Path]) -> str:
+    return page.render(page.chapters_of(folders))
+
+
 def page_of(*folders: Path) -> Page:
-    page = Page(render(folders))
-    assert page.errors == []
-    return page
+    found = Page(render(folders))
+    assert found.errors == []
+    return found
 
 
 def map_named(page: Page, title: str) -> dict[str, Any]:

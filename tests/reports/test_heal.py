@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from surgeon.reports.page import render
 from surgeon.results.training import Healing
-from tests.reports.read_page import drawing_of, marks_in, page_of
+from tests.reports.read_page import drawing_of, marks_in, page_of, render
 from tests.reports.run_folders import make_healing, read_csv, state, write_csv
 
 BAND = r'fill-opacity="0.14"'

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from surgeon.reports.page import render, write_page
+from surgeon.reports.page import write_page
 from surgeon.reports.sections import KINDS
-from tests.reports.read_page import page_of
+from tests.reports.read_page import page_of, render
 from tests.reports.run_folders import (
     ALL,
     BASE,

@@ -12,9 +12,8 @@ import pytest
 from matplotlib.colors import to_hex
 
 from surgeon.language.program import Program
-from surgeon.reports.page import render
 from surgeon.results.prediction import PredictRun
-from tests.reports.read_page import colours_in, drawing_of, map_named, marks_in, page_of
+from tests.reports.read_page import colours_in, drawing_of, map_named, marks_in, page_of, render
 from tests.reports.run_folders import (
     ALL,
     BASE,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from surgeon.reports.page import render
-from tests.reports.read_page import map_named, page_of
+from tests.reports.read_page import map_named, page_of, render
 from tests.reports.run_folders import BASE, Cell, make_scan, read_csv
 
 

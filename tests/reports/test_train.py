@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.reports.page import render
-from tests.reports.read_page import page_of
+from tests.reports.read_page import page_of, render
 from tests.reports.run_folders import everything, make_from_scratch, state
 
 

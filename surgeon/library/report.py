@@ -1,0 +1,52 @@
+"""`surgeon.report`: one HTML page about what other passes have found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from surgeon.reports.page import Chapter, write_page
+
+
+@dataclass(frozen=True)
+class ReportPage:
+    """A page that was written.
+
+    Attributes:
+        file: the page, whole in itself.
+        chapters: one for each model, with what its runs say.
+    """
+
+    file: Path
+    chapters: Sequence[Chapter]
+
+    def table(self) -> pd.DataFrame:
+        """The page's summaries: a row for each finding, with the model that it is about."""
+        rows = [
+            (chapter.name, finding.lead, finding.text, finding.figure)
+            for chapter in self.chapters
+            for finding in chapter.summary
+        ]
+        return pd.DataFrame(rows, columns=["model", "about", "finding", "figure"])
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.file.stat().st_size / 2**20:.2f} MB"
+
+
+def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report.html") -> ReportPage:
+    """Put what was measured into one HTML page that needs no network and no other file.
+
+    Args:
+        runs: folders that passes wrote, or single records (.json) in them; runs of the same weights go together.
+        output: the page; a file of that name is replaced once the new one is whole.
+
+    Raises:
+        FileNotFoundError: if a folder or a file of a run is missing.
+        ValueError: if a folder holds no known record, or a file is damaged, naming it.
+        OSError: if the page cannot be written.
+    """
+    paths = [runs] if isinstance(runs, str | Path) else runs
+    return ReportPage(Path(output), write_page(map(Path, paths), Path(output)))

@@ -1,0 +1,41 @@
+"""What a notebook calls to put results into a page, and to see them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+import surgeon
+from surgeon.results.scan import Scan
+from tests.reports.run_folders import make_scan, make_similarity
+
+
+def test_a_page_of_runs_and_what_it_says(tmp_path: Path) -> None:
+    runs = [make_scan(tmp_path / "scan"), make_similarity(tmp_path / "alike")]
+    found = surgeon.report(runs, tmp_path / "pages" / "both.html")
+    assert str(found) == f"{found.file}: {found.file.stat().st_size / 2**20:.2f} MB"
+    assert [chapter.name for chapter in found.chapters] == ["tiny"]
+    table = found.table()
+    assert set(table["model"]) == {"tiny"}
+    assert {"As it is", "Layers never to touch", "Who needs the layer before"} <= set(table["about"])
+    alone = surgeon.report(runs[0], tmp_path / "one.html")
+    assert set(alone.table()["about"]) < set(table["about"])
+    assert all(text in alone.file.read_text() for text in alone.table()["figure"])
+
+
+def test_a_result_is_read_again_from_its_folder(tmp_path: Path) -> None:
+    found = Scan.read(make_scan(tmp_path / "scan", num_layers=4))
+    assert len(found.table()) == 20
+    assert list(found.pictures()) == ["heatmaps", "heatmap-prune", "heatmap-lp", "curves-lp"]
+    assert isinstance(found.plot(), Figure)
+    assert "<table" in found._repr_html_()
+    with pytest.raises(ValueError, match="no picture 'heatmap' of this scan; did you mean 'heatmaps'"):
+        found.plot("heatmap")
+    again = tmp_path / "again"
+    again.mkdir()
+    found.write(again)
+    assert Scan.read(again).cells.equals(found.cells)
+    with pytest.raises(ValueError, match="holds a scan of another model: tiny with the hash aaaaaaaaaaaa, while this"):
+        Scan.read(again, "b" * 64)
