@@ -49,13 +49,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
         fault = fault_of(path)
         if fault is None:
             for broken, what in faults.items():
-                warnings.warn(f"{broken} {what}; the run goes on from {path.name}, before it", stacklevel=2)
+                warnings.warn(f"{broken}: {what}; the run goes on from {path.name}, before it", stacklevel=2)
             return path
         faults[path] = fault
     if faults:
         last, what = next(iter(faults.items()))
         raise ValueError(
-            f"{last} {what}, and there is no whole checkpoint before it to go on from; put back what is missing, or "
+            f"{last}: {what}, and there is no whole checkpoint before it to go on from; put back what is missing, or "
             f"remove {folder} to begin the run again"
         )
     return None
@@ -155,9 +155,9 @@ class RunCheckpoints(TrainerCallback):
         best = self.name_best(state)
         if best is None:
             return
-        fault = fault_of(best) if best.is_dir() else "is gone"
+        fault = fault_of(best) if best.is_dir() else "it is gone"
         if fault is not None:
-            raise ValueError(f"{best}, which has the best weights, {fault}; remove {self.folder} to begin again")
+            raise ValueError(f"{best} has the best weights: {fault}; remove {self.folder} to begin again")
 
     def publish(self, state: TrainerState) -> None:
         """Give the checkpoint that every process has written its name, and remove those that are not needed any more.

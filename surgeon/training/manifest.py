@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.trainer import TRAINER_STATE_NAME
 
 from surgeon.checkpoint.read import read_json
-from surgeon.checkpoint.verify import FileRecord
+from surgeon.checkpoint.verify import FileRecord, change_of
 from surgeon.errors import first_line
 from surgeon.processes.files import write_json
 
@@ -28,46 +28,31 @@ _NEEDED = (
 def write_manifest(checkpoint: Path) -> None:
     """Say in a checkpoint which files it has: their sizes, and the SHA-256 of small ones."""
     (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    listed = {path.relative_to(checkpoint).as_posix(): _record(path) for path in files}
+    listed: dict[str, dict[str, int | str]] = {}
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        record = listed[path.relative_to(checkpoint).as_posix()] = {"size": path.stat().st_size}
+        if path.stat().st_size <= _HASHED_BYTES:
+            record["sha256"] = FileRecord.of(path).sha256
     write_json(checkpoint / MANIFEST_FILE, {"files": listed})
 
 
-def _record(path: Path) -> dict[str, int | str]:
-    size = path.stat().st_size
-    return {"size": size} | ({"sha256": FileRecord.of(path).sha256} if size <= _HASHED_BYTES else {})
-
-
 def fault_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, as in "has no optimizer.pt"; None where it is whole.
+    """What is wrong with a checkpoint, as in "optimizer.pt is missing"; None where it is whole.
 
     One without a manifest, as the version before wrote them, has to have a file of each kind.
     """
-    if not (checkpoint / MANIFEST_FILE).is_file():
-        return _fault_by_rule(checkpoint)
-    try:
-        files = dict(read_json(checkpoint / MANIFEST_FILE)["files"])
-    except (KeyError, TypeError, ValueError):
-        return f"has a damaged {MANIFEST_FILE}"
-    for name, record in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"has no {name}"
-        now = _record(path)
-        if now["size"] != record["size"]:
-            return f"has {now['size']:,} bytes of {name}, where {record['size']:,} were written"
-        if now != record:
-            return f"has another {name} than was written"
-    return None
-
-
-def _fault_by_rule(checkpoint: Path) -> str | None:
+    if (checkpoint / MANIFEST_FILE).is_file():
+        try:
+            files = dict(read_json(checkpoint / MANIFEST_FILE)["files"])
+            return next(filter(None, (change_of(checkpoint, *each, by_size=True) for each in files.items())), None)
+        except (KeyError, TypeError, ValueError):
+            return f"{MANIFEST_FILE} is damaged"
     names = [path.name for path in checkpoint.iterdir()]
     for kinds in _NEEDED:
         if not any(fnmatch(name, kind) for name in names for kind in kinds):
-            return f"has no {kinds[0]}"
+            return f"{kinds[0]} is missing"
     try:
         read_json(checkpoint / STATE_FILE)
     except ValueError as error:
-        return f"has a damaged {STATE_FILE} ({first_line(error).rpartition(': ')[2]})"
+        return f"{STATE_FILE} is damaged ({first_line(error).rpartition(': ')[2]})"
     return None

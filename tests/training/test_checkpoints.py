@@ -111,10 +111,10 @@ def test_the_best_weights_are_never_replaced_by_the_last_ones(tmp_path: Path) ->
     run(tmp_path, **settings)
     best, _ = checkpoints_of(tmp_path).values()
     (best / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=rf"{best.name}, which has the best weights, has no model\.safetensors;"):
+    with pytest.raises(ValueError, match=rf"{best.name} has the best weights: model\.safetensors is missing;"):
         run(tmp_path, **settings)
     shutil.rmtree(best)
-    with pytest.raises(ValueError, match=rf"{best.name}, which has the best weights, is gone; remove"):
+    with pytest.raises(ValueError, match=rf"{best.name} has the best weights: it is gone; remove"):
         run(tmp_path, **settings)
 
 

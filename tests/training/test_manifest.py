@@ -52,7 +52,7 @@ def test_every_file_that_is_not_as_it_was_is_named(tmp_path: Path, how: str) -> 
 def test_a_small_file_of_the_same_size_is_known_by_its_hash(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-4")
     (folder / "scheduler.pt").write_bytes(b"t" * 30)
-    assert fault_of(folder) == "has another scheduler.pt than was written"
+    assert fault_of(folder) == "scheduler.pt has another content than was written"
 
 
 def test_the_version_before_had_no_manifest(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_version_before_had_no_manifest(tmp_path: Path) -> None:
         assert fault_of(whole) is not None, name
         (tmp_path / "aside").rename(whole / name)
     (whole / "trainer_state.json").write_text('{"global_step": 4')
-    assert str(fault_of(whole)).startswith("has a damaged trainer_state.json (")
+    assert str(fault_of(whole)).startswith("trainer_state.json is damaged (")
 
 
 def test_the_last_whole_one_is_gone_on_from(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ def test_the_last_whole_one_is_gone_on_from(tmp_path: Path) -> None:
     for step in (2, 4, 12):
         checkpoint(tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-12" / "scheduler.pt").unlink()
-    with pytest.warns(UserWarning, match=r"checkpoint-12 has no scheduler\.pt; the run goes on from checkpoint-4"):
+    with pytest.warns(UserWarning, match=r"checkpoint-12: scheduler\.pt is missing; the run goes on from checkpoint-4"):
         assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
     for each in checkpoints_of(tmp_path).values():
         (each / "adapter_model.safetensors").write_bytes(b"")
-    message = r"-12 has 0 bytes of adapter_model\.safetensors, where 300 were written, and .* whole .* before it"
+    message = r"-12: adapter_model\.safetensors has 0 bytes, not the 300 that were written, and .* whole .* before it"
     with pytest.raises(ValueError, match=message):
         newest_checkpoint(tmp_path)

@@ -63,7 +63,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path: Path) -> None:
     (folder / "checkpoint-4" / "optimizer.pt").unlink()
     for name in ("training.csv", "held_out.csv"):
         (folder / name).unlink()
-    with pytest.warns(UserWarning, match=r"checkpoint-4 has no optimizer\.pt; the run goes on from checkpoint-2"):
+    with pytest.warns(UserWarning, match=r"checkpoint-4: optimizer\.pt is missing; the run goes on from checkpoint-2"):
         again = run(folder, student(0.2), save_every=2)
     assert same(weights(whole), weights(again))
     assert all(tables(tmp_path / "a")[name].equals(tables(folder)[name]) for name in ("training", "held_out"))
