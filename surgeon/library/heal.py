@@ -27,7 +27,7 @@ from surgeon.training.heal import (
 )
 from surgeon.training.model import RackOptions, train_model
 from surgeon.training.resume import run_folder
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import TrainSettings, preset
 from surgeon.training.texts import HELD_OUT_TOKENS, load_train_texts
 
 
@@ -38,7 +38,7 @@ def heal(
     *,
     program: Program | str | None = None,
     teacher: str | Path | Model | None = None,
-    settings: TrainSettings | None = None,
+    settings: TrainSettings | str | None = None,
     racks: RackOptions | None = None,
     racks_by_hand: bool = False,
     tokens: int | None = None,
@@ -61,7 +61,8 @@ def heal(
         output: folder of the healed checkpoint; its run lies beside it, in `output.run`.
         program: to run in place of the model's own.
         teacher: the original, where it is not the model that the recipe or the program is for.
-        settings: what is trained, towards what, for how long; by default the edited sublayers on the text.
+        settings: what is trained, towards what, for how long; a paper's by its name, "lp" or "ladder"; by default the
+            edited sublayers on the text.
         racks: train it rack by rack; all weights or norms then.
         racks_by_hand: print how the racks' processes are started, on several machines say, and gather what they came to
             once all are done.
@@ -82,7 +83,9 @@ def heal(
         NotProven: if what was written does not compute what was trained.
         OSError: if the output is in the way or cannot be written, or the disk is too full.
     """
-    settings = settings or TrainSettings(scope="edited" if racks is None else "all")
+    if settings is None or isinstance(settings, str):
+        values = {"scope": "edited" if racks is None else "all"} if settings is None else preset(settings).values
+        settings = TrainSettings(**values)
     target = Path(output)
     check_target(target, overwrite)
     processes, where = join_processes(device)
