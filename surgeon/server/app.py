@@ -16,7 +16,7 @@ from surgeon import __version__
 from surgeon.server.answers import chat, complete
 from surgeon.server.bodies import ChatBody, CompletionBody
 from surgeon.server.errors import ApiError, explain
-from surgeon.server.gate import MOST_BYTES, Counter, Gate, too_large, with_browsers
+from surgeon.server.gate import MOST_BYTES, counted, guarded, too_large, with_browsers
 from surgeon.server.state import ServerState
 
 
@@ -27,7 +27,7 @@ def make_app(state: ServerState) -> ASGIApp:
     )  # the pages of documentation would fetch scripts from elsewhere; /openapi.json is there
     _add_paths(app, state)
     _add_errors(app)
-    return Counter(with_browsers(Gate(app, state), state.origins), state)
+    return counted(with_browsers(guarded(app, state), state.origins), state)
 
 
 def _add_paths(app: FastAPI, state: ServerState) -> None:

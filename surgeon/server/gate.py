@@ -28,17 +28,12 @@ def note_outcome(scope: Scope, status: int) -> None:
     scope[_OUTCOME] = status
 
 
-class Counter:
-    """An application in front of another that counts what is answered."""
+def counted(app: ASGIApp, state: ServerState) -> ASGIApp:
+    """An application whose answers are counted."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self.app = app
-        self.state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass."""
+    async def count(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await app(scope, receive, send)
             return
         status = GONE  # if nothing is ever sent
 
@@ -49,43 +44,44 @@ class Counter:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_on)
+            await app(scope, receive, send_on)
         finally:
             path = scope["path"] if scope["path"] in _COUNTED else "other"
-            self.state.meters.answered(path, scope.get(_OUTCOME, status))
+            state.meters.answered(path, scope.get(_OUTCOME, status))
+
+    return count
 
 
-class Gate:
-    """An application in front of another that lets nobody in without the key."""
+def guarded(app: ASGIApp, state: ServerState) -> ASGIApp:
+    """An application that lets nobody in without the key, nor while the server ends."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self.app = app
-        self.state = state
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        error = _refusal(scope, state) if scope["type"] == "http" else None
+        await (app if error is None else error.response())(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it with an error."""
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        await (self.app if error is None else error.response())(scope, receive, send)
+    return guard
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        if not scope["path"].startswith(GUARDED):
-            return None
-        kind, _, sent = _header(scope, b"authorization").partition(b" ")
-        # The comparison takes as long for a wrong first character as for a wrong last one.
-        known = self.state.key is None or hmac.compare_digest(sent.strip(), self.state.key.encode())
-        if not known or (self.state.key is not None and kind.lower() != b"bearer"):
-            return ApiError(
-                401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        length = _header(scope, b"content-length")
-        if length.isdigit() and int(length) > MOST_BYTES:
-            return too_large()
-        if self.state.service.failure is not None:
-            return failed(self.state.service.failure)
-        return draining() if self.state.draining else None
+
+def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
+    if not scope["path"].startswith(GUARDED):
+        return None
+    kind, _, sent = _header(scope, b"authorization").partition(b" ")
+    # The comparison takes as long for a wrong first character as for a wrong last one.
+    if state.key is not None and not (
+        hmac.compare_digest(sent.strip(), state.key.encode()) and kind.lower() == b"bearer"
+    ):
+        return ApiError(
+            401,
+            "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    length = _header(scope, b"content-length")
+    if length.isdigit() and int(length) > MOST_BYTES:
+        return too_large()
+    if state.service.failure is not None:
+        return failed(state.service.failure)
+    return draining() if state.draining else None
 
 
 def too_large() -> ApiError:

@@ -41,9 +41,6 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*map(operator.sub, self._each(), other._each()))
 
-    def __floordiv__(self, passes: int) -> Counts:
-        return Counts(*(count // passes for count in self._each()))
-
     def _each(self) -> tuple[int, int, int]:
         return self.all_reduces, self.all_gathers, self.bytes
 

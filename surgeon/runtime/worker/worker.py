@@ -115,13 +115,13 @@ def complete(
     return outputs, engine.figures
 
 
-def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float, name: str = ENGINE) -> None:
+def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None:
     """Runs on a rank, for ever: work on the requests that the starting process sends.
 
     Args:
         pulse_seconds: how often to send a `Pulse`.
     """
-    engine: RankEngine = rank.engines[name]
+    engine: RankEngine = rank.engines[ENGINE]
     cache = engine.new_cache(blocks, limits.max_batch, grouped=True)
 
     def pulse() -> None:  # whatever this rank is doing
