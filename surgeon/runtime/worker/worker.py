@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from surgeon.processes.watchdog import Pulse
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.request import Choice, Request, Stats
+from surgeon.runtime.batching.request import Choice, Request
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Sender
@@ -249,15 +249,15 @@ class Leader:
         scheduler, figures = self.scheduler, self.engine.figures
         phases = figures.prefill, figures.decode, figures.drafting
         counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
-        stats = Stats(
-            **vars(scheduler.tally),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            blocks=scheduler.pool.blocks,
-            free_blocks=scheduler.pool.free,
-            passes=sum(phase.passes for phase in phases),
-            all_reduces=sum(count.all_reduces for count in counts),
-            all_gathers=sum(count.all_gathers for count in counts),
-            bytes=sum(count.bytes for count in counts),
+        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
+            *vars(scheduler.tally).values(),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.pool.blocks,
+            scheduler.pool.free,
+            sum(phase.passes for phase in phases),
+            sum(count.all_reduces for count in counts),
+            sum(count.all_gathers for count in counts),
+            sum(count.bytes for count in counts),
         )
-        return Progress(outputs, tuple(vars(stats).values()))
+        return Progress(outputs, stats)
