@@ -93,17 +93,12 @@ def _without_adapter(base: nn.Module, lora: dict[str, Any]) -> Iterator[None]:
         if module.merged:
             raise ValueError(f"the adapter is merged into {path} already; unmerge it, or export the model as it is")
     for path, module in lora.items():
-        _put(base, path, module.base_layer)
+        base.set_submodule(path, module.base_layer)
     try:
         yield
     finally:
         for path, module in lora.items():
-            _put(base, path, module)
-
-
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, module)
+            base.set_submodule(path, module)
 
 
 def _layout_of(base: PreTrainedModel) -> Layout:
@@ -154,8 +149,9 @@ def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
 def _config(config: LoraConfig, lora: dict[str, Any], names: Names, adapter: str) -> LoraConfig:
     """The adapter's configuration with its modules by their whole names: patterns may fit others there."""
     own = {written: lora[path] for path, all_of_it in names.items() for written in all_of_it}
-    ranks = {_exactly(path): one.r[adapter] for path, one in own.items()}
-    alphas = {_exactly(path): one.lora_alpha[adapter] for path, one in own.items()}
+    # Patterns of peft's, each of which a module's name fits alone.
+    ranks = {f"^{re.escape(path)}": one.r[adapter] for path, one in own.items()}
+    alphas = {f"^{re.escape(path)}": one.lora_alpha[adapter] for path, one in own.items()}
     return replace(
         config,
         base_model_name_or_path=BASE,
@@ -167,11 +163,6 @@ def _config(config: LoraConfig, lora: dict[str, Any], names: Names, adapter: str
         rank_pattern={path: rank for path, rank in ranks.items() if rank != config.r},
         alpha_pattern={path: alpha for path, alpha in alphas.items() if alpha != config.lora_alpha},
     )
-
-
-def _exactly(path: str) -> str:
-    """A pattern of peft's that this module's name fits alone."""
-    return f"^{re.escape(path)}"
 
 
 def _prove(model: PeftModel, folder: Path) -> None:

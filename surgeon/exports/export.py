@@ -129,6 +129,4 @@ def check_apart(source: Path, target: Path) -> None:
     """
     first, second = source.resolve(), target.resolve()
     if first == second or first in second.parents or second in first.parents:
-        raise ValueError(
-            f"the target {target} and the model's folder {source} must lie apart; choose another target with -o"
-        )
+        raise ValueError(f"the target {target} and the model's folder {source} must lie apart; choose another target")

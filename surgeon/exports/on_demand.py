@@ -174,10 +174,13 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     parameters, store = _parameters(model), stored.checkpoint
     own = ((parameter, stored.weights.names.own(parameter)) for parameter in parameters)
     found = {parameter: name for parameter, name in own if name in store}
-    for parameter in found:
-        _separate(model, parameter)
-    known = set(found.values())
-    unexpected = [name for name in store.names() if name not in known and not _is_ignored(model, name)]
+    for parameter in found:  # in place of one that several modules may share, its own, without numbers
+        path, _, last = parameter.rpartition(".")
+        empty = torch.empty_like(parameters[parameter], device="meta")
+        setattr(model.get_submodule(path), last, nn.Parameter(empty, requires_grad=False))
+    known, ignored = set(found.values()), (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
+    left = (name for name in store.names() if name not in known)
+    unexpected = [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
     tied = model.all_tied_weights_keys
     for first, second in (*tied.items(), *((source, target) for target, source in tied.items())):
         if second in found:
@@ -185,15 +188,3 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     missing = [parameter for parameter in parameters if parameter not in found]
     misshapen = [parameter for parameter, name in found.items() if store.shape(name) != parameters[parameter].shape]
     return Match(found, missing, misshapen, unexpected)
-
-
-def _separate(model: nn.Module, name: str) -> None:
-    """Give a module a parameter of its own, without numbers, in place of one that it may share with others."""
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    setattr(module, last, nn.Parameter(torch.empty_like(getattr(module, last), device="meta"), requires_grad=False))
-
-
-def _is_ignored(model: PreTrainedModel, name: str) -> bool:
-    patterns = (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
-    return any(re.search(pattern, name) for pattern in patterns)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +68,14 @@ class Proof:
     written: float
     tolerance: float
     dtype: str
+
+    @property
+    def differ(self) -> str:
+        """By how much the logits differ, for people."""
+        exact = f"by {self.exact:.1g} of their scale in float32"
+        if self.dtype == "float32":
+            return exact
+        return f"{exact}, and by {self.written:.1g} once computed weights are rounded to {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -214,11 +222,12 @@ def prove(
     checkpoint = Checkpoint(folder)
     model, match = _written_model(open_stored(checkpoint), form)
     rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
+    used = (parameter.rpartition(".")[0] for parameter, name in match.names.items() if name in rounded)
     versions = _Versions(checkpoint, rounded, wait)
     logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
     if not rounded:
         exact = written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
-    elif _only_linear(model, match, rounded):
+    elif all(isinstance(model.get_submodule(module), nn.Linear) for module in used):
         # One run in which each half of the batch has one version: most of the work is to read and fold the weights.
         tokens, twice = reference.tokens.repeat(2, 1), lambda size: advance(2 * size)
         exact, written = map(reference.difference, logits_of(tokens, rows=versions.both, advance=twice).chunk(2))
@@ -300,12 +309,6 @@ def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, M
         shape = written.checkpoint.shape(stored)
         raise NotProven(f"the {form} form has a tensor of a wrong shape: {stored}, {shape}")
     return model, match
-
-
-def _only_linear(model: PreTrainedModel, match: Match, stored: Collection[str]) -> bool:
-    """Whether some stored tensors, as far as the model has any use for them, belong to linear maps."""
-    used = (parameter.rpartition(".")[0] for parameter, name in match.names.items() if name in stored)
-    return all(isinstance(model.get_submodule(module), nn.Linear) for module in used)
 
 
 @_quiet()

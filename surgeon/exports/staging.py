@@ -43,7 +43,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():
-        raise FileExistsError(f"{target} exists and is not a folder; choose another name with -o")
+        raise FileExistsError(f"{target} exists and is not a folder; choose another name")
     if not any(target.iterdir()):
         return
     if not overwrite:

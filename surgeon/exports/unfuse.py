@@ -72,7 +72,11 @@ def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -
     said = fused.to_dict()  # its attributes are those of single layers where these differ
     parts = [_parts_of(index, said, weights) for index in range(stored.num_layers)]
     program = _program_of(parts, 1 if fused.parallel_residual else 2)
-    _check_report(stored, program)
+    if stored.report is not None:  # it may say that it is made of something else than whole layers
+        try:
+            layers_by_recipe(Program.parse(stored.report["program"]), program)
+        except NotProven as difference:
+            raise ValueError(_advice(checkpoint.where, str(difference))) from difference
     config = unfused_config(checkpoint, fused, [part.layers for part in parts], program)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with no_init_weights():
@@ -121,17 +125,6 @@ def _program_of(parts: list[Parts], steps_per_layer: int) -> Program:
         nodes += [Step(step) for step in steps]
         first += part.layers
     return Program(tuple(nodes))
-
-
-def _check_report(stored: StoredModel, program: Program) -> None:
-    """Refuse what surgeon.json, if there is one, says to be made of something else than whole layers."""
-    report = stored.report
-    if report is None:
-        return
-    try:
-        layers_by_recipe(Program.parse(report["program"]), program)
-    except NotProven as difference:
-        raise ValueError(_advice(stored.checkpoint.where, str(difference))) from difference
 
 
 @torch.no_grad()

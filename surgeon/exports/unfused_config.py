@@ -31,7 +31,13 @@ def unfused_config(checkpoint: Checkpoint, fused: Any, layers: list[int], progra
     family = FAMILIES[fused.base_model_type]
     config_class = CONFIG_MAPPING[fused.base_model_type]
     known = config_class()
-    entries = _entries(family, checkpoint, _of_each(fused, layers))
+    # What the fused configuration says, its lists with an entry for each of the model's own layers.
+    of_each = fused.to_dict()
+    for key in ("layer_types", "rotary_layers"):
+        if (values := getattr(fused, key)) is not None:
+            of_each[key] = [value for value, count in zip(values, layers, strict=True) for _ in range(count)]
+    whole = SimpleNamespace(**of_each | {"num_hidden_layers": sum(layers)})
+    entries = _entries(family, checkpoint, whole)
     config = config_class(**{key: value for key, value in entries.items() if hasattr(known, key)})
     config.dtype = fused.dtype
     layout = FORMS["fused"].lay_out(program, family_of(config), config)
@@ -46,17 +52,6 @@ def unfused_config(checkpoint: Checkpoint, fused: Any, layers: list[int], progra
                 f"form, and config.json has {stored}); use the recipe and the original that it was made of"
             )
     return config
-
-
-def _of_each(fused: Any, layers: list[int]) -> SimpleNamespace:
-    """What the fused configuration says, its lists with an entry for each of the model's own layers."""
-    said = SimpleNamespace(**fused.to_dict())
-    for key in ("layer_types", "rotary_layers"):
-        values = getattr(fused, key)
-        if values is not None:
-            setattr(said, key, [value for value, count in zip(values, layers, strict=True) for _ in range(count)])
-    said.num_hidden_layers = sum(layers)
-    return said
 
 
 def _entries(family: Family, checkpoint: Checkpoint, said: SimpleNamespace) -> dict[str, Any]:

@@ -64,13 +64,10 @@ class Exported:
         return cls(folder, report["form"], report["reason"], program, depth, stored.size, proof)
 
     def __str__(self) -> str:
-        exact = f"by {self.proof.exact:.1g} of their scale in float32"
-        if self.proof.dtype != "float32":
-            exact += f", and by {self.proof.written:.1g} once computed weights are rounded to {self.proof.dtype}"
         return (
             f"effective depth {self.depth:g}, {self.program.sync_points(2)} synchronisations per forward pass on two "
             f"ranks, {show_bytes(self.size)} of weights. Proof: on {self.proof.tokens} random tokens the logits differ "
-            f"from the original's under this program {exact}."
+            f"from the original's under this program {self.proof.differ}."
         )
 
 

@@ -29,11 +29,9 @@ def say_stages(stages: Mapping[str, TextQuality | None]) -> None:
 
 def say_proof(proof: Proof, whose: str) -> None:
     """Say what was proven; `whose` the program is."""
-    exact = f"{proof.exact:.1g} of their scale in float32"
-    rounded = "" if proof.dtype == "float32" else f", and by {proof.written:.1g} once rounded to {proof.dtype}"
     say(
         f"proof: the program is {whose}; on {proof.tokens} random tokens the logits differ from the trained "
-        f"model's by {exact}{rounded}."
+        f"model's {proof.differ}."
     )
 
 

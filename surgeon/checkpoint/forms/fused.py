@@ -51,13 +51,13 @@ class Fused(Form):
 
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
         layers = stored_layers(program, family.steps_per_layer)
-        why_not = obstacle(family, config)
-        if why_not is not None:
+        if family.attention.post_norm is not None:
+            raise Inexpressible(
+                f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
+            )
+        if why_not := family.unfusable(config):
             raise Inexpressible(why_not)
-        lists: dict[str | None, list[Any]] = {
-            family.window_layers: attention_types(family, config),
-            family.rotary_layers: family.rotates(config),
-        }
+        lists = {family.window_layers: family.windowed(config), family.rotary_layers: family.rotates(config)}
         require_uniform(layers, family, {name: values for name, values in lists.items() if name is not None})
         require_divisible(program.sublayers(), family, config)
         wide = sum(not layer.has_stock_width for layer in layers)
@@ -81,20 +81,13 @@ class Fused(Form):
         return config.get("model_type") in (own, PROGRAM_PREFIX + own)  # the latter was edited again and saved
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        return config_beside(checkpoint.config, self.shipped.config_class(family.model_type))
+        return config_beside(checkpoint.config, self.shipped.model_class(family.model_type).config_class)
 
     def model_class(self, stored: StoredModel) -> Any:
         return self.shipped.model_class(stored.config.model_type)
 
 
 FUSED = Fused()
-
-
-def obstacle(family: Family, config: Any) -> str | None:
-    """Why layers of this model cannot be stored side by side exactly; None if they can."""
-    if family.attention.post_norm is not None:
-        return f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
-    return family.unfusable(config)
 
 
 def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -110,7 +103,11 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     def dropped(attribute: str | None) -> Any:
         return 0.0 if attribute is None else getattr(config, attribute)
 
-    kinds, rotates = attention_types(family, config), family.rotates(config)
+    windowed, rotates, rope = family.windowed(config), family.rotates(config), None
+    if family.rotary:
+        rope = dict(config.rope_parameters)
+        if not family.partly_rotary:
+            rope.pop("partial_rotary_factor", None)
     entries = {key: getattr(config, key) for key in CARRIED if hasattr(config, key)} | {
         "model_type": FUSED_FAMILY.model_type,
         "base_model_type": family.model_type,
@@ -129,14 +126,17 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "output_scale": family.output_scale(config) or 1.0,
         "logit_scale": family.logit_scale(config) or 1.0,
         "head_norm": bool(family.attention.head_norms),
-        "layer_types": [kinds[layer.sources[0]] for layer in layout.layers],
+        # How far each layer's attention looks, in the words that `transformers` has for masks.
+        "layer_types": [
+            "sliding_attention" if windowed[layer.sources[0]] else "full_attention" for layer in layout.layers
+        ],
         "sliding_window": getattr(config, family.window) if family.window else None,
         "rotary_layers": [rotates[layer.sources[0]] for layer in layout.layers] if family.rotary_layers else None,
         "hidden_act": getattr(config, family.activation),
         "gated": family.gated,
         "up_bias": biases["up"],
         "down_bias": biases["down"],
-        "rope_parameters": _rope_parameters(family, config) if family.rotary else None,
+        "rope_parameters": rope,
         "learned_positions": shapes.get(f"{POSITIONS}.weight", (0,))[0],
         "position_offset": family.position_offset,
         "positions_from_mask": family.positions_from_mask,
@@ -158,15 +158,3 @@ def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[
         "num_key_value_heads": sum(groups),
         "intermediate_size": sum(groups_of(layer.feed_forward, units["neurons"])),
     }
-
-
-def attention_types(family: Family, config: Any) -> list[str]:
-    """How far each of the original's attentions looks, in the words that `transformers` has for masks."""
-    return ["sliding_attention" if windowed else "full_attention" for windowed in family.windowed(config)]
-
-
-def _rope_parameters(family: Family, config: Any) -> dict[str, Any]:
-    parameters = dict(config.rope_parameters)
-    if not family.partly_rotary:
-        parameters.pop("partial_rotary_factor", None)
-    return parameters

@@ -60,7 +60,11 @@ class FusedPlanner(TensorPlanner):
             planned.append(self._moved(f"{POSITIONS}.weight", self.family.position_embedding))
         for index, layer in enumerate(layers):
             for kind, sublayers in ((ATTENTION, layer.attention), (FEED_FORWARD, layer.feed_forward)):
-                self._check_known(sublayers)
+                for sublayer in sublayers:  # whose tensors none may be left behind
+                    known = known_modules(self.family.spec(kind))
+                    for path in self.paths(sublayer):
+                        if path.rpartition(".")[0] not in known:
+                            raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
                 tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers)
                 planned += [self.planned(f"{FUSED.layers}.{index}.{path}", build) for path, build in tensors.items()]
         parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
@@ -76,22 +80,16 @@ class FusedPlanner(TensorPlanner):
             raise ValueError(f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs")
         return self.planned(name, lambda weights: weights.tensor(whole))
 
-    def _check_known(self, sublayers: tuple[Sublayer, ...]) -> None:
-        """Refuse tensors that would be left behind."""
-        for sublayer in sublayers:
-            known = known_modules(self.family.spec(sublayer.kind))
-            for path in self.paths(sublayer):
-                if path.rpartition(".")[0] not in known:
-                    raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
-
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
         own, written = self.family.spec(kind), FUSED.spec(kind)
-        parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
+        parts = {"weight": torch.ones_like} | ({"bias": torch.zeros_like} if self.family.norm_kind == "layer" else {})
         tensors: dict[str, Compute] = {}
-        for part in parts:
+        for part, neutral in parts.items():
             compute = partial(self.part, sublayers[0], f"{own.norm}.{part}")
-            tensors[f"{written.norm}.{part}"] = compute if len(sublayers) == 1 else partial(_neutral, compute, part)
+            if len(sublayers) > 1:  # the gains and shifts of all of them are folded into what follows
+                compute = partial(_as, neutral, compute)
+            tensors[f"{written.norm}.{part}"] = compute
         for path in own.head_norms:
             tensors[f"{path}.weight"] = partial(self._head_gains, sublayers, f"{path}.weight")
         return tensors
@@ -131,7 +129,13 @@ class FusedPlanner(TensorPlanner):
 
     def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Tensor:
         """(out_features,) of all sublayers; float32 if there are several."""
-        biases = [self._own_bias(sublayer, projection, weights) for sublayer in sublayers]
+        biases = []
+        for sublayer in sublayers:
+            bias = weights.bias(sublayer, projection.role, averaging_dtype(sublayer))
+            if bias is None:
+                matrix = self._matrix(sublayer, projection, weights)
+                bias = matrix.new_zeros(matrix.shape[0])
+            biases.append(bias)
         if len(biases) == 1:
             return biases[0]
         biases = [bias.float() for bias in biases]
@@ -142,13 +146,6 @@ class FusedPlanner(TensorPlanner):
                 shift = self._norm_part(sublayer, "bias", weights).float()
                 biases[index] = biases[index] + self._matrix(sublayer, projection, weights).float() @ shift
         return self._in_turn(biases, sublayers, dim=0)
-
-    def _own_bias(self, sublayer: Sublayer, projection: Projection, weights: ModelWeights) -> Tensor:
-        bias = weights.bias(sublayer, projection.role, averaging_dtype(sublayer))
-        if bias is not None:
-            return bias
-        matrix = self._matrix(sublayer, projection, weights)
-        return matrix.new_zeros(matrix.shape[0])
 
     def _matrix(self, sublayer: Sublayer, projection: Projection, weights: ModelWeights) -> Tensor:
         """A sublayer's own weight for one projection, (out_features, in_features)."""
@@ -186,7 +183,5 @@ def groups_of(sublayers: tuple[Sublayer, ...], kv_heads: int) -> list[int]:
     return [kv_heads // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers]
 
 
-def _neutral(compute: Callable[[ModelWeights], Tensor], part: str, weights: ModelWeights) -> Tensor:
-    """A norm's gain or shift that changes nothing."""
-    original = compute(weights)
-    return torch.ones_like(original) if part == "weight" else torch.zeros_like(original)
+def _as(like: Callable[[Tensor], Tensor], compute: Callable[[ModelWeights], Tensor], weights: ModelWeights) -> Tensor:
+    return like(compute(weights))

@@ -142,7 +142,9 @@ class TensorPlanner:
                 raise ValueError(
                     f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
                 )
-        return [name for name in names if name.startswith(_roots(spec)) and not _is_buffer(spec, name)]
+        modules = known_modules(spec)
+        own = (name for name in names if name.startswith(_roots(spec)))
+        return [name for name in own if name.rpartition(".")[2] not in BUFFERS or name.rpartition(".")[0] in modules]
 
     def part(self, sublayer: Sublayer, path: str, weights: ModelWeights) -> Tensor:
         """One tensor of a whole sublayer as its layers store it; in float32 if it is their average."""
@@ -230,8 +232,3 @@ def _roots(spec: SublayerSpec) -> tuple[str, ...]:
 def known_modules(spec: SublayerSpec) -> set[str | None]:
     """Paths of the modules that have weights."""
     return {spec.norm, *spec.head_norms, spec.post_norm, *(projection.path for projection in spec.projections)}
-
-
-def _is_buffer(spec: SublayerSpec, path: str) -> bool:
-    module, _, name = path.rpartition(".")
-    return name in BUFFERS and module not in known_modules(spec)

@@ -61,8 +61,15 @@ class ProgramForm(Form):
         dtype: torch.dtype | None,
         factors: FactorSource | None = None,
     ) -> list[PlannedTensor]:
-        planned = super().tensors(original, layout, dtype, factors)
-        return [_under_its_own_name(tensor, original.family) for tensor in planned]
+        planned, family = super().tensors(original, layout, dtype, factors), original.family
+        if family.stored_head is None:
+            return planned
+        # The output head as the model itself calls it: `transformers` renames it for stock classes only.
+        own, stored = f"{family.head}.", f"{family.stored_head}."
+        return [
+            replace(tensor, name=own + tensor.name.removeprefix(stored)) if tensor.name.startswith(stored) else tensor
+            for tensor in planned
+        ]
 
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:
         family, config = original.family, original.config
@@ -156,11 +163,3 @@ def _shares(family: Family, config: Any, path: str) -> list[int]:
 def _groups(program: Program) -> Groups:
     """The layers that the program's sublayers are stored as, in the original's order."""
     return Groups(sorted(program.sublayers(), key=lambda sublayer: sublayer.layers), by_count=False)
-
-
-def _under_its_own_name(tensor: PlannedTensor, family: Family) -> PlannedTensor:
-    """The output head as the model itself calls it: `transformers` renames it for stock classes only."""
-    stored = f"{family.stored_head}."
-    if family.stored_head is None or not tensor.name.startswith(stored):
-        return tensor
-    return replace(tensor, name=f"{family.head}.{tensor.name.removeprefix(stored)}")

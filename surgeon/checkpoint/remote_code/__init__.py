@@ -38,7 +38,7 @@ from transformers import CONFIG_MAPPING
 from surgeon.models.edit import PROGRAM_PREFIX
 
 if TYPE_CHECKING:  # takes seconds, and ranks do without
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,6 @@ class RemoteCode:
             "model_type": self.prefix + model_type,
         }
 
-    def config_class(self, model_type: str) -> type[PreTrainedConfig]:
-        """The configuration's class, this package's own."""
-        loaded = self.model_class(model_type).config_class
-        assert loaded is not None
-        return loaded
-
     def model_class(self, model_type: str, folder: Path | None = None) -> type[PreTrainedModel]:
         """The class with a language-model head: this package's own, or that of the file's copy in a folder."""
         module = (
@@ -93,17 +87,13 @@ class RemoteCode:
         return loaded
 
 
-def _program_stem(model_type: str) -> str:
-    return f"Program{CONFIG_MAPPING[model_type].__name__.removesuffix('Config')}"
-
-
-def _fused_stem(_: str) -> str:
-    return "SurgeonFused"  # one for all architectures
-
-
 FAMILY_KEY = "surgeon_family"  # in config.json, beside the program
-FUSED = RemoteCode("modeling_surgeon_fused", _fused_stem)
-PROGRAM = RemoteCode("modeling_surgeon_program", _program_stem, prefix=PROGRAM_PREFIX)
+FUSED = RemoteCode("modeling_surgeon_fused", lambda _: "SurgeonFused")  # one for all architectures
+PROGRAM = RemoteCode(
+    "modeling_surgeon_program",
+    lambda model_type: f"Program{CONFIG_MAPPING[model_type].__name__.removesuffix('Config')}",
+    prefix=PROGRAM_PREFIX,
+)
 
 
 def _import(path: Path) -> ModuleType:
