@@ -10,7 +10,7 @@ import torch
 
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.language.program import Program
-from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import parse_spaces

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from surgeon.searches.edit import Edit, as_choice
+from surgeon.results.edit import Edit, as_choice
 from surgeon.searches.study.rounds import RoundStudy
 from surgeon.searches.study.storage import open_storage
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.read import DEMO, locate
 from surgeon.language.program import Program
-from surgeon.searches.edit import ADDITIVE, Choice
+from surgeon.results.edit import ADDITIVE, Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture

@@ -30,7 +30,7 @@ from optuna.trial import TrialState
 
 from scripts.search.made_up import divergence, open_study
 from scripts.search.server import PASSWORD, Server
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.study.rounds import RoundStudy
 from surgeon.searches.study.storage import open_storage
 from surgeon.searches.trial import Proposal

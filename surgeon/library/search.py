@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from surgeon.analysis.subject import Subject, open_subject
+from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.language.program import Program
 from surgeon.library.opening import warn
@@ -29,8 +30,8 @@ from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
 from surgeon.searches.front import DepthCurve, depth_curves, pareto_front
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
-from surgeon.searches.here import calibrate_here, fast_enough_here
-from surgeon.searches.quantities import ACCURACY
+from surgeon.searches.here import ROUNDS, fast_enough_here
+from surgeon.searches.quantities import ACCURACY, HERE
 from surgeon.searches.question import DEPTH, Question, SearchSettings
 from surgeon.searches.results import (
     Winner,
@@ -222,7 +223,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         if not worker:
             warn(lost_trials(output, study.name, storage.place, len(study.finished())))
         if budget is None:
-            here = study.shared("here", lambda: calibrate_here(subject.opened.folder, settings.ranks))
+            here = study.shared("here", lambda: calibrate(HERE, subject.opened, sorted({1, settings.ranks}), ROUNDS))
             budget = settings.priced(mixture, parse_hardware(here))
         question = Question(settings, mixture, budget, original)
         terms = _terms(study, question, evaluator)

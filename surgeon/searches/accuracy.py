@@ -60,11 +60,15 @@ class TaskAccuracy:
         Raises:
             ValueError: if a text cannot be scored with this model, or a task has no accuracy.
         """
-        found = {}
+        found: dict[Program, dict[str, float]] = {}
         for program in programs:
             edit(self.model, program)
             try:
-                found[program] = {name: self._accuracy(program, name, tasks) for name, tasks in self._tasks.items()}
+                found[program] = {}
+                for name, tasks in self._tasks.items():
+                    answers = Answers(self.folder, {**self.identity, "program": str(program), "objective": name})
+                    lm = TaskModel(self.model, self.tokenizer, answers, self.settings.batch_size)
+                    found[program][name] = accuracy_of(scores(run_tasks(lm, tasks, name, self.settings)), name)
             finally:
                 restore(self.model)
         return found
@@ -91,11 +95,6 @@ class TaskAccuracy:
             else trial
             for trial in trials
         ]
-
-    def _accuracy(self, program: Program, name: str, tasks: Tasks) -> float:
-        identity = {**self.identity, "program": str(program), "objective": name}
-        lm = TaskModel(self.model, self.tokenizer, Answers(self.folder, identity), self.settings.batch_size)
-        return accuracy_of(scores(run_tasks(lm, tasks, name, self.settings)), name)
 
 
 def accuracy_of(found: Sequence[Score], name: str) -> float:

@@ -84,10 +84,10 @@ class Evaluator:
         self.file = None if folder is None or model_hash is None else folder / REFERENCE_FILE
         self.on_disk = self.file is not None and self.references.load(self.file, self.identity)
         self.at_once = len(windows.ids)
-        self.kept_limit = kept
-        self.kept = None if streamed_layers(model) is not None else StateCache(self._free_share())
+        self.limit = kept
+        self.cache = None if streamed_layers(model) is not None else StateCache(self._free_share())
         # What matrices are decomposed into serves every rank, and every trial.
-        self.factors = TruncatedSVD(remembers=True, room=0 if self.kept is None else self.kept.limit // 4)
+        self.factors = TruncatedSVD(remembers=True, room=0 if self.cache is None else self.cache.limit // 4)
 
     def measure(
         self, programs: Iterable[Program], best: MeasuredProgram | None = None, most: int | None = None
@@ -122,7 +122,9 @@ class Evaluator:
         plan = share([self.dense, *wanted])
         for part in measure(self.model, self.windows.ids, plan, self._options(plan, is_done)):
             parts[part.program].append(part.quality)
-        self._keep_references()
+        if self.file is not None and not self.on_disk and self.references.whole:
+            self.references.save(self.file, self.identity)
+            self.on_disk = True  # or there is no room, which is said once
         return {program: self._summary(parts[program], leader) for program in wanted}
 
     def streams(self, programs: Iterable[Program], windows: range) -> Iterator[tuple[Program, Tensor]]:
@@ -145,47 +147,42 @@ class Evaluator:
     ) -> MeasureOptions:
         """How a plan is run within the memory there is."""
         ids, window = self.windows.ids, self.windows.ids.shape[1]
-        kept = 0 if self.kept is None else self.kept.bytes
-        # What is kept gives way: it counts as free here.
-        limit = None if self.memory is None else self.memory + kept
+        # What is in the cache gives way: it counts as free here.
+        limit = None if self.memory is None else self.memory + (0 if self.cache is None else self.cache.bytes)
         self.at_once = min(self.at_once, windows_at_once(self.model, plan, ids, limit))
-        if self.kept is not None and limit is not None:
+        if self.cache is not None and limit is not None:
             left = limit - resident_bytes() - working_bytes(self.model, plan, self.at_once * window)
             left = int(_OVERHEAD * left)
-            self.kept.shrink(left if self.kept_limit is None else min(left, self.kept_limit))
+            self.cache.shrink(left if self.limit is None else min(left, self.limit))
+
+        def ran(amount: float) -> None:
+            self.ran(amount)
+            stay_below(self.memory)
+
         first = None
-        if self.kept is not None:  # whoever reads weights as it goes reads them once for every part
+        if self.cache is not None:  # whoever reads weights as it goes reads them once for every part
             first = max(1, FIRST_TOKENS.get(self.model.device.type, FIRST_TOKENS["cpu"]) // window)
         return MeasureOptions(
             self.at_once,
             is_done,
-            self._ran,
+            ran,
             references=self.references,
             memory=self.memory,
             folder=self.folder,
             first=first,
             blocks=self.blocks,
-            cache=self.kept,
+            cache=self.cache,
             factors=self.factors,
         )
 
     def _free_share(self) -> int:
-        if self.kept_limit is not None:
-            return self.kept_limit
+        if self.limit is not None:
+            return self.limit
         device = self.model.device
         if self.memory is not None and device.type != "cuda":
             return max(0, int(KEPT_SHARE * (self.memory - resident_bytes())))
         free = gpu_free_bytes(device.index or 0) if device.type == "cuda" else free_bytes()
         return int(KEPT_SHARE * free)
-
-    def _ran(self, amount: float) -> None:
-        self.ran(amount)
-        stay_below(self.memory)
-
-    def _keep_references(self) -> None:
-        if self.file is not None and not self.on_disk and self.references.whole:
-            self.references.save(self.file, self.identity)
-            self.on_disk = True  # or there is no room, which is said once
 
     def _values_of(self, best: MeasuredProgram) -> tuple[Values, Values]:
         count = len(self.windows.ids)
@@ -199,17 +196,8 @@ class Evaluator:
         (nll, divergence), blocks = joined(parts), _blocks(parts)
         whole = len(nll) == len(self.windows.ids)
         found = estimate(nll, divergence) if whole or leader is None else estimate_beside(nll, divergence, *leader)
-        return MeasuredProgram(
-            found.perplexity,
-            found.divergence,
-            found.divergence_low,
-            found.divergence_high,
-            len(nll) * (self.windows.ids.shape[1] - 1),
-            tuple(nll.tolist()),
-            tuple(divergence.tolist()),
-            tuple(blocks.tolist()) if self.blocks > 1 else (),
-            whole,
-        )
+        tokens, kept = len(nll) * (self.windows.ids.shape[1] - 1), tuple(blocks.tolist()) if self.blocks > 1 else ()
+        return MeasuredProgram.of(found, tokens, nll, divergence, blocks=kept, whole=whole)
 
 
 def _blocks(parts: list[Quality]) -> Values:

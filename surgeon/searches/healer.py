@@ -207,26 +207,15 @@ class CandidateHealer:
             student, self.texts, self.settings, place, lambda: self.original, identity=identity, device=device
         )
         assert found is not None, "a search heals in one process"
-        measured = self._measured(found.model)
+        nll, divergence = self._held_out.values(found.model)
+        assert divergence is not None
+        predicted = self.texts.held_out.predicted
+        measured = MeasuredProgram.of(estimate(nll, divergence), predicted, nll, divergence)
         healed = HealedProgram(measured, found.tokens, found.seconds)
         del student, found
         gc.collect()  # a trainer refers to itself; the next candidate needs the room
         shutil.rmtree(place)
         return healed
-
-    def _measured(self, model: Any) -> MeasuredProgram:
-        nll, divergence = self._held_out.values(model)
-        assert divergence is not None
-        found = estimate(nll, divergence)
-        return MeasuredProgram(
-            found.perplexity,
-            found.divergence,
-            found.divergence_low,
-            found.divergence_high,
-            self.texts.held_out.predicted,
-            tuple(nll.tolist()),
-            tuple(divergence.tolist()),
-        )
 
     @cached_property
     def _held_out(self) -> HeldOutQuality:

@@ -15,7 +15,6 @@ from statistics import median
 
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.plans import Needs
-from surgeon.cost.calibrate import calibrate
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.progress import progress
@@ -46,23 +45,15 @@ class TimeHere:
     high: float
     speedup: float
 
+    @classmethod
+    def of(cls, own: Sequence[float], dense: Sequence[float]) -> TimeHere:
+        """Of a program's seconds, and the unedited model's, in each round."""
+        speedup = median(first / second for first, second in zip(dense, own, strict=True))
+        return cls(median(own), min(own), max(own), speedup)
+
     def __str__(self) -> str:
         times = f"{show_seconds(self.low)} to {show_seconds(self.high)}"
         return f"{show_seconds(self.seconds)} per token ({times} over the rounds), speedup {self.speedup:.3g}x"
-
-
-def calibrate_here(model: str | Path, ranks: int, rounds: int = ROUNDS, device: str = "auto") -> str:
-    """A hardware file for this machine at a model's shapes, as text; where workers share a study, one has to make it.
-
-    Args:
-        model: a checkpoint folder or a hub name.
-        ranks: that the search is for.
-        device: "cpu", "cuda", or "auto".
-
-    Raises:
-        FileNotFoundError, ValueError: if the model cannot be run by these ranks here.
-    """
-    return calibrate(HERE, model, sorted({1, ranks}), rounds, device)
 
 
 def measured_here(
@@ -94,12 +85,7 @@ def measured_here(
         with progress("measure here", rounds * len(every), "runs") as advance:
             results = bench.measure([workload], rounds, advance)
     times = [[each.per_token for each in result.rounds] for result in results]
-    return {program: _summary(own, times[0]) for program, own in zip(every, times, strict=True)}
-
-
-def _summary(own: Sequence[float], dense: Sequence[float]) -> TimeHere:
-    speedup = median(first / second for first, second in zip(dense, own, strict=True))
-    return TimeHere(median(own), min(own), max(own), speedup)
+    return {program: TimeHere.of(own, times[0]) for program, own in zip(every, times, strict=True)}
 
 
 def fast_enough_here(

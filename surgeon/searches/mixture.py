@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import ATTENTION, Program
 from surgeon.language.recipe import Expect, Recipe
 from surgeon.opened import Model
-from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.spaces.base import Claim, Space
 
 
@@ -29,6 +30,7 @@ class Mixture:
     spaces: tuple[Space, ...]
     model: Model
     ranks: int = 2
+    _claims: dict[Edit, frozenset[Claim]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def edits(self) -> tuple[Edit, ...]:
@@ -36,8 +38,17 @@ class Mixture:
 
         Edits of different spaces may come to the same program, as a track of one layer and a dropped synchronisation.
         """
+
+        def changes(edit: Edit) -> bool:
+            try:
+                program = self.program((edit,))
+                program.sync_points(self.ranks)  # which a fork may not spread over
+            except ValueError:
+                return False
+            return program != self.model.program
+
         every = {edit for space in self.spaces for edit in space.edits(self.model)}
-        return tuple(edit for edit in sorted(every) if self._changes(edit))
+        return tuple(edit for edit in sorted(every) if changes(edit))
 
     def require_edits(self) -> None:
         """Refuse spaces that the model can have nothing of.
@@ -135,48 +146,20 @@ class Mixture:
 
     def stretches(self) -> Iterator[list[Edit]]:
         """Unbroken stretches of every space, as far as the model can have their edits together, each once."""
-        every = (stretch for space in self.spaces for stretch in space.stretches(self.model))
-        there = dict.fromkeys(tuple(self._keeping_attention(stretch)) for stretch in every)
-        return (list(stretch) for stretch in there if stretch)
-
-    def _keeping_attention(self, stretch: Sequence[Edit]) -> Iterator[Edit]:
-        lost = 0
-        for edit in stretch:
-            lost += self.attentions_lost.get(edit, 0)
-            if lost > self.most_lost:
-                return
-            if edit in self.attentions_lost:
-                yield edit
+        found: dict[Choice, None] = {}
+        for stretch in (stretch for space in self.spaces for stretch in space.stretches(self.model)):
+            there = [edit for edit in stretch if edit in self.attentions_lost]
+            lost = accumulate(self.attentions_lost[edit] for edit in there)
+            keeping = tuple(edit for edit, gone in zip(there, lost, strict=True) if gone <= self.most_lost)
+            found |= {keeping: None} if keeping else {}
+        return map(list, found)
 
     @cached_property
     def _spaces(self) -> dict[str, Space]:
         return {space.name: space for space in self.spaces}
 
-    @cached_property
-    def _claims(self) -> dict[Edit, frozenset[Claim]]:
-        return {}
-
-    def _changes(self, edit: Edit) -> bool:
-        try:
-            program = self.program((edit,))
-            program.sync_points(self.ranks)  # which a fork may not spread over
-        except ValueError:
-            return False
-        return program != self.model.program
-
     def _applied(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
         """The operations, each with the program after it."""
-        self._require_compatible(choice)
-        program = self.model.program
-        for space in self.spaces:
-            edits = [edit for edit in choice if edit.space == space.name]
-            for operation in space.operations(edits, program, self.model) if edits else ():
-                program = operation.apply(program, self.model.shapes.layer_shapes, self.model.own)
-                yield operation, program
-        if not _attending(program):
-            raise ValueError(f"{', '.join(map(str, choice))}: no attention is left; a program has to keep one")
-
-    def _require_compatible(self, choice: Choice) -> None:
         taken: dict[Claim, Edit] = {}
         for edit in choice:
             for claim in self.claims(edit):
@@ -185,6 +168,14 @@ class Mixture:
                     raise ValueError(
                         f"{other} and {edit} do not go together: both decide {claim[0]} of layer {claim[1]}"
                     )
+        program = self.model.program
+        for space in self.spaces:
+            edits = [edit for edit in choice if edit.space == space.name]
+            for operation in space.operations(edits, program, self.model) if edits else ():
+                program = operation.apply(program, self.model.shapes.layer_shapes, self.model.own)
+                yield operation, program
+        if not _attending(program):
+            raise ValueError(f"{', '.join(map(str, choice))}: no attention is left; a program has to keep one")
 
 
 def _attending(program: Program) -> set[int]:

@@ -56,6 +56,11 @@ class Pricing:
     deployment: Deployment = field(default_factory=lambda: Deployment(2))
     workload: Workload = field(default_factory=Workload)
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
+    # What was found out before: matrices' sizes, programs' stretches, their costs, nodes of the first layers alike.
+    _sizes: dict[Sublayer, int] = field(default_factory=dict, init=False, repr=False)
+    _stretches: dict[Program, Counter[_Priced]] = field(default_factory=dict, init=False, repr=False)
+    _priced: dict[Program, _Priced] = field(default_factory=dict, init=False, repr=False)
+    _twins: dict[Node, Node] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for aspect in self.aspects:
@@ -214,22 +219,6 @@ class Pricing:
     @cached_property
     def _stored_bytes(self) -> int:
         return self._plan(_ONE, self.model.shapes.dtype).dtype_bytes
-
-    @cached_property
-    def _sizes(self) -> dict[Sublayer, int]:
-        return {}
-
-    @cached_property
-    def _stretches(self) -> dict[Program, Counter[_Priced]]:
-        return {}
-
-    @cached_property
-    def _priced(self) -> dict[Program, _Priced]:
-        return {}
-
-    @cached_property
-    def _twins(self) -> dict[Node, Node]:
-        return {}
 
 
 def open_pricing(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from surgeon.language.program import Program
-from surgeon.searches.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
+from surgeon.results.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
 from surgeon.searches.goals import Goal, Prices
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Damage, Flags, Numbers, Savings, best_choices
@@ -46,19 +45,30 @@ class Proposer:
     prices: Prices
     goals: tuple[Goal, ...]
     value: Value = field(default=lambda trial: trial.measured.divergence)
+    # What was worked out before.
+    _known_prices: dict[Choice, tuple[float, ...] | None] = field(default_factory=dict, init=False, repr=False)
+    _known_programs: dict[Choice, Program | None] = field(default_factory=dict, init=False, repr=False)
+    _known_windows: dict[Goal, list[Choice]] = field(default_factory=dict, init=False, repr=False)
 
     def first_round(self, count: int) -> list[Proposal]:
         """Before there are trials: for each goal at most so many choices, the most promising kind first."""
         surrogate = Surrogate.fit(self.terms.damage, [], [])
         found: dict[str, Proposal] = {}
         for goal in self.goals:
-            kinds = [
-                self._made(ADDITIVE, self._additive[goal], goal),
-                self._made(WINDOW, self._by_damage(self._windows(goal), surrogate.corrected), goal),
-                self._made(SECOND_ORDER, self._optima(surrogate.corrected, goal, _POOL), goal),
-            ]
-            for proposal in _in_turns(kinds, count, found):
-                found[proposal.key] = proposal
+            kinds = {
+                ADDITIVE: self._additive[goal],
+                WINDOW: self._by_damage(self._windows(goal), surrogate.corrected),
+                SECOND_ORDER: self._optima(surrogate.corrected, goal, _POOL),
+            }
+            waiting = {source: iter(choices) for source, choices in kinds.items()}
+            enough = len(found) + count
+            while waiting and len(found) < enough:  # the first of each kind that is not known yet, then the second, ...
+                for source, choices in [*waiting.items()]:
+                    choice = next((each for each in choices if self._key(each) not in found), None)
+                    if choice is None:
+                        del waiting[source]
+                    elif len(found) < enough:
+                        found[self._key(choice)] = Proposal(self._key(choice), source, choice, goal.level)
         return [*found.values()]
 
     def next_round(self, trials: Sequence[Trial], counts: Sequence[int]) -> list[Proposal]:
@@ -229,9 +239,6 @@ class Proposer:
     def _by_damage(self, choices: Iterable[Choice], damage: Damage) -> list[Choice]:
         return sorted(choices, key=lambda choice: (damage.of(self._numbers(choice)), choice))
 
-    def _made(self, source: str, choices: Sequence[Choice], goal: Goal) -> list[Proposal]:
-        return [Proposal(self._key(choice), source, choice, goal.level) for choice in choices]
-
     def _key(self, choice: Choice) -> str:
         return str(self.program(choice))
 
@@ -275,29 +282,3 @@ class Proposer:
         prices = [self.price((edit,)) for edit in self.mixture.edits]
         saved: Numbers = np.array(self._dense)[None] - np.array([price or self._dense for price in prices])
         return saved
-
-    @cached_property
-    def _known_prices(self) -> dict[Choice, tuple[float, ...] | None]:
-        return {}
-
-    @cached_property
-    def _known_programs(self) -> dict[Choice, Program | None]:
-        return {}
-
-    @cached_property
-    def _known_windows(self) -> dict[Goal, list[Choice]]:
-        return {}
-
-
-def _in_turns(kinds: Sequence[Sequence[Proposal]], count: int, known: Iterable[str]) -> Iterator[Proposal]:
-    """The first of each kind that is not known yet, then the second of each, ..., at most `count` in all."""
-    taken = set(known)
-    waiting = [deque(kind) for kind in kinds]
-    while count and any(waiting):
-        for kind in waiting:
-            while kind and kind[0].key in taken:
-                kind.popleft()
-            if kind and count:
-                count -= 1
-                taken.add(kind[0].key)
-                yield kind.popleft()

@@ -17,7 +17,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
 from surgeon.language.program import Program
-from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.limits import Limit, SearchBudget
 from surgeon.searches.mixture import Mixture
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from surgeon.language.program import Program
-from surgeon.searches.edit import Choice
+from surgeon.results.edit import Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.proposer import Proposer

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from surgeon.language.program import Program
-from surgeon.searches.edit import Choice, Edit
+from surgeon.quality.summary import Estimate, Values
+from surgeon.results.edit import Choice, Edit
 
 _BY_PLACE = ("nll", "divergences", "blocks")  # of the text
 
@@ -39,7 +40,18 @@ class MeasuredProgram:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values (infinities and NaN among them)."""
-        return asdict(self) | {name: list(getattr(self, name)) for name in _BY_PLACE}
+        return asdict(self)
+
+    @classmethod
+    def of(cls, found: Estimate, tokens: int, nll: Values, divergences: Values, **more: Any) -> MeasuredProgram:
+        """What was estimated from the windows that were run.
+
+        Args:
+            nll, divergences: (windows,) each.
+            more: further fields.
+        """
+        known = found.perplexity, found.divergence, found.divergence_low, found.divergence_high
+        return cls(*known, tokens, tuple(nll.tolist()), tuple(divergences.tolist()), **more)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MeasuredProgram:
@@ -53,7 +65,7 @@ class Proposal:
 
     Attributes:
         key: the program's text: equal programs are tried once.
-        source: where the choice comes from, one of `surgeon.searches.edit.SOURCES`.
+        source: where the choice comes from, one of `surgeon.results.edit.SOURCES`.
         level: for which budget it was made, where a search has several: the effective depth, say.
     """
 

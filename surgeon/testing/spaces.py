@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.opened import Model
-from surgeon.searches.edit import Choice, Edit, as_choice
+from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, Space, parse_spaces
 

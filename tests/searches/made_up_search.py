@@ -12,7 +12,7 @@ import numpy as np
 from surgeon.cost.predict import Deployment
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import Question, SearchSettings

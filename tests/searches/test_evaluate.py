@@ -241,20 +241,20 @@ def test_states_give_way_to_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("surgeon.analysis.engine.memory.resident_bytes", lambda: held)
     roomy = evaluator(memory=1 << 30)
     roomy.measure(PROGRAMS)
-    assert roomy.kept is not None
-    assert 0 < roomy.kept.bytes <= roomy.kept.limit < (1 << 30) - held
+    assert roomy.cache is not None
+    assert 0 < roomy.cache.bytes <= roomy.cache.limit < (1 << 30) - held
     working = evaluate_module.working_bytes(roomy.model, evaluate_module.share([DENSE, PAIRED]), IDS.numel())
     tight = evaluator(memory=held + working)
     tight.measure([PAIRED])
-    assert tight.kept is not None
-    assert tight.kept.bytes == 0
+    assert tight.cache is not None
+    assert tight.cache.bytes == 0
 
 
 def test_a_model_whose_weights_are_read_as_it_goes_gives_the_same_numbers(tiny_checkpoint: Path) -> None:
     ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(6))
     text = Windows(ids, "ids", "digest")
     streamed, whole = Evaluator(load_streamed(tiny_checkpoint), text), Evaluator(load(tiny_checkpoint), text)
-    assert streamed.kept is None
+    assert streamed.cache is None
     found, plain = (each.measure(PROGRAMS[:3]) for each in (streamed, whole))
     for program in PROGRAMS[:3]:
         np.testing.assert_allclose(found[program].divergences, plain[program].divergences, rtol=1e-4, atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.recipe import read_recipe
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.front import bootstrapped_knee, depth_curves, knee_of, lower_envelope, non_dominated, pareto_front
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from surgeon.checkpoint.load import open_stored
+from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.searches import here
-from surgeon.searches.here import TimeHere, _summary, calibrate_here, fast_enough_here, measured_here, missed_here
+from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
 from surgeon.searches.limits import parse_limits
+from surgeon.searches.quantities import HERE
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 
@@ -40,14 +42,14 @@ def test_less_takes_less_time(tmp_path: Path) -> None:
 
 
 def test_a_time_is_the_median_of_rounds_and_speedup_that_of_each_round() -> None:
-    summary = _summary([0.5, 2.0, 1.0], [1.0, 3.0, 4.0])
+    summary = TimeHere.of([0.5, 2.0, 1.0], [1.0, 3.0, 4.0])
     assert summary == TimeHere(seconds=1.0, low=0.5, high=2.0, speedup=2.0)
 
 
 @pytest.mark.alone
 def test_the_calibrated_machine_prices_programs(tiny_checkpoint: Path) -> None:
     config = open_stored(tiny_checkpoint).config
-    hardware = parse_hardware(calibrate_here(tiny_checkpoint, 1, rounds=1, device="cpu"))
+    hardware = parse_hardware(calibrate(HERE, tiny_checkpoint, [1], rounds=1, device="cpu"))
     assert hardware.name == "here"
     shapes = ModelShapes.of("tiny", config)
     dense, half = (

@@ -12,7 +12,7 @@ from surgeon.cost.workload import Workload
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.limits import SearchBudget, parse_limits
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing

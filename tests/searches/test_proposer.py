@@ -10,7 +10,7 @@ import pytest
 
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.searches.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
+from surgeon.results.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
 from surgeon.searches.goals import Goal, evenly
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.proposer import Proposer

@@ -23,7 +23,7 @@ from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.opened import Model
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, Space, register
 from surgeon.searches.spaces.base import Claim, claims_of_ranks, claims_of_shape

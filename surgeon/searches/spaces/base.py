@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Program
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 
 if TYPE_CHECKING:  # who lists the spaces does without torch, which takes seconds
     from surgeon.opened import Model

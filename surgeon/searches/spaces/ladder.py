@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program, Step
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import (
     HALVES,
     Claim,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import SizedSpace, register
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import Claim, SizedSpace, claims_of_shape, register
 
 

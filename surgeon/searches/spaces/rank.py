@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import rank_for
 from surgeon.language.program import ROLES, Program
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import (
     HALVES,
     Claim,

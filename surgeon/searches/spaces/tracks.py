@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import KINDS, Sublayer
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import Claim, SizedSpace, Space, claims_of_shape, register
 
 if TYPE_CHECKING:

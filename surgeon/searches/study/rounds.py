@@ -22,7 +22,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState
 
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.study.storage import PatientCalls, Say, StudyStorage, say_aside
 from surgeon.searches.study.trial_queue import FINISHED, TrialQueue
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial

@@ -8,7 +8,7 @@ import pytest
 
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.searches.edit import Edit
+from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import parse_spaces
 from surgeon.testing.spaces import small_model

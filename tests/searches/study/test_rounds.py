@@ -23,7 +23,7 @@ import psutil
 import pytest
 from optuna.trial import TrialState
 
-from surgeon.searches.edit import Edit, as_choice
+from surgeon.results.edit import Edit, as_choice
 from surgeon.searches.study.rounds import RoundStudy
 from surgeon.searches.study.storage import open_storage
 from surgeon.searches.study.trial_queue import BEAT, this_process
