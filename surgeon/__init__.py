@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {  # where each name is fetched from; what has another name there says so behind a colon
+# Where names come from; those that are not here have a file of their own in the library. A colon: its name there.
+_ELSEWHERE = {
     "Distillation": "surgeon.training.distill.distiller",
     "Fork": "surgeon.language.program",
     "Model": "surgeon.opened",
@@ -54,29 +55,14 @@ _HOMES = {  # where each name is fetched from; what has another name there says 
     "Step": "surgeon.language.program",
     "Sublayer": "surgeon.language.program",
     "TrainSettings": "surgeon.training.settings",
-    "bench": "surgeon.library.bench",
-    "calibrate": "surgeon.library.calibrate",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
-    "edit": "surgeon.library.edit",
-    "evaluate": "surgeon.library.evaluate",
-    "export": "surgeon.library.export",
-    "generate": "surgeon.library.generate",
-    "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
-    "predict": "surgeon.library.predict",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
     "report": "surgeon.library.report",
     "restore": "surgeon.models.edit",
-    "scan": "surgeon.library.scan",
-    "search": "surgeon.library.search",
-    "sensitivity": "surgeon.library.sensitivity",
-    "serve": "surgeon.library.serve",
-    "similarity": "surgeon.library.similarity",
-    "spectrum": "surgeon.library.spectrum",
-    "train": "surgeon.library.train",
 }
 __all__ = [
     "Distillation",
@@ -116,9 +102,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, _, there = _HOMES[name].partition(":")
+    home, _, there = _ELSEWHERE.get(name, f"surgeon.library.{name}").partition(":")
     value = getattr(import_module(home), there or name)
     globals()[name] = value
     return value
