@@ -72,13 +72,13 @@ def check_settings(settings: TrainSettings) -> None:
         ValueError: naming the one, and what to do.
     """
     if settings.scope == "edited":
-        raise ValueError("racks train their codas, too, which no edit has touched; use --train all, or norms")
+        raise ValueError("racks train their codas, too, which no edit has touched; train all weights, or norms")
     if settings.distillation is not None and not settings.distillation.hidden:
         raise ValueError(
             "racks learn the original's streams, each those of its own stretch, and only the last one its predictions; "
-            "use --distill both, or hidden"
+            "distil both, or hidden"
         )
     if settings.lora is not None:
-        raise ValueError("racks are trained without adapters; leave --lora out")
+        raise ValueError("racks are trained without adapters; leave lora out")
     if settings.patience is not None:
-        raise ValueError("racks are trained side by side, and none of them ends before the others; drop --patience")
+        raise ValueError("racks are trained side by side, and none of them ends before the others; drop patience")

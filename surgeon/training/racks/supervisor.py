@@ -72,7 +72,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
     if PartialState(cpu=asked.device == "cpu").num_processes > 1:
         raise ValueError(
             "racks start their processes themselves; leave accelerate launch or torchrun out, and ask for replicas of "
-            "each rack (--rack-replicas) to have several processes in it"
+            "each rack to have several processes in it"
         )
     with alone(asked.folder, asked.device):
         plan = prepare(asked, options)

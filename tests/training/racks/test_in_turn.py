@@ -172,10 +172,10 @@ def test_one_rack_is_ordinary_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"scope": "edited"}, "use --train all"),
+        ({"scope": "edited"}, "train all weights"),
         ({"lora": 2}, "without adapters"),
         ({"patience": 2}, "none of them ends before the others"),
-        ({"distillation": Distillation()}, "use --distill both, or hidden"),
+        ({"distillation": Distillation()}, "distil both, or hidden"),
         ({"distillation": Distillation(hidden=1.0)}, "no original to distil from"),
     ],
 )
