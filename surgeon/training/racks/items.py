@@ -1,19 +1,23 @@
-"""What racks hand each other: tensors under a key, as safetensors with a checksum, on disk as on the wire."""
+"""What racks hand each other: tensors under a key, as raw bytes behind a head of fixed form. Nothing is pickled."""
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import BinaryIO, NamedTuple
 
-from safetensors.torch import load, save
+import torch
 from torch import Tensor
 
 KEY = struct.Struct("<qBI")  # step, kind, place
-_HEAD = struct.Struct("<qBIQI")  # the key, bytes, checksum of both
-_NAME = "numbers"
+_HEAD = struct.Struct("<qBIBB")  # the key, dtype, dimensions; the shape and the checksum follow
+_CHECKSUM = struct.Struct("<I")
+_MOST_DIMENSIONS = 8
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_TOO_SHORT = "what is read ends too early"
 
 
 class ItemKind(IntEnum):
@@ -63,28 +67,37 @@ class Item:
     """A tensor as it lies on disk and goes over the wire.
 
     Attributes:
-        data: the tensor as safetensors.
-        checksum: of key and data.
+        head: all else that there is to know of it: key, dtype, shape, and a checksum of these and the numbers.
+        data: the numbers, as the machine has them (little-endian on all that PyTorch runs on).
     """
 
     key: ItemKey
-    data: bytes
-    checksum: int
+    head: bytes
+    data: bytes | bytearray
 
     @classmethod
     def of(cls, key: ItemKey, tensor: Tensor) -> Item:
-        """An item with a copy of a tensor, of any shape."""
-        data = save({_NAME: tensor.detach().cpu().contiguous()})
-        return cls(key, data, _checksum(key, data))
+        """An item with a copy of a tensor, of any shape.
+
+        Raises:
+            ValueError: if its numbers are of a type that is not sent.
+        """
+        if tensor.dtype not in _DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise ValueError(f"{key} has numbers of type {tensor.dtype}, and racks exchange {known}")
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        head = _HEAD.pack(*key, _DTYPES.index(tensor.dtype), tensor.dim())
+        head += struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
+        return cls(key, head + _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(head))), data)
 
     @property
     def nbytes(self) -> int:
         """What `write` writes."""
-        return _HEAD.size + len(self.data)
+        return len(self.head) + len(self.data)
 
     def write(self, file: BinaryIO) -> None:
         """Write it to a file, or to a socket's."""
-        file.write(_HEAD.pack(*self.key, len(self.data), self.checksum))
+        file.write(self.head)
         file.write(self.data)
 
     @classmethod
@@ -95,8 +108,11 @@ class Item:
             EOFError: if the file ends before.
             ValueError: if this is no item.
         """
-        key, size, checksum = read_head(file)
-        return cls(key, read_exactly(file, size), checksum)
+        key, head, size = read_head(file)
+        data = bytearray(size)
+        if file.readinto(data) < size:  # type: ignore[attr-defined]  # files and sockets have it
+            raise EOFError(_TOO_SHORT)
+        return cls(key, head, data)
 
     def tensor(self) -> Tensor:
         """The tensor, whose numbers are its own.
@@ -104,15 +120,26 @@ class Item:
         Raises:
             ValueError: if they are not what was sent.
         """
-        if _checksum(self.key, self.data) != self.checksum:
-            raise ValueError(f"{self.key} is damaged: it does not have the checksum that it was given")
-        return load(self.data)[_NAME]
+        rest = self.head[: -_CHECKSUM.size]
+        if _CHECKSUM.pack(zlib.crc32(self.data, zlib.crc32(rest))) != self.head[-_CHECKSUM.size :]:
+            raise ValueError(f"{self.key} is damaged: its numbers do not have the checksum that they were given")
+        dtype, dimensions = _HEAD.unpack_from(rest)[-2:]
+        shape = struct.unpack_from(f"<{dimensions}Q", rest, _HEAD.size)
+        if not self.data:
+            return torch.empty(shape, dtype=_DTYPES[dtype])
+        data = self.data if isinstance(self.data, bytearray) else bytearray(self.data)
+        return torch.frombuffer(data, dtype=_DTYPES[dtype]).reshape(shape)
 
 
-def read_head(file: BinaryIO) -> tuple[ItemKey, int, int]:
-    """The key, bytes and checksum of the item whose data follow; errors as of `Item.read`."""
-    step, kind, place, size, checksum = _HEAD.unpack(read_exactly(file, _HEAD.size))
-    return ItemKey(step, ItemKind(kind), place), size, checksum
+def read_head(file: BinaryIO) -> tuple[ItemKey, bytes, int]:
+    """The key and the head of an item, and how many bytes of numbers follow; errors as of `Item.read`."""
+    head = read_exactly(file, _HEAD.size)
+    step, kind, place, dtype, dimensions = _HEAD.unpack(head)
+    if dtype >= len(_DTYPES) or dimensions > _MOST_DIMENSIONS:
+        raise ValueError("this is no item of a rack")
+    key, lengths = ItemKey(step, ItemKind(kind), place), read_exactly(file, 8 * dimensions)
+    size = math.prod(struct.unpack(f"<{dimensions}Q", lengths)) * _DTYPES[dtype].itemsize
+    return key, head + lengths + read_exactly(file, _CHECKSUM.size), size
 
 
 def read_exactly(file: BinaryIO, count: int) -> bytes:
@@ -123,9 +150,5 @@ def read_exactly(file: BinaryIO, count: int) -> bytes:
     """
     found = file.read(count)
     if len(found) < count:
-        raise EOFError("what is read ends too early")
+        raise EOFError(_TOO_SHORT)
     return found
-
-
-def _checksum(key: ItemKey, data: bytes) -> int:
-    return zlib.crc32(data, zlib.crc32(KEY.pack(*key)))

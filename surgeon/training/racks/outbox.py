@@ -63,11 +63,13 @@ class Shelf:
     Attributes:
         ahead: how many items may wait for being asked for; None for any number.
         latest: how far this rack has come.
+        fresh: items that nobody has taken yet, in memory.
     """
 
     def __init__(self, folder: Path, askers: Sequence[int], ahead: int | None) -> None:
         self.spool, self.ahead = Spool(folder, _FULL), ahead
         self.latest = BEGINNING
+        self.fresh: dict[ItemKey, Item] = {}
         self.askers = {rack: Asker(ended=(folder / ended_mark(rack)).exists()) for rack in askers}
         self._free()
 
@@ -75,6 +77,7 @@ class Shelf:
         """Take in what a rack says of itself."""
         asker = self.askers[rack]
         asker.wanted = demand.wanted
+        self.fresh = {key: item for key, item in self.fresh.items() if key >= asker.wanted}
         if demand.covered > asker.covered:
             asker.covered = demand.covered
             self._free()
@@ -92,6 +95,7 @@ class Shelf:
         covered = min((math.inf if one.ended else one.covered for one in self.askers.values()), default=math.inf)
         if self.spool.keys:
             self.spool.drop(int(min(covered, self.spool.keys[-1].step)))
+            self.fresh = {key: item for key, item in self.fresh.items() if key in self.spool}
 
     def is_full(self, key: ItemKey) -> bool:
         """Whether an item has to wait until those before it are asked for."""
@@ -102,9 +106,14 @@ class Shelf:
     def add(self, items: Sequence[Item]) -> None:
         """Keep items; those that are there already stay as they are."""
         self.latest = items[-1].key
-        if not all(asker.ended for asker in self.askers.values()):
-            for item in items:
+        if all(asker.ended for asker in self.askers.values()):
+            return
+        if self.ahead is None:
+            self.fresh.clear()  # all take the latest at about the same time
+        for item in items:
+            if item.key not in self.spool:
                 self.spool.add(item)
+                self.fresh[item.key] = item
 
     def found(self, asker: Asker, demand: Demand) -> Sequence[ItemKey]:
         """What a rack that fetches gets now: what it wants, then what it will want.
@@ -125,8 +134,9 @@ class Shelf:
         Raises:
             Lost: if it cannot be read.
         """
+        fresh = self.fresh.get(key) if self.ahead is None else self.fresh.pop(key, None)
         try:
-            return self.spool.get(key)
+            return fresh or self.spool.get(key)
         except (KeyError, EOFError, OSError, ValueError):
             raise Lost(key) from None
 

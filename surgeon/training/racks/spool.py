@@ -48,7 +48,7 @@ class Spool:
         whole, end = 0, path.stat().st_size
         with path.open("r+b") as file, suppress(EOFError, ValueError):
             while True:
-                key, size, _ = read_head(file)
+                key, _, size = read_head(file)
                 if file.tell() + size > end:
                     break
                 self._begins.setdefault(key, whole)
