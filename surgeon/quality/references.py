@@ -8,7 +8,7 @@ is exact, in a fraction of the room.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ _WORDS = {
 }
 
 
-class TextReferences(MutableMapping[range, ReferencePredictions]):
+class TextReferences:
     """An original's predictions on some text, by ranges of windows: any of which all windows are known.
 
     Args:
@@ -55,17 +55,8 @@ class TextReferences(MutableMapping[range, ReferencePredictions]):
             self.tensors[name][windows.start : windows.stop] = shaped
         self.known[windows.start : windows.stop] = [True] * len(windows)
 
-    def __delitem__(self, windows: range) -> None:
-        self.known[windows.start : windows.stop] = [False] * len(windows)
-
     def __contains__(self, windows: object) -> bool:
         return isinstance(windows, range) and all(self.known[windows.start : windows.stop])
-
-    def __iter__(self) -> Iterator[range]:
-        return (range(window, window + 1) for window, known in enumerate(self.known) if known)
-
-    def __len__(self) -> int:
-        return sum(self.known)
 
     @property
     def whole(self) -> bool:

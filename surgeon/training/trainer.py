@@ -218,14 +218,14 @@ class ModelTrainer(Trainer):
         """The mean loss of a micro-batch, in nats per predicted token."""
         del num_items_in_batch
         if self.towards is None:
-            loss, outputs = text_loss(model, inputs["input_ids"])
+            loss = text_loss(model, inputs["input_ids"])
         else:
             parts = self.towards.loss(model, inputs)
-            loss, outputs = parts.pop("loss"), {}
+            loss = parts.pop("loss")
             for name, part in parts.items():
                 self._parts[name] = self._parts.get(name, 0) + part.detach()
             self._counted += 1
-        return (loss, outputs) if return_outputs else loss
+        return (loss, {}) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient's norm; here every process has the same gradient, and no step has been taken yet.
@@ -361,11 +361,10 @@ class ModelTrainer(Trainer):
             raise ValueError(f"the checkpoint is not of what is trained now: {odd[0]}")
 
 
-def text_loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
-    """The mean negative log-likelihood per predicted token of windows, (windows, tokens), and the model's output."""
-    output = model(input_ids=ids, use_cache=False)
-    logits = output.logits[:, :-1].flatten(0, 1)
-    return functional.cross_entropy(logits.float(), ids[:, 1:].flatten().to(logits.device)), output
+def text_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """The mean negative log-likelihood per predicted token of windows, (windows, tokens)."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    return functional.cross_entropy(logits.float(), ids[:, 1:].flatten().to(logits.device))
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

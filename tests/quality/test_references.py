@@ -35,7 +35,7 @@ def test_any_range_of_known_windows_is_known(family: str) -> None:
         found = head.compare(CHANGED[chosen], references[windows])
         torch.testing.assert_close(found.divergence, plain.divergence, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(found.nll, plain.nll)
-    assert list(references) == [range(window, window + 1) for window in range(5)]
+    assert references.whole
 
 
 def test_windows_that_are_not_known_are_said() -> None:
@@ -47,8 +47,6 @@ def test_windows_that_are_not_known_are_said() -> None:
     assert not references.whole
     with pytest.raises(KeyError):
         references[range(3)]
-    del references[range(1)]
-    assert len(references) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -8,7 +8,7 @@ else to do they mostly wait. Threads with windows of their own meet at the end o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,10 +35,11 @@ from surgeon.errors import is_out_of_memory
 from surgeon.language.program import Program
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions, one_after_the_other
+from surgeon.quality.references import TextReferences
 
 T = TypeVar("T")
 GoOn = Callable[[], None]
-References = MutableMapping[range, ReferencePredictions]  # by windows
+References = dict[range, ReferencePredictions] | TextReferences  # by windows
 
 
 @dataclass(frozen=True)
