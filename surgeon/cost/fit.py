@@ -22,7 +22,7 @@ from surgeon.runtime.plan.specification import Plan
 
 Figures = dict[str, float]  # by where they stand in a hardware file, below a number of ranks
 
-LEAST = 0.02  # of a measured time that is left, at least, when launches are taken off it
+LEAST = 0.02  # of a measured time that is left, at least, when launches or parts are taken off it
 KINDS = "AF"
 PRODUCTS = "shares.flops."  # figures by rows
 
@@ -132,8 +132,8 @@ class Fit:
         if name != "rest":
             return KernelTime(kernel, self.part(f"{name} {kind}", sample))
         inside = [f"{each} {kind}" for each in (NORM, READING, WRITING)] + [ATTENDING] * (kind == "A")
-        seconds = self.part(f"{SUBLAYER} {kind}", sample) - sum(self.part(each, sample) for each in inside)
-        return KernelTime(kernel, seconds)
+        whole = self.part(f"{SUBLAYER} {kind}", sample)
+        return KernelTime(kernel, _beyond(whole, sum(self.part(each, sample) for each in inside)))
 
     # Products: by rows.
 
@@ -249,6 +249,6 @@ def _rate(pairs: Iterable[tuple[float, float]]) -> float:
     return float(sum(amounts) / sum(seconds))
 
 
-def _beyond(seconds: float, launch: float) -> float:
-    """What a kernel took besides its launch; never nothing, because of what disturbs measuring."""
-    return max(seconds - launch, LEAST * seconds)
+def _beyond(seconds: float, others: float) -> float:
+    """What is left of a time without others that are in it; never nothing, because of what disturbs measuring."""
+    return max(seconds - others, LEAST * seconds)

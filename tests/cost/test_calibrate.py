@@ -223,3 +223,14 @@ def test_a_disturbed_product_reaches_what_fewer_rows_did() -> None:
     measured = {"shares.flops.8": 5.0, "shares.flops.128": 2.0, "shares.flops.16": 6.0, "shares.flops.512": 7.0}
     expected = {"shares.flops.8": 5.0, "shares.flops.128": 6.0, "shares.flops.16": 6.0, "shares.flops.512": 7.0}
     assert rising({**measured, "host.launch": 3.0}) == {**expected, "host.launch": 3.0}
+
+
+def test_parts_that_seem_longer_than_their_sublayer_make_no_figure_below_nothing() -> None:
+    hardware, model = parse_hardware(TRUE), shapes(**WIDE)
+    plan = plan_on_paper(model, Program.dense(4), 1, 480, "float32", "auto", "full")
+    disturbed = TrueMachine(hardware, model, plan).round()
+    for number, one in enumerate(disturbed.passes):
+        shorter = {name: 0.4 * seconds for name, seconds in one.parts.items() if name.startswith("sublayer")}
+        disturbed.passes[number] = replace(one, parts={**one.parts, **shorter})
+    text = hardware_text("found", MachineCalibration(model, {1: plan}, rounds=1, ways=("shm",)), {1: [disturbed]})
+    assert all(figure.at(1) >= 0 for figure in parse_hardware(text).host.launches.values())
