@@ -112,12 +112,12 @@ def generate(
     def show(text: GeneratedText, event: Event) -> None:
         nonlocal written
         if alone:
-            _write(event.text if event.finish_reason is None else f"{event.text}\n")
+            print(event.text, end="" if event.finish_reason is None else "\n", flush=True)
         elif event.finish_reason is not None:
             written += 1
-            heading = f"==> {written} of {len(texts)}: {_beginning(text.prompt)} <==\n"
-            blank = "\n" if written > 1 else ""
-            _write(_json_line(text, drafting.draft is not None) if as_json else f"{blank}{heading}{text.text}\n")
+            heading = f"==> {written} of {len(texts)}: {_beginning(text.prompt)} <=="
+            below = f"{heading}\n{text.text}" if written == 1 else f"\n{heading}\n{text.text}"
+            print(_json_line(text, drafting.draft is not None) if as_json else below, flush=True)
 
     choices = vars(choosing) | {"stop": choosing.stop or ()}
     found = write(model, texts, **choices, max_batch=max_batch, **vars(drafting), **run.options(), on_event=show)
@@ -165,14 +165,9 @@ def _json_line(text: GeneratedText, drafting: bool) -> str:
         usage, rate = text.usage, text.tokens_per_second
         record |= {"drafted": usage.drafted, "accepted": usage.accepted}
         record |= {"tokens_per_second": None if rate is None else round(rate, 2)}
-    return json.dumps(record) + "\n"
+    return json.dumps(record)
 
 
 def _beginning(prompt: str) -> str:
     line = " ".join(prompt.split())
     return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 3] + "..."
-
-
-def _write(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()

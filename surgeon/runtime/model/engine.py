@@ -28,7 +28,7 @@ from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
 from surgeon.runtime.model.thread_choice import ThreadChoice
-from surgeon.runtime.plan.groups import cache_groups
+from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
 
 

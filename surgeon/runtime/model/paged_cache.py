@@ -1,6 +1,6 @@
 """The keys and values a rank keeps, in blocks, for sequences of any lengths.
 
-Attentions of one window are a group of slots where that saves memory (plan/groups.py), and a sequence has blocks of its
+Attentions of one window are a group of slots where that saves memory (plan/memory.py), and a sequence has blocks of its
 own in each group. A block is as wide as the widest group: those of all groups lie in one tensor, and what a block holds
 depends on whose it is.
 

@@ -15,7 +15,7 @@ from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.model.sampling import logprob_of
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.groups import cache_groups
+from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import ENGINE, complete, load, unload

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from surgeon.runtime.batching.windows import text_blocks
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.groups import LEAST_SAVED, MOST_GROUPS, CacheGroups, cache_groups
-from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.memory import LEAST_SAVED, MOST_GROUPS, CacheGroups, cache_groups, footprint
 from surgeon.runtime.plan.specification import Plan
 
 SIZE = 16  # tokens of a block

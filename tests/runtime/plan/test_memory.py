@@ -15,8 +15,7 @@ from surgeon.runtime.model import products
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import Linear
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.groups import cache_groups
-from surgeon.runtime.plan.memory import Capacity, choose_cache, footprint
+from surgeon.runtime.plan.memory import Capacity, cache_groups, choose_cache, footprint
 
 PROGRAMS = [
     "A0 F0 A1 F1 A2 F2 A3 F3",
