@@ -67,16 +67,13 @@ class CodaAveraging(TrainerCallback):
         own = torch.cat([one.detach().flatten().cpu() for one in self.parameters])
         self.outbox.offer((key, own))
         codas = {self.me: own} | {rack: inbox.ask(key) for rack, inbox in self.others.items()}
-        self._require_alike(codas)
-        begin, mean = 0, mean_of([codas[rack] for rack in sorted(codas)])
-        for one in self.parameters:
-            one.copy_(mean[begin : begin + one.numel()].view_as(one))
-            begin += one.numel()
-
-    def _require_alike(self, codas: Mapping[int, Tensor]) -> None:
         for rack, coda in codas.items():
             if coda.shape != codas[self.me].shape:
                 raise ValueError(
                     f"rack {rack} has a coda of {coda.numel():,} numbers and rack {self.me} one of "
                     f"{codas[self.me].numel():,}; codas of different shapes are not averaged: use average: never"
                 )
+        begin, mean = 0, mean_of([codas[rack] for rack in sorted(codas)])
+        for one in self.parameters:
+            one.copy_(mean[begin : begin + one.numel()].view_as(one))
+            begin += one.numel()

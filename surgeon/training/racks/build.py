@@ -10,15 +10,14 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.training import layers_by_recipe
-from surgeon.language.program import Node, Program
+from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
 from surgeon.training.racks.model import RackModel
-from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.partition import Racks, layers_in
 from surgeon.training.racks.stretch import build_stretch
 from surgeon.training.racks.tensors import (
     ModelTensors,
     config_for,
-    layers_in,
     named_layers,
     renumbered,
     tensors_of,
@@ -44,7 +43,7 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     layers_by_recipe(racks.program, found.program)
     _require_known(found)
     family, nodes = found.family, found.program.nodes
-    own, private = _part(nodes, racks.ranges[index].nodes), _part(nodes, racks.private(index))
+    own, private = ([nodes[place] for place in part] for part in (racks.ranges[index].nodes, racks.private(index)))
     tied, count = bool(found.config.tie_word_embeddings), len(layers_in(own))
     coda = named_layers(family, [found.layers[source] for source in layers_in(private)], count)
     tensors = named_layers(family, [found.layers[source] for source in layers_in(own)])
@@ -61,10 +60,6 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     numbers = {name: one.clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
     program = renumbered(own) + renumbered(private, count)
     return RackModel(racks, index, build_stretch(config, program, numbers, index == 0, len(own)))
-
-
-def _part(nodes: tuple[Node, ...], which: range) -> tuple[Node, ...]:
-    return nodes[which.start : which.stop]
 
 
 def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> dict[str, Tensor]:
@@ -110,7 +105,7 @@ def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel])
     tied = bool(found.config.tie_word_embeddings) and len(racks) == 1
     layers = list(found.layers)
     for rack in trained:
-        own = layers_in(_part(nodes, racks.ranges[rack.index].nodes))
+        own = layers_in(nodes[place] for place in racks.ranges[rack.index].nodes)
         for source, tensors in zip(own, rack.tensors().layers, strict=False):  # behind them are the coda's
             layers[source] = tensors
     first, last = trained[0].tensors(), trained[-1].tensors()

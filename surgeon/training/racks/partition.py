@@ -10,11 +10,12 @@ Every rack but the last has a coda of its own, made like the program's last laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from surgeon.language.operations.base import parse_range
-from surgeon.language.program import Node, Program, Step, Sublayer, steps_of
+from surgeon.language.program import Node, Program, Step, steps_of
+from surgeon.words import plural
 
 _CUTS_SHOWN = 24
 
@@ -108,7 +109,7 @@ def allowed_cuts(program: Program) -> list[int]:
 
 def _end(program: Program) -> int:
     """One more than the highest layer that a program runs."""
-    return 1 + max((layer for one in program.sublayers() for layer in one.layers), default=-1)
+    return 1 + max(layers_in(program.nodes), default=-1)
 
 
 def _check_order(ranges: list[range], end: int) -> None:
@@ -135,10 +136,10 @@ def _check_order(ranges: list[range], end: int) -> None:
 def _begins(program: Program, layer: int) -> int | None:
     """The number of nodes before a rack that begins at this layer; None if none may."""
     nodes = program.nodes
-    start = next((i for i, node in enumerate(nodes) if max(_layers(node)) >= layer), len(nodes))
-    if any(min(_layers(node)) < layer for node in nodes[start:]) or _is_late(nodes, start):
-        return None
-    return start
+    start = next((i for i, node in enumerate(nodes) if layers_in([node])[-1] >= layer), len(nodes))
+    first = nodes[start] if 0 < start < len(nodes) else None
+    is_late = isinstance(first, Step) and first.late
+    return None if is_late or min(layers_in(nodes[start:]), default=layer) < layer else start
 
 
 def _node_at(program: Program, layer: int, what: str) -> int:
@@ -151,11 +152,11 @@ def _node_at(program: Program, layer: int, what: str) -> int:
     if start is not None:
         return start
     nodes = program.nodes
-    start = next(i for i, node in enumerate(nodes) if max(_layers(node)) >= layer)
-    cut = next((node for node in nodes[start:] if min(_layers(node)) < layer), None)
+    start = next(i for i, node in enumerate(nodes) if layers_in([node])[-1] >= layer)
+    cut = next((node for node in nodes[start:] if layers_in([node])[0] < layer), None)
     if cut is None:
         reason = f"begin with the late step {nodes[start]}, which reads the stream before the last step ahead of it"
-    elif max(_layers(cut)) >= layer:
+    elif layers_in([cut])[-1] >= layer:
         reason = f"cut through {cut}"
     else:
         reason = f"begin before {cut} has run, which comes after {nodes[start]}"
@@ -167,34 +168,23 @@ def _node_at(program: Program, layer: int, what: str) -> int:
     )
 
 
-def _is_late(nodes: Sequence[Node], start: int) -> bool:
-    node = nodes[start] if start < len(nodes) else None
-    return start > 0 and isinstance(node, Step) and node.late
-
-
 def _coda(program: Program, last: RackRange, depth: int) -> range:
     end = _end(program)
     if depth < 0:
         raise ValueError(f"a coda has at least 0 layers, not {depth}")
+    what = f"a coda of {plural(depth, 'layer')}"
     if depth > end:
-        raise ValueError(f"a coda of {_layers_text(depth)} is deeper than the model, which has {end}; use fewer")
+        raise ValueError(f"{what} is deeper than the model, which has {end}; use fewer")
     if depth > end - last.layers.start:
         raise ValueError(
-            f"a coda of {_layers_text(depth)} is deeper than the last rack, {last}, of whose last layers it is made; "
-            f"use at most {end - last.layers.start}, or a longer last rack"
+            f"{what} is deeper than the last rack, {last}, of whose last layers it is made; use at most "
+            f"{end - last.layers.start}, or a longer last rack"
         )
     if depth == 0:
         return range(len(program), len(program))
-    return range(_node_at(program, end - depth, f"a coda of {_layers_text(depth)}"), len(program))
+    return range(_node_at(program, end - depth, what), len(program))
 
 
-def _layers(node: Node) -> list[int]:
-    return [layer for one in _sublayers((node,)) for layer in one.layers]
-
-
-def _sublayers(nodes: tuple[Node, ...]) -> Iterator[Sublayer]:
-    return (one for step in steps_of(nodes) for one in step.sublayers)
-
-
-def _layers_text(count: int) -> str:
-    return "1 layer" if count == 1 else f"{count} layers"
+def layers_in(nodes: Iterable[Node]) -> list[int]:
+    """The layers that nodes have, in order."""
+    return sorted({layer for step in steps_of(tuple(nodes)) for one in step.sublayers for layer in one.layers})

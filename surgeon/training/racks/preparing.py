@@ -9,7 +9,7 @@ from surgeon.training.arguments import share_of_batch
 from surgeon.training.racks.averaging import NEVER
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.distilled import teacher_of
-from surgeon.training.racks.files import save_rack
+from surgeon.training.racks.model import save_rack
 from surgeon.training.racks.run_files import (
     PLAN_FILE,
     START,

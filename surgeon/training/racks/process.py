@@ -38,9 +38,8 @@ from surgeon.processes.children import when_parent_ends
 from surgeon.training.checkpoints import OTHERS_ENDED, others_have_ended
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.averaging import CodaAveraging, parse_averaging
-from surgeon.training.racks.files import open_rack
 from surgeon.training.racks.meeting import Meeting, RackKeeper, RackPlace
-from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.model import RackModel, open_rack
 from surgeon.training.racks.pace import PacedLoss
 from surgeon.training.racks.run_files import RacksPlan, read_texts, start_file, teacher_file
 from surgeon.training.racks.streams import RackStreams

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.exports.stock import stock_layers_of, stock_model
-from surgeon.language.program import Node, Program, Sublayer, steps_of
+from surgeon.language.program import Node, Program, Sublayer
 from surgeon.models.families import Family, family_of
+from surgeon.training.racks.partition import layers_in
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,6 @@ def named_layers(family: Family, layers: Iterable[Mapping[str, Tensor]], first: 
         for index, layer in enumerate(layers)
         for name, tensor in layer.items()
     }
-
-
-def layers_in(nodes: Sequence[Node]) -> list[int]:
-    """The layers that nodes have, in order."""
-    return sorted({layer for step in steps_of(tuple(nodes)) for one in step.sublayers for layer in one.layers})
 
 
 def renumbered(nodes: Sequence[Node], first: int = 0) -> Program:

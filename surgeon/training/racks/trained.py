@@ -15,8 +15,7 @@ from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import whole_file, write_json
 from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.racks.build import assemble
-from surgeon.training.racks.files import open_rack, save_rack
-from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.model import RackModel, open_rack, save_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import (
     ADDRESS_FILE,
