@@ -18,7 +18,7 @@ from surgeon.models.edit import edit, program_of
 from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.stretch import coda_logits
+from tests.codas import coda_logits
 from tests.tiny_models import save_checkpoint, tiny_model
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(3))

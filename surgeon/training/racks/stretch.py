@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from surgeon.checkpoint.codas import Coda
 from surgeon.exports.on_demand import build_empty
 from surgeon.language.program import Program
-from surgeon.models.edit import decoder_parent, edit
+from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers, ModelMachine
 from surgeon.models.families import Family, family_of
 from surgeon.models.weights import ModelWeights, NamedTensors, make_room_for_factors
-from surgeon.quality.head import OutputHead
 
 
 class StretchLayers(EditedLayers):
@@ -103,21 +101,6 @@ def build_stretch(
     return model
 
 
-def output_head(config: Any, tensors: Mapping[str, Tensor]) -> OutputHead:
-    """The final norm and the head alone.
-
-    Raises:
-        ValueError: as `build_stretch`.
-    """
-    family = family_of(config)
-    model = build_empty(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-    parent, name = decoder_parent(model)
-    setattr(parent, name, nn.ModuleList())
-    _silence(model, family, tensors)
-    _fill(model, tensors, family)
-    return OutputHead(model)
-
-
 def _silence(model: PreTrainedModel, family: Family, tensors: Mapping[str, Tensor]) -> None:
     """Put stand-ins in the place of the embeddings."""
     dtype = tensors[f"{family.final_norm}.weight"].dtype
@@ -161,24 +144,3 @@ def fed(model: nn.Module, stream: Tensor | None) -> Iterator[StretchLayers]:
         yield layers
     finally:
         layers.incoming = layers.outgoing = None
-
-
-@torch.no_grad()
-def coda_logits(coda: Coda, input_ids: Tensor, stream: Tensor) -> Tensor:
-    """What a coda predicts, (batch, tokens, vocabulary), in float32.
-
-    Args:
-        input_ids: (batch, tokens); masks and positions go by them.
-        stream: (batch, tokens, hidden), after the last node of its rack.
-
-    Raises:
-        ValueError: if a tensor is missing or of another shape.
-    """
-    if not len(coda.program):
-        head = output_head(coda.config, coda.tensors)
-        normed: Tensor = head.norm(stream)
-        return head.logits(normed.flatten(0, 1)).reshape(*stream.shape[:2], -1)
-    model = build_stretch(coda.config, coda.program, coda.tensors, embeds=False)
-    with fed(model, stream):
-        found: Tensor = model(input_ids=input_ids, use_cache=False).logits.float()
-    return found
