@@ -85,11 +85,11 @@ class Inbox:
         with self._log.waiting("wait_input", key):
             with self._changed:
                 self._items = {each: delivery for each, delivery in self._items.items() if each >= key}
-                self._waits, self._lost = key not in self._items, None
-                if self._waits and key < self._says.since:  # it goes back
+                self._waits, self._lost, since = key not in self._items, None, self._says.since
+                if self._waits and key < since:  # it goes back
                     self._items.clear()
-                    self._says = replace(self._says, since=key)
-            self._say(wanted=key)
+                    since = key
+                self._say(wanted=key, since=since)
             delivery = self._await(key)
             assert delivery.item is not None
             self._clock.wait_until(delivery.due)
@@ -153,17 +153,16 @@ class Inbox:
     def _say(self, **news: Any) -> None:
         """Change what requests say: the next one that fetches or, until the last one is answered, one that tells."""
         with self._changed:
-            says = self._says = replace(self._says, **news)
-            telling = self._connections[-1:] if self._fetches else ()
+            self._says = replace(self._says, **news)
             self._changed.notify_all()
-        if telling:
-            try:
-                with telling[0].makefile("wb") as outgoing:
-                    says.write(outgoing)
-            except OSError:
-                self._hang_up()
-            else:
-                self._count("sent", None, Demand.nbytes)
+            if self._fetches and self._connections:
+                try:
+                    with self._connections[-1].makefile("wb") as outgoing:
+                        self._says.write(outgoing)
+                except OSError:
+                    self._hang_up()
+                else:
+                    self._count("sent", None, Demand.nbytes)
 
     def _hang_up(self) -> None:
         with self._changed:
