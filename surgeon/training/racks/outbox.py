@@ -81,7 +81,7 @@ class Shelf:
         if demand.covered > asker.covered:
             asker.covered = demand.covered
             self._free()
-        asker.ends = demand.ended
+        asker.ends |= demand.ended  # a fetch that was sent before may be heard later
         if demand.ended:  # whatever happens to this process
             write_text(self.spool.folder / ended_mark(rack), "")
 
