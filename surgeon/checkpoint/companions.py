@@ -136,10 +136,10 @@ def companions_at(folder: Path) -> Companions:
     return companions_of(folder, own)
 
 
-def told_in(report: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+def companions_in(report: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     """What a surgeon.json says of the model's own code that went along, and of what was left behind, and why."""
-    told = report.get("companions")
-    code, left = (told.get("model_code"), told.get("left_behind")) if isinstance(told, dict) else ([], {})
+    entry = report.get("companions")
+    code, left = (entry.get("model_code"), entry.get("left_behind")) if isinstance(entry, dict) else ([], {})
     left = left if isinstance(left, dict) else {}
     return list(map(str, code)) if isinstance(code, list) else [], {name: str(why) for name, why in left.items()}
 

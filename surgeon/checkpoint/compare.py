@@ -11,7 +11,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,7 +138,7 @@ def compare(a: Surgery, b: Surgery, advance: Advance = lambda _: None) -> Compar
         comparison,
         tensors=_compare_tensors(ours, _keys(a), theirs, _keys(b), advance),
         config={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
-        files=_compare_files(_files_of(ours), _files_of(theirs)),
+        files=_compare_files(ours, theirs),
     )
 
 
@@ -211,10 +210,10 @@ def _compare_tensor(key: Key, a: Checkpoint, a_name: str, b: Checkpoint, b_name:
             continue
         differing, distance = _distance(*parts)
         count += differing
-        largest = max(largest, distance, key=_nan_is_largest)
+        largest = max(largest, distance, key=lambda value: (math.isnan(value), value))  # nan is the largest
     if other_dtype is None and not count:
         return None
-    scale = max(map(_largest, a.rows(a_name, at_once)), default=0.0)
+    scale = max((_wide(rows).abs().max().item() for rows in a.rows(a_name, at_once) if rows.numel()), default=0.0)
     known = math.isfinite(largest)
     relative = largest / scale if known and 0 < scale < math.inf else None
     return Difference(key, None, other_dtype, count, math.prod(shapes[0]), largest if known else None, relative)
@@ -231,32 +230,23 @@ def _distance(a: Tensor, b: Tensor) -> tuple[int, float]:
     return int(differs.sum()), apart.max().item() if len(apart) else 0.0
 
 
-def _largest(tensor: Tensor) -> float:
-    return _wide(tensor).abs().max().item() if tensor.numel() else 0.0
-
-
 def _wide(tensor: Tensor) -> Tensor:
     """In a dtype in which differences are exact enough."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor.double()
 
 
-def _nan_is_largest(value: float) -> tuple[bool, float]:
-    return math.isnan(value), value
-
-
-def _files_of(checkpoint: Checkpoint) -> dict[str, Path]:
+def _compare_files(*checkpoints: Checkpoint) -> dict[str, str]:
     """Tokenizer, chat templates, settings, licence, code; not what tells of the checkpoint, which differs with it."""
-    code = {path.name: path for path in checkpoint.folder.glob("*.py")}
-    return code | companions_of(checkpoint.folder, checkpoint.file_names).files
-
-
-def _compare_files(a: dict[str, Path], b: dict[str, Path]) -> dict[str, str]:
+    ours, theirs = (
+        {path.name: path for path in one.folder.glob("*.py")} | companions_of(one.folder, one.file_names).files
+        for one in checkpoints
+    )
     found = {}
-    for name in sorted(a.keys() | b.keys()):
-        if name not in b:
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in theirs:
             found[name] = "only in A"
-        elif name not in a:
+        elif name not in ours:
             found[name] = "only in B"
-        elif not filecmp.cmp(a[name], b[name], shallow=False):
+        elif not filecmp.cmp(ours[name], theirs[name], shallow=False):
             found[name] = "different"
     return found

@@ -62,9 +62,13 @@ def _most_characters(tokenizer: Any) -> tuple[int | None, list[str]]:
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     shrinks = _shrinking(described["normalizer"])
     splits = _steps(described["pre_tokenizer"], "pretokenizers")
-    kept = all(step["type"] in _SPLITTING or _keeps(step) for step in splits)
+    loses = any(
+        step["type"] not in _SPLITTING
+        and (step["type"] not in ("Split", "Punctuation") or step["behavior"] == "Removed")
+        for step in splits
+    )
     vocabulary = tokenizer.get_vocab()
-    if shrinks is None or not kept or not _knows_all(described["model"], splits, vocabulary):
+    if shrinks is None or loses or not _knows_all(described["model"], splits, vocabulary):
         return None, []
     added = described["added_tokens"]
     # Those that are looked for in normalised text may be written in many ways: "" is in every text.
@@ -92,10 +96,6 @@ def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
         elif step["type"] not in ("NFD", "Prepend"):
             return None
     return shrinks
-
-
-def _keeps(step: dict[str, Any]) -> bool:
-    return step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed"
 
 
 def _knows_all(model: dict[str, Any], splits: list[dict[str, Any]], vocabulary: dict[str, int]) -> bool:

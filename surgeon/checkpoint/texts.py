@@ -146,7 +146,12 @@ class Continuation:
             return ""
         piece = self._rest_of(text)
         if len(self.tokens) > MOST_CONTEXT:
-            self._forget(text)
+            # Tokens of long ago are dropped, so that the next ones do not take ever longer; only where the rest gives
+            # the same text: it might start within a character, which would spoil what follows.
+            late = self.tokens[-CONTEXT:]
+            rest = self._text(late)
+            if text.endswith(rest) and UNFINISHED not in rest:
+                self.tokens, self.written, self._newest = late, len(rest), rest
         return piece
 
     def _rest_of(self, text: str) -> str:
@@ -154,16 +159,6 @@ class Continuation:
         piece, self.written = text[self.written :], len(text)
         self._returned += len(piece)
         return piece
-
-    def _forget(self, text: str) -> None:
-        """Drop tokens of long ago, so that the next ones do not take ever longer.
-
-        Only where the rest gives the same text: it might start within a character, which would spoil what follows.
-        """
-        kept = self.tokens[-CONTEXT:]
-        rest = self._text(kept)
-        if text.endswith(rest) and UNFINISHED not in rest:
-            self.tokens, self.written, self._newest = kept, len(rest), rest
 
     def rest(self) -> str:
         """The text not returned yet."""

@@ -87,13 +87,10 @@ def _is_quality(value: Any) -> bool:
     if not isinstance(value, dict) or type(value.get("tokens")) is not int:
         return False
     numbers = [value.get("perplexity"), value.get("divergence")]
-    pairs = [value.get("perplexity_interval"), value.get("divergence_interval")]
-    numbers += [end for pair in pairs if pair is not None for end in (pair if _is_pair(pair) else [pair])]
+    for name in ("perplexity_interval", "divergence_interval"):
+        ends = value.get(name)
+        numbers += ends if isinstance(ends, list | tuple) and len(ends) == 2 else [ends]
     return all(number is None or type(number) in (int, float) for number in numbers)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
 
 
 Whose = dict[tuple[str, int], tuple[int, ...]]  # by kind and number of a stored layer: the original's layers

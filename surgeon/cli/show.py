@@ -73,7 +73,7 @@ def _verify(what: str) -> int:
 
 def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
-    from surgeon.checkpoint.companions import left_behind, told_in
+    from surgeon.checkpoint.companions import companions_in, left_behind
     from surgeon.checkpoint.ranks import rank_lines
     from surgeon.reports.outline import outline_text
 
@@ -105,7 +105,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         racks, depth = found.codas
         layers = "1 layer" if depth == 1 else f"{depth} layers"
         yield "codas", f"of {layers} for every rack but the last; racks of the layers {', '.join(racks)}"
-    if behind := left_behind(told_in(found.report)[1]):
+    if behind := left_behind(companions_in(found.report)[1]):
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")

@@ -15,7 +15,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.belongings import FileKind, kind_of
-from surgeon.checkpoint.companions import left_behind, names_in, told_in
+from surgeon.checkpoint.companions import companions_in, left_behind, names_in
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
 from surgeon.checkpoint.ranks import rank_lines
@@ -333,7 +333,7 @@ def _usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
 
 def _belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:
     """What lay beside the base model's weights, and its licence."""
-    code, left = told_in(found.report)
+    code, left = companions_in(found.report)
     metadata = inherited.metadata
     licence = metadata.get("license")
     if licence is not None:

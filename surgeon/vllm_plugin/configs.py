@@ -12,12 +12,12 @@ from transformers import CONFIG_MAPPING
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.models.families import FAMILIES
 
-
-def _program_config(model_type: str) -> Any:
-    name = f"{PROGRAM.stem(model_type)}Config"
-    stock: Any = CONFIG_MAPPING[model_type]
-    return type(name, (stock,), {"model_type": PROGRAM.prefix + model_type, "__module__": __name__})
-
-
-CONFIGS: dict[str, Any] = {model_type: _program_config(model_type) for model_type in FAMILIES}
+CONFIGS: dict[str, Any] = {
+    name: type(
+        f"{PROGRAM.stem(name)}Config",
+        (CONFIG_MAPPING[name],),
+        {"model_type": PROGRAM.prefix + name, "__module__": __name__},
+    )
+    for name in FAMILIES
+}
 globals().update({config.__name__: config for config in CONFIGS.values()})

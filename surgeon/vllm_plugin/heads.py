@@ -12,7 +12,8 @@ from typing import Any
 
 from surgeon.language.program import ATTENTION, Node, Program, Step
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
-from surgeon.models.families import FAMILIES
+from surgeon.models.families import FAMILIES, Family
+from surgeon.models.families.base import Unit
 
 
 def attentions_at_once(program: Program) -> int:
@@ -39,6 +40,14 @@ def with_all_heads(convertor: Any) -> Any:
     """
 
     class ProgramShape(convertor):  # type: ignore[misc]
+        @property
+        def _family(self) -> Family:
+            return FAMILIES[self.hf_text_config.model_type.removeprefix(PROGRAM_PREFIX)]
+
+        def _units(self, unit: Unit) -> int:
+            program = Program.parse(getattr(self.hf_text_config, PROGRAM_KEY))
+            return self._family.units(self.hf_text_config)[unit] * attentions_at_once(program)
+
         def get_total_num_attention_heads(self) -> int:
             return self._units("heads")
 
@@ -46,12 +55,6 @@ def with_all_heads(convertor: Any) -> Any:
             return self._units("kv_heads")
 
         def get_head_size(self) -> int:
-            config = self.hf_text_config
-            return FAMILIES[config.model_type.removeprefix(PROGRAM_PREFIX)].head_dim(config)
-
-        def _units(self, unit: Any) -> int:
-            config = self.hf_text_config
-            one = FAMILIES[config.model_type.removeprefix(PROGRAM_PREFIX)].units(config)[unit]
-            return one * attentions_at_once(Program.parse(getattr(config, PROGRAM_KEY)))
+            return self._family.head_dim(self.hf_text_config)
 
     return ProgramShape

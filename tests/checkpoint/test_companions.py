@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgeon
 from surgeon.checkpoint.belongings import patterns_for_the_hub
-from surgeon.checkpoint.companions import companions_of, left_behind, told_in
+from surgeon.checkpoint.companions import companions_in, companions_of, left_behind
 from surgeon.checkpoint.compare import compare
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
@@ -91,7 +91,7 @@ def test_a_fused_checkpoint_that_is_taken_apart_carries_on_what_it_has(furnished
     surgeon.export(unfused(tmp_path / "fused"), tmp_path / "again")
     kept = {path.relative_to(tmp_path / "fused") for path in (tmp_path / "fused").rglob("*")}
     assert {path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*")} == kept
-    assert told_in(json.loads((tmp_path / "again" / "surgeon.json").read_text())) == ([], {})
+    assert companions_in(json.loads((tmp_path / "again" / "surgeon.json").read_text())) == ([], {})
     assert compare(describe(tmp_path / "fused"), describe(tmp_path / "again")).files == {}
 
 
@@ -136,7 +136,7 @@ def test_code_that_is_gone_is_named_no_more(source: Path, tmp_path: Path) -> Non
     (source / "layers_own.py").unlink()
     run_export(source, tmp_path / "target", PROGRAMS["plain"])
     assert "auto_map" not in json.loads((tmp_path / "target" / "config.json").read_text())
-    _, left = told_in(json.loads((tmp_path / "target" / "surgeon.json").read_text()))
+    _, left = companions_in(json.loads((tmp_path / "target" / "surgeon.json").read_text()))
     assert left["layers_own.py"] == "code that a configuration names, and that is not there"
     assert left["modeling_own.py"] == left["configuration_own.py"] == "code of which a part is not there"
 
@@ -204,7 +204,7 @@ def test_odd_names_and_odd_configurations_are_no_obstacle(source: Path, tmp_path
     (source / "tokenization_own.py").write_bytes(b"# \xe9\n")
     surgeon.export(surgeon.load(source), tmp_path / "target", overwrite=True)
     assert (tmp_path / "target" / "processor_config.json").read_text() == "["
-    _, left = told_in(json.loads((tmp_path / "target" / "surgeon.json").read_text()))
+    _, left = companions_in(json.loads((tmp_path / "target" / "surgeon.json").read_text()))
     assert {r"LICENSE\udcff", r"two\nlines`.txt", "processing_own.py"} <= left.keys()
     assert r"`two\nlines'.txt`" in (tmp_path / "target" / "README.md").read_text()
 
@@ -245,7 +245,7 @@ def test_many_names_are_not_all_said() -> None:
 
 @pytest.mark.parametrize("told", [{}, {"companions": 3}, {"companions": {"model_code": 3, "left_behind": [1]}}])
 def test_of_reports_that_say_nothing_of_it_nothing_is_said(told: dict[str, Any]) -> None:
-    assert told_in(told) == ([], {})
+    assert companions_in(told) == ([], {})
 
 
 def test_a_folder_says_the_same_of_itself(furnished: Path) -> None:
