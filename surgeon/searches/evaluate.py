@@ -193,11 +193,12 @@ class Evaluator:
         return np.array(best.nll), np.array(best.divergences)
 
     def _summary(self, parts: list[Quality], leader: tuple[Values, Values] | None) -> MeasuredProgram:
-        (nll, divergence), blocks = joined(parts), _blocks(parts)
+        nll, divergence = joined(parts)
+        blocks = tuple(_blocks(parts).tolist()) if self.blocks > 1 else ()
         whole = len(nll) == len(self.windows.ids)
         found = estimate(nll, divergence) if whole or leader is None else estimate_beside(nll, divergence, *leader)
-        tokens, kept = len(nll) * (self.windows.ids.shape[1] - 1), tuple(blocks.tolist()) if self.blocks > 1 else ()
-        return MeasuredProgram.of(found, tokens, nll, divergence, blocks=kept, whole=whole)
+        tokens = len(nll) * (self.windows.ids.shape[1] - 1)
+        return MeasuredProgram.of(found, tokens, nll, divergence, blocks=blocks, whole=whole)
 
 
 def _blocks(parts: list[Quality]) -> Values:

@@ -151,9 +151,9 @@ class HealedComparison:
 
 
 def heal_candidates(
-    before: HeldOutComparison, heal: Heal, kept: HealedPrograms, how: str, say: Callable[[str], None] = lambda _: None
+    before: HeldOutComparison, heal: Heal, known: HealedPrograms, how: str, say: Callable[[str], None] = lambda _: None
 ) -> HealedComparison:
-    """Heal the winner and the runners-up, those that are not kept yet, and compare them again.
+    """Heal the winner and the runners-up, those that are not known yet, and compare them again.
 
     Args:
         heal: trains a program and measures it on the text that `before` is of.
@@ -163,10 +163,10 @@ def heal_candidates(
     finalists = before.finalists
     for number, one in enumerate(finalists, start=1):
         program = one.trial.program
-        if program not in kept.found:
+        if program not in known.found:
             say(f"healing candidate {number} of {len(finalists)}, trial {one.trial.number}")
-            kept.add(program, heal(program))
-    healed = {one.trial.number: kept.found[one.trial.program] for one in finalists}
+            known.add(program, heal(program))
+    healed = {one.trial.number: known.found[one.trial.program] for one in finalists}
     winner = before.chosen
     others = [one for one in finalists if one.trial.number != winner.trial.number]
     after = [replace(one, unseen=healed[one.trial.number].measured) for one in (winner, *others)]

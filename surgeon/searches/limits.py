@@ -129,7 +129,11 @@ class SearchBudget:
 
     def dense(self, limit: Limit) -> float:
         """What the unedited model costs of what one of `of_programs` limits."""
-        return self.pricing.price(limit.aspect, self.pricing.model.program)
+        return self._dense[limit.aspect]
+
+    @cached_property
+    def _dense(self) -> dict[Aspect, float]:
+        return dict(zip(self.pricing.aspects, self.pricing.dense, strict=True))
 
     def most(self, limit: Limit) -> float:
         """The cost that one of `of_programs` allows."""

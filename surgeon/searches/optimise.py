@@ -6,7 +6,7 @@ The prediction is a sum over the chosen edits and over pairs of them,
 
 and a choice has to save at least `need` of everything that is limited. Two partial choices that have saved as much,
 and leave the same later edits free, differ in damage only: if damage is a plain sum the better one stays the better
-one, and keeping it alone is exact. Cross terms can turn that round, so that the best few of each such group are kept,
+one, and keeping it alone is exact. Cross terms can turn that round, so that the best few of each such group go on,
 and of many spaces together only the best few hundred of all that have saved as much.
 """
 
@@ -23,7 +23,7 @@ Flags = NDArray[np.bool_]
 Places = NDArray[np.intp]
 Counts = NDArray[np.int64]
 
-KEPT = 16  # partial choices of a group
+BEAM = 16  # partial choices of a group
 _GROUPS = 16  # times as many of all groups that have saved as much
 _MOST = 2048  # partial choices in all, shared out evenly among what they have saved
 _LEVELS = 24  # of savings, between none and enough, that tell groups apart
@@ -95,18 +95,18 @@ def best_choices(
     excluded: Flags,
     count: int = 1,
     scarce: tuple[Counts, int] | None = None,
-    kept: int = KEPT,
+    beam: int = BEAM,
 ) -> list[tuple[int, ...]]:
     """The `count` choices of least predicted damage that save enough, the least first; fewer if there are fewer.
 
     Edits that save nothing are in none of them, nor is one after those before it have saved enough, nor one that alone
-    does twice the damage of a whole choice. With `kept` 1 and no cross terms the first one is exact, where not too many
+    does twice the damage of a whole choice. With `beam` 1 and no cross terms the first one is exact, where not too many
     edits exclude later ones at a time.
 
     Args:
         excluded: (n, n), which edits exclude each other; edits are in the order of their layers.
         scarce: (n,), how much each edit takes of something, and how much of it a choice may take in all.
-        kept: how many partial choices of each group go on.
+        beam: how many partial choices of each group go on.
     """
     useful = _useful(damage, savings, excluded)
     taken, most = (np.zeros(len(useful), dtype=np.int64), 0) if scarce is None else (scarce[0][useful], scarce[1])
@@ -120,7 +120,7 @@ def best_choices(
         there = found.chosen @ taken + taken[edit] <= most
         found = found.joined(_longer(found.take(there), edit, damage, savings, excluded))
         blocked = found.blocked[:, edit + 1 :] @ digits[edit + 1 :]
-        found = found.take(_best_of_groups(found.damage, _levels(found.saved, savings), blocked, kept))
+        found = found.take(_best_of_groups(found.damage, _levels(found.saved, savings), blocked, beam))
     enough = found.take(savings.are_enough(found.saved))
     order = np.argsort(enough.damage, kind="stable")[:count]
     return [tuple(useful[row].tolist()) for row in enough.chosen[order]]
@@ -162,13 +162,13 @@ def _levels(saved: Numbers, savings: Savings) -> NDArray[np.int64]:
     return found
 
 
-def _best_of_groups(damage: Numbers, levels: NDArray[np.int64], blocked: NDArray[np.int64], kept: int) -> Places:
+def _best_of_groups(damage: Numbers, levels: NDArray[np.int64], blocked: NDArray[np.int64], beam: int) -> Places:
     """Rows of the best few of every group, and of those the best few of every level."""
     order = np.lexsort((damage, blocked, levels))
-    order = order[_place_in_run(levels[order], blocked[order]) < kept]
+    order = order[_place_in_run(levels[order], blocked[order]) < beam]
     order = order[np.lexsort((damage[order], levels[order]))]
-    room = max(_MOST, 4 * kept) // len(np.unique(levels))
-    return order[_place_in_run(levels[order]) < min(kept * _GROUPS, max(1, room))]
+    room = max(_MOST, 4 * beam) // len(np.unique(levels))
+    return order[_place_in_run(levels[order]) < min(beam * _GROUPS, max(1, room))]
 
 
 def _place_in_run(*keys: NDArray[np.int64]) -> Places:

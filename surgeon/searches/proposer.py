@@ -13,7 +13,7 @@ from surgeon.language.program import Program
 from surgeon.results.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
 from surgeon.searches.goals import Goal, Prices
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.optimise import Counts, Damage, Flags, Numbers, Savings, best_choices
+from surgeon.searches.optimise import BEAM, Counts, Damage, Flags, Numbers, Savings, best_choices
 from surgeon.searches.surrogate import Surrogate
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import Proposal, Trial
@@ -133,7 +133,7 @@ class Proposer:
             sources.setdefault(choice, NEIGHBOUR)
         fresh = [choice for choice in sources if self._key(choice) not in tried]
         if not fresh:  # a small space, most of which has been tried
-            every = self._optima(surrogate.corrected, goal, 20 * _POOL, kept=20 * _POOL)
+            every = self._optima(surrogate.corrected, goal, 20 * _POOL, beam=20 * _POOL)
             sources = dict.fromkeys(every, REGRESSION)
             fresh = [choice for choice in every if self._key(choice) not in tried]
         numbers = [self._numbers(choice) for choice in fresh]
@@ -148,17 +148,16 @@ class Proposer:
                     yield Proposal(key, sources[fresh[place]], fresh[place], goal.level)
                     break
 
-    def _optima(self, damage: Damage, goal: Goal, count: int, kept: int | None = None) -> list[Choice]:
+    def _optima(self, damage: Damage, goal: Goal, count: int, beam: int = BEAM) -> list[Choice]:
         """Choices of least predicted damage that meet a goal, at most `count`."""
         need = np.array(self._dense) - np.array(goal.most)
         limited = need > 1e-9 * np.abs(self._dense)
         if not limited.any():
             return []
-        more = {} if kept is None else {"kept": kept}
         for tighter in (1.0, 1.1, 1.25, 1.5):  # what edits save together need not be the sum of what they save alone
             savings = Savings(self._savings[:, limited], tighter * need[limited])
             keeping = self._lost, self.mixture.most_lost
-            best = best_choices(damage, savings, self.mixture.exclusions, count, keeping, **more)
+            best = best_choices(damage, savings, self.mixture.exclusions, count, keeping, beam)
             found = [self._choice(one) for one in best]
             whole = found[:_COMPLETED] + [choice for choice in found[_COMPLETED:] if self.meets(choice, goal)]
             completed = [self._completed(choice, goal, damage) for choice in whole]

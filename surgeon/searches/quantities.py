@@ -100,10 +100,6 @@ def _show_number(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
 
 
-def _show_nats(value: float) -> str:
-    return f"{value:.4g} nats"
-
-
 def _show_times(cost: float) -> str:
     return f"{1 / cost:.4g}x" if cost else "infinite"
 
@@ -121,7 +117,7 @@ QUANTITIES = {
         # Times the unedited model's tokens per second.
         Quantity("speedup", _times, _show_times, timed=True, upward=True, divides=False),
         # From the unedited model, nats per token.
-        Quantity("divergence", _positive, _show_nats, measured=True, divides=False),
+        Quantity("divergence", _positive, "{:.4g} nats".format, measured=True, divides=False),
         Quantity("perplexity", _positive, "{:.4g}".format, measured=True),  # on the text
     )
 }

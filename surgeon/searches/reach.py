@@ -74,12 +74,12 @@ def require_reachable(budget: SearchBudget, mixture: Mixture) -> Nearest:
         raise ValueError(f"budget {'; '.join(parts)}")
     raise ValueError(
         f"budget {budget}: each of its limits can be met, but not all at once was found how; the nearest has "
-        f"{_shown(budget, budget.of_programs, found.program)}"
+        f"{_costs(budget, budget.of_programs, found.program)}"
     )
 
 
 def _out_of_reach(budget: SearchBudget, limit: Limit, nearest: Nearest, mixture: Mixture, spaces: str) -> str:
-    before, after = _shown(budget, [limit]), _shown(budget, [limit], nearest.program)
+    before, after = (_costs(budget, [limit], program) for program in (mixture.model.program, nearest.program))
     if before == after:
         return f"{limit} is out of reach: no edit of {spaces} lowers the model's {before}"
     verb, end = ("bring" if "," in spaces else "brings"), ("most" if limit.aspect.quantity.upward else "least")
@@ -88,15 +88,13 @@ def _out_of_reach(budget: SearchBudget, limit: Limit, nearest: Nearest, mixture:
     return f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}{why}"
 
 
-def _shown(budget: SearchBudget, limits: Sequence[Limit], program: Program | None = None) -> str:
-    dense = dict(zip(budget.pricing.aspects, budget.pricing.dense, strict=True))
-    costs = [dense[limit.aspect] if program is None else budget.cost(limit, program) for limit in limits]
-    return ", ".join(limit.aspect.show(cost) for limit, cost in zip(limits, costs, strict=True))
+def _costs(budget: SearchBudget, limits: Sequence[Limit], program: Program) -> str:
+    return ", ".join(limit.aspect.show(budget.cost(limit, program)) for limit in limits)
 
 
 def _by_integers(budget: SearchBudget, mixture: Mixture) -> Choice:
     """The choice of least shortfall if what edits save added up."""
-    dense = np.array([budget.cost(limit, mixture.model.program) for limit in budget.of_programs])
+    dense = np.array([budget.dense(limit) for limit in budget.of_programs])
     most = np.array([budget.most(limit) for limit in budget.of_programs])
     scale = np.where(dense > most, dense - most, most)
     edits, saved = [], []
@@ -146,17 +144,13 @@ def _solve(
 
 def _build(budget: SearchBudget, mixture: Mixture, choice: Choice) -> Nearest:
     """A choice as it comes out; edits that do not go together after all are left out."""
-    kept: Choice = ()
-    try:
-        return _reached(budget, mixture, choice)
-    except ValueError:
+    if not mixture.allows(choice):
+        together: Choice = ()
         for edit in choice:
-            try:
-                mixture.program((*kept, edit))
-            except ValueError:
-                continue
-            kept = as_choice((*kept, edit))
-    return _reached(budget, mixture, kept)
+            if mixture.allows((*together, edit)):
+                together = as_choice((*together, edit))
+        choice = together
+    return _reached(budget, mixture, choice)
 
 
 def _reached(budget: SearchBudget, mixture: Mixture, choice: Choice) -> Nearest:

@@ -41,7 +41,7 @@ def every_choice(savings: Savings, excluded: np.ndarray) -> list[tuple[int, ...]
 def test_a_plain_sum_is_minimised_exactly_with_one_choice_of_a_group(seed: int, limits: int) -> None:
     damage, savings, excluded = problem(seed, limits, crossing=0)
     every = every_choice(savings, excluded)
-    found = best_choices(damage, savings, excluded, kept=1)
+    found = best_choices(damage, savings, excluded, beam=1)
     assert bool(found) == bool(every)
     if every:
         assert damage.of(found[0]) == pytest.approx(min(map(damage.of, every)))
@@ -72,7 +72,7 @@ def test_what_is_scarce_is_not_used_up(seed: int, most: int) -> None:
     taken = np.random.default_rng(seed).integers(0, 2, EDITS)
     every = [one for one in every_choice(savings, excluded) if taken[list(one)].sum() <= most]
     with patch.object(optimise, "_HOPELESS", 1e9):
-        found = best_choices(damage, savings, excluded, 500, (taken, most), kept=500)
+        found = best_choices(damage, savings, excluded, 500, (taken, most), beam=500)
     assert all(one in every for one in found)
     assert bool(found) == bool(every)
     if every:
