@@ -9,7 +9,7 @@ window, as before. That says how far the text can be trusted, not how far one ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,6 @@ class HealedProgram:
     tokens: int
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values (infinities and NaN among them)."""
-        return {"measured": self.measured.to_json(), "tokens": self.tokens, "seconds": self.seconds}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> HealedProgram:
-        """The inverse of `to_json`."""
-        return cls(MeasuredProgram.from_json(values["measured"]), int(values["tokens"]), float(values["seconds"]))
-
 
 Heal = Callable[[Program], HealedProgram]
 
@@ -62,13 +53,14 @@ class HealedPrograms(Journal):
         super().__init__(path, "healing")
 
     def take(self, line: Any) -> None:
-        program, healed = Program.parse(line["program"]), HealedProgram.from_json(line["healed"])
+        program, healed = Program.parse(line["program"]), line["healed"]
+        measured = MeasuredProgram.from_json(healed["measured"])
         if line["key"] == self.key:
-            self.found[program] = healed
+            self.found[program] = HealedProgram(measured, int(healed["tokens"]), float(healed["seconds"]))
 
     def add(self, program: Program, healed: HealedProgram) -> None:
         """Keep what a program was after its healing."""
-        self.keep({"key": self.key, "program": str(program), "healed": healed.to_json()})
+        self.keep({"key": self.key, "program": str(program), "healed": asdict(healed)})
 
 
 @dataclass(frozen=True)

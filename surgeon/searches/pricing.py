@@ -185,27 +185,25 @@ class Pricing:
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
         """The sum over a program's stretches of what each costs."""
         if program not in self._stretches:
-            stretches = _stretches(self._alike(program).nodes)
-            self._stretches[program] = Counter(self._known(Program(nodes)) for nodes in stretches)
+            stretches = map(Program, _stretches(self._alike(program)))
+            self._stretches[program] = Counter(self._priced.setdefault(part, _Priced(part)) for part in stretches)
         return math.fsum(count * each.cost(what, cost) for each, count in self._stretches[program].items())
 
     def _whole(self, program: Program) -> _Priced:
-        return self._known(self._alike(program))
-
-    def _known(self, alike: Program) -> _Priced:
+        alike = Program(self._alike(program))
         return self._priced.setdefault(alike, _Priced(alike))
 
-    def _alike(self, program: Program) -> Program:
-        """The program with one layer in the place of all that have the same window."""
+    def _alike(self, program: Program) -> tuple[Node, ...]:
+        """The nodes of a program with one layer in the place of all that have the same window."""
+        windows = self.model.shapes.windows
+
+        def twin(sublayer: Sublayer) -> Sublayer:
+            return replace(sublayer, layers=(windows.index(windows[sublayer.layers[0]]) if windows else 0,))
+
         for node in program.nodes:
             if node not in self._twins:
-                (self._twins[node],) = Program((node,)).renamed(self._twin).nodes
-        return Program(tuple(self._twins[node] for node in program.nodes))
-
-    def _twin(self, sublayer: Sublayer) -> Sublayer:
-        windows = self.model.shapes.windows
-        layer = windows.index(windows[sublayer.layers[0]]) if windows else 0
-        return replace(sublayer, layers=(layer,))
+                (self._twins[node],) = Program((node,)).renamed(twin).nodes
+        return tuple(self._twins[node] for node in program.nodes)
 
     def _plan(self, program: Program, dtype: str | None = None) -> Plan:
         deployment, dtype = self.deployment, dtype or self.deployment.dtype or self.model.shapes.dtype

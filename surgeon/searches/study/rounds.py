@@ -190,7 +190,7 @@ class RoundStudy:
         values: Values = divergence_alone,
     ) -> None:
         """Measure trials that this worker has taken, and tell."""
-        proposals = [_proposal_of(trial) for trial in taken]
+        proposals = [Proposal.from_json(trial.user_attrs[PROPOSAL]) for trial in taken]
         for trial, proposal, measured in zip(taken, proposals, measure(proposals, earlier), strict=True):
             costs = [_tellable(value) for value in values(proposal, measured)]
             state = TrialState.COMPLETE if measured.whole else TrialState.PRUNED
@@ -267,12 +267,9 @@ def _fresh(proposals: Sequence[Proposal], earlier: Sequence[Trial]) -> list[Prop
 
 
 def _as_trial(stored: FrozenTrial) -> Trial:
-    measured = _rounded(json.loads(stored.user_attrs[MEASURED]))
-    return Trial(stored.user_attrs[PLACE], _proposal_of(stored), MeasuredProgram.from_json(measured))
-
-
-def _proposal_of(stored: FrozenTrial) -> Proposal:
-    return Proposal.from_json(stored.user_attrs[PROPOSAL])
+    attributes = stored.user_attrs
+    measured = MeasuredProgram.from_json(_rounded(json.loads(attributes[MEASURED])))
+    return Trial(attributes[PLACE], Proposal.from_json(attributes[PROPOSAL]), measured)
 
 
 def _rounded(value: Any) -> Any:
