@@ -24,7 +24,7 @@ from torch import Tensor
 
 from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure
 from surgeon.analysis.engine.memory import windows_at_once
-from surgeon.analysis.engine.sharing import share
+from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.subject import load_for_analysis
 from surgeon.language.program import Program
 from surgeon.models.edit import restore
@@ -61,6 +61,11 @@ class Job:
     batch: int | None = None
     folder: Path | None = None
 
+    @property
+    def plan(self) -> SharedPlan:
+        """Of the dense program and the others."""
+        return share(map(Program.parse, (self.dense, *self.programs)))
+
 
 def measure_in_workers(
     job: Job, workers: int, ran: Callable[[float], Any] = lambda _: None
@@ -92,8 +97,7 @@ def measure_in_workers(
 
 def split(job: Job, workers: int) -> list[Job]:
     """A job for each worker, with programs that are neighbours in the shared plan and about as much to run in each."""
-    plan = share(map(Program.parse, (job.dense, *job.programs)))
-    costs = {str(program): sublayers for program, sublayers in plan.sublayers.items() if str(program) != job.dense}
+    costs = {str(program): sublayers for program, sublayers in job.plan.sublayers.items() if str(program) != job.dense}
     wanted = sum(costs.values()) / workers
     parts: list[list[str]] = [[] for _ in range(workers)]
     done = 0.0
@@ -155,7 +159,13 @@ def _work(job: Job, messages: Any) -> None:
     warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")
     warnings.showwarning = lambda message, *_, **__: messages.put(("warning", str(message)))
     try:
-        for measured in _measured(job, lambda amount: messages.put(("ran", amount))):
+        torch.set_num_threads(job.threads)
+        model, plan = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device)), job.plan
+        at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
+        options = MeasureOptions(
+            at_once, ran=lambda amount: messages.put(("ran", amount)), memory=job.memory, folder=job.folder
+        )
+        for measured in measure(model, job.ids, plan, options):
             quality = measured.quality
             numbers = quality.nll.numpy(), quality.divergence.numpy()
             messages.put(("measured", str(measured.program), measured.start, *numbers))
@@ -163,12 +173,3 @@ def _work(job: Job, messages: Any) -> None:
     except Exception as error:  # noqa: BLE001 - the first process raises it
         known = next((kind for kind in _ERRORS if isinstance(error, _ERRORS[kind])), "")
         messages.put(("failed", known, str(error) if known else traceback.format_exc()))
-
-
-def _measured(job: Job, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
-    torch.set_num_threads(job.threads)
-    model = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device))
-    plan = share(map(Program.parse, (job.dense, *job.programs)))
-    at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
-    options = MeasureOptions(at_once, ran=ran, memory=job.memory, folder=job.folder)
-    return measure(model, job.ids, plan, options)
