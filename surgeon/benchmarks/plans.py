@@ -10,6 +10,7 @@ from pathlib import Path
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.cost.candidates import Candidate
 from surgeon.language.program import Program
+from surgeon.opened import Model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan, can_be_low_rank, require_low_rank
 
@@ -33,7 +34,7 @@ class Needs:
     low_rank: str = "auto"
     kv: str = "auto"
 
-    def plan(self, model: str | Path, program: Program | str | None = None) -> Plan:
+    def plan(self, model: str | Path | Model, program: Program | str | None = None) -> Plan:
         """A checkpoint's plan, as `make_plan` makes it."""
         text = None if program is None else str(program)
         ways = self.dtype, self.decoding, self.low_rank
@@ -52,7 +53,7 @@ def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, 
     """
     plans = {}
     for one in candidates:
-        plans[one.name] = needs.plan(one.model.folder, one.program(needs.ranks))
+        plans[one.name] = needs.plan(one.model, one.program(needs.ranks))
         if one.recipe is not None and plan_factors(one.recipe, one.model).is_calibrated:
             warnings.warn(
                 f"{one.recipe.source}: ranks run plain factors, not those that the recipe calibrates: as fast, but not "
