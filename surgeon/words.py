@@ -44,9 +44,9 @@ def with_intervals(row: Any, names: Iterable[str] = ("perplexity", "divergence")
 
 
 def known(row: Any, name: str) -> str:
-    """A value with its 95% interval in brackets, if the table has one and it is known."""
+    """A value (None is none) with its 95% interval in brackets, if there is one and it is known."""
     ends = interval(row.get(f"{name}_low"), row.get(f"{name}_high"))
-    return number(row[name]) + (f" (95%: {ends})" if ends else "")
+    return number(math.nan if row[name] is None else float(row[name])) + (f" (95%: {ends})" if ends else "")
 
 
 def interval_heads(columns: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:

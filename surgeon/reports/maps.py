@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,8 @@ def legend_figure(scale: Normalize, base: float | None = None, capped: bool = Fa
 
 def map_cells(
     values: pd.DataFrame,
-    places: Sequence[tuple[int, int]],
+    down: Iterable[Any],
+    across: Iterable[Any],
     table: pd.DataFrame,
     fields: Mapping[str, str],
     title: str,
@@ -93,18 +94,24 @@ def map_cells(
     """What the page's script shows of each cell, as JSON values.
 
     Args:
-        places: of each row of the table, numbers of the map's row and column.
+        down, across: of each row of the table, in which row and column of the map it is.
         fields: columns to show, and what they are called; their intervals are found by `_low` and `_high`.
         title: of a cell, with {row} and {column}; `one` where the two are the same.
         base: what the first field is compared with.
     """
+    rows, columns = ({name: place for place, name in enumerate(axis)} for axis in (values.index, values.columns))
     cells: dict[str, Any] = {
         "rows": [name_of(name) for name in values.index],
         "columns": [name_of(name) for name in values.columns],
-        "at": [int(row * values.shape[1] + column) for row, column in places],
-        "fields": [_field(table, name, label) for name, label in fields.items()],
+        "at": [rows[row] * len(columns) + columns[column] for row, column in zip(down, across, strict=True)],
+        "fields": [],
         "title": title,
     }
+    for name, label in fields.items():
+        ends = {end: f"{name}_{end}" for end in ("low", "high") if f"{name}_{end}" in table}
+        shown = {"values": name, **(ends if len(ends) == 2 else {})}
+        numbers = {key: [_short_number(value) for value in table[column]] for key, column in shown.items()}
+        cells["fields"].append({"label": label} | numbers)
     if one:
         cells["one"] = one
     if base is not None:
@@ -113,12 +120,6 @@ def map_cells(
         tokens = [int(value) for value in table["tokens"].fillna(0)]
         cells["tokens"] = tokens[0] if len(set(tokens)) == 1 else tokens
     return cells
-
-
-def _field(table: pd.DataFrame, name: str, label: str) -> dict[str, Any]:
-    ends = {end: f"{name}_{end}" for end in ("low", "high") if f"{name}_{end}" in table}
-    columns = {"values": name, **(ends if len(ends) == 2 else {})}
-    return {"label": label} | {key: [_short_number(v) for v in table[column]] for key, column in columns.items()}
 
 
 def _short_number(value: float) -> float | str | None:

@@ -7,7 +7,6 @@ stand beside it, to compare.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import Any
 
 from surgeon.language.program import Program
 from surgeon.named import is_path, on_disk, public
+from surgeon.results.result import SHORT_HASH, read_record
+from surgeon.results.tasks import PROVENANCE_KEY, scores
 
 TEXT_FILE, BENCH_FILE, SEARCH_FILE, TASK_FILES = "text.json", "bench.json", "search.json", "results_*.json"
 PATTERNS = (TEXT_FILE, TASK_FILES, BENCH_FILE, SEARCH_FILE)
 PERPLEXITY, DIVERGENCE = "perplexity", "divergence"
-SHORT_HASH = 12
 
 
 class MeasuredElsewhere(ValueError):
@@ -162,7 +162,7 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> Measured:
     scores: list[CardScore] = []
     benches: list[Bench] = []
     for file in (file for path in paths for file in _files(path)):
-        record = _read(file)
+        record = read_record(file)
         kind = _kind(file, record)
         try:
             found = list(_READERS[kind](file, record, identity))
@@ -192,20 +192,10 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); make it again") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{file} should hold a JSON object, not {type(record).__name__}")
-    return record
-
-
 def _kind(file: Path, record: dict[str, Any]) -> str:
     """The command that wrote it."""
     results = record.get("results")
-    if isinstance(results, dict) and isinstance(record.get("surgeon"), dict):
+    if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
         return "eval --tasks"
     if isinstance(results, list):
         return "bench"
@@ -256,8 +246,6 @@ def _on_text(
 
 
 def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
-    from surgeon.results.tasks import PROVENANCE_KEY, scores
-
     own = record[PROVENANCE_KEY]
     edited = identity.is_edited(file, own["model_hash"], Program.parse(own["program"]))
     for one in scores(record):
@@ -284,16 +272,14 @@ def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[B
     rounds = "1 round" if record["rounds"] == 1 else f"{record['rounds']} rounds"
     place = f"{record['place']}, {first['dtype']}, {lengths}, medians of {rounds}"
     names = {one["program"] for one, is_own in zip(results, own, strict=True) if is_own}
-    costs = [_cost(one) for one in record.get("compression", []) if one["program"] in names]
-    speeds = tuple(_speed(one, is_own) for one, is_own in zip(results, own, strict=True))
-    yield Bench(place, speeds, costs[0] if costs else None)
-
-
-def _cost(one: dict[str, Any]) -> str:
-    return (
+    costs = [
         f"Reductions are sent as {one['compression']} here, which makes predictions differ by "
         f"{float(one['divergence']):.2g} nats per token (on {int(one['predicted']):,} tokens)."
-    )
+        for one in record.get("compression", [])
+        if one["program"] in names
+    ]
+    speeds = tuple(_speed(one, is_own) for one, is_own in zip(results, own, strict=True))
+    yield Bench(place, speeds, costs[0] if costs else None)
 
 
 def _is_own(file: Path, record: dict[str, Any], one: dict[str, Any], identity: Identity) -> bool:

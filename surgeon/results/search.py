@@ -19,7 +19,7 @@ from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.results.drawing import COLOURS, MOST_LAYERS, SOFT, Chart, chart, finish, layers_across, points, scale
 from surgeon.results.maps import colour_bar, draw_map, label_map
 from surgeon.results.result import RunResult, TableFile
-from surgeon.results.trials import BY, MOST_DIVERGENCE, SOURCES, SearchedTrials
+from surgeon.results.trials import BY, MOST_DIVERGENCE, SOURCES, TrialTable
 from surgeon.words import TIMES, known, number, plural
 
 UNITS = {
@@ -80,16 +80,16 @@ class SearchRun(RunResult):
         return not set(_LATER) <= set(self.trials)
 
     @cached_property
-    def searched(self) -> SearchedTrials:
+    def trial_table(self) -> TrialTable:
         """The trials, ready to be asked."""
         texts = {name: self.trials[name].fillna("").astype(str) for name in ("edits", "program")}
         objectives = str(self.record.get("objective") or BY[0]).split(",")
-        return SearchedTrials(self.trials.assign(**texts), next((name for name in objectives if name in BY), BY[0]))
+        return TrialTable(self.trials.assign(**texts), next((name for name in objectives if name in BY), BY[0]))
 
     @property
     def layers(self) -> int:
         """Of the unedited model; where the record does not say it, as far as edits reach."""
-        reached = max((edit.stop for choice in self.searched.choices for edit in choice), default=1)
+        reached = max((edit.stop for choice in self.trial_table.choices for edit in choice), default=1)
         layers = max(int(self.record.get("num_layers") or 0), reached)
         if layers > MOST_LAYERS:
             raise ValueError(f"edits of {layers} layers are more than any model has")
@@ -102,7 +102,7 @@ class SearchRun(RunResult):
         return found | ({"front": self._front()} if len(self.front) else {})
 
     def _history(self) -> Figure:
-        trials, shares = self.searched, self.searched.shares(self.layers)
+        trials, shares = self.trial_table, self.trial_table.shares(self.layers)
         strips = 0.75 + _STRIP * max(1, len(shares))
         figure = Figure(figsize=(9.0, 4.8 + strips), layout="constrained", dpi=150)
         above, below = figure.subplots(2, 1, height_ratios=[4.2, strips])
@@ -135,7 +135,7 @@ class SearchRun(RunResult):
         first, *others = objectives_of(self.front)
         figure = Figure(figsize=(6.4 * max(1, len(others)), 4.6), layout="constrained", dpi=150)
         for axes, name in zip(figure.subplots(1, max(1, len(others)), squeeze=False)[0], others, strict=False):
-            above, every = draw_front(axes, self.front, self.searched, name)
+            above, every = draw_front(axes, self.front, self.trial_table, name)
             finish(axes)
             axes.legend(frameon=False, fontsize=8)
             _number(axes, list(zip(self.front[name], self.front[first], strict=True)))
@@ -175,7 +175,7 @@ class SearchRun(RunResult):
         return figure
 
 
-def draw_history(axes: Axes, trials: SearchedTrials) -> int:
+def draw_history(axes: Axes, trials: TrialTable) -> int:
     """Draw every trial in the order they were asked for, and the best so far.
 
     Returns:
@@ -200,7 +200,7 @@ def draw_history(axes: Axes, trials: SearchedTrials) -> int:
     return int((trials.relative > axes.get_ylim()[1]).sum())
 
 
-def history_chart(trials: SearchedTrials) -> Chart:
+def history_chart(trials: TrialTable) -> Chart:
     """Every trial in the order they were asked for, and the best so far."""
     figure, axes = chart("trials asked for", "")
     layers_across(axes, 1, max(2, len(trials)))
@@ -258,7 +258,7 @@ def _draw_knee(axes: Axes, curve: pd.DataFrame, row: int, colour: str) -> None:
         axes.text(np.nanmin([low, knee["depth"]]), row, text, fontsize=7, color=SOFT, va="center")
 
 
-def draw_front(axes: Axes, front: pd.DataFrame, trials: SearchedTrials, name: str) -> tuple[int, int]:
+def draw_front(axes: Axes, front: pd.DataFrame, trials: TrialTable, name: str) -> tuple[int, int]:
     """Draw the first objective against another one: the front, and the other trials.
 
     Returns:
@@ -293,7 +293,7 @@ def draw_front(axes: Axes, front: pd.DataFrame, trials: SearchedTrials, name: st
     return int((others[first] > axes.get_ylim()[1]).sum()) if len(others) else 0, len(others)
 
 
-def front_charts(front: pd.DataFrame, trials: SearchedTrials, without: Collection[str] = ()) -> Iterator[Chart]:
+def front_charts(front: pd.DataFrame, trials: TrialTable, without: Collection[str] = ()) -> Iterator[Chart]:
     """The first objective against each of the others but some."""
     first, *others = objectives_of(front)
     for name in (name for name in others if name not in without):

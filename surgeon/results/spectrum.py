@@ -133,7 +133,7 @@ class Spectrum(RunResult):
         for place, (rank, part) in enumerate(panels):
             panel = axes.flat[place]
             # Infinity and zero, which have no logarithm, would be left blank like cells that were not measured.
-            _map(panel, _by_layer(part, "divergence").clip(low / 2, high * 2), scale)
+            _map(panel, by_layer(part, "divergence").clip(low / 2, high * 2), scale)
             kept = part.groupby("weight")["kept"].mean()
             panel.set_xticks(range(len(weights)), [f"{w}\n{kept[w]:.0%}" for w in weights], fontsize=7)
             panel.set_title(f"rank {rank} of full" if rank.is_share else f"rank {rank}", fontsize=10)
@@ -156,7 +156,7 @@ class Spectrum(RunResult):
         axes = figure.subplots(1, 2, sharey=True)
         scale = Normalize(0, 1)
         for panel, method in zip(axes, METHODS, strict=True):
-            values = _by_layer(self.shares(method), "share")
+            values = by_layer(self.shares(method), "share")
             _map(panel, values, scale)
             for (row, column), value in np.ndenumerate(values.to_numpy()) if layers <= _MOST_NUMBERS else ():
                 colour = "white" if value < 0.6 else "black"
@@ -254,7 +254,7 @@ def _parse_rank(text: str) -> TargetRank:
     return TargetRank(number, is_share)
 
 
-def _by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+def by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """Values by layer and weight, in the order of the table; NaN where there is none."""
     table = rows.pivot_table(index="layer", columns="weight", values=column, sort=False, dropna=False)
     return table.reindex(columns=list(dict.fromkeys(rows["weight"]))).sort_index()

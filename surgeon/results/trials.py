@@ -48,13 +48,13 @@ class EditEffect:
     high: float
 
     @property
-    def is_told(self) -> bool:
+    def excludes_one(self) -> bool:
         """Whether the interval excludes 1."""
         return self.low > 1 or self.high < 1
 
 
 @dataclass(frozen=True)
-class SearchedTrials:
+class TrialTable:
     """The trials of a search, in the order in which they were asked for.
 
     Attributes:

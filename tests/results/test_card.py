@@ -345,7 +345,7 @@ def test_results_that_are_none(identity: Identity, tmp_path: Path) -> None:
         read_measured([tmp_path], identity)
     for text in ("{", "[]", "\udcff"):
         (tmp_path / "text.json").write_text(text, errors="surrogateescape")
-        with pytest.raises(ValueError, match="is not valid JSON|should hold a JSON object"):
+        with pytest.raises(ValueError, match="is not valid JSON|should hold a JSON object|is no UTF-8 text"):
             read_measured([tmp_path], identity)
     unwritten = replace(identity, model_hash=None)
     (tmp_path / "text.json").write_text(json.dumps(on_text(identity.model_hash, "A0 F0 A1 F1")))

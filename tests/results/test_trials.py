@@ -12,12 +12,12 @@ from matplotlib.image import imread
 from scipy import stats
 
 from surgeon.results.search import SearchRun
-from surgeon.results.trials import SearchedTrials
+from surgeon.results.trials import TrialTable
 
 NAN = math.nan
 
 
-def trials(rows: list[tuple[float, str, float, bool, bool]], by: str = "divergence") -> SearchedTrials:
+def trials(rows: list[tuple[float, str, float, bool, bool]], by: str = "divergence") -> TrialTable:
     """Of level, edits, measure, and whether whole and within."""
     table = pd.DataFrame(
         [
@@ -26,7 +26,7 @@ def trials(rows: list[tuple[float, str, float, bool, bool]], by: str = "divergen
             for number, (level, edits, value, whole, within) in enumerate(rows)
         ]
     )  # fmt: skip
-    return SearchedTrials(table, by)
+    return TrialTable(table, by)
 
 
 BUDGET = trials(
@@ -90,7 +90,7 @@ def test_what_goes_with_an_edit_is_a_ratio_of_geometric_means_with_welchs_interv
     one = found["pair 0:2"]
     assert (one.low, one.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
     assert one.ratio == pytest.approx(math.e, rel=0.1)
-    assert one.is_told
+    assert one.excludes_one
     assert one.trials == 8
     assert one.ratio == found["pair 3:5"].ratio, "what always comes together is not told apart"
     assert not BUDGET.effects(), "too few trials with any edit, and without it"
@@ -122,7 +122,7 @@ def test_odd_numbers_are_no_trouble(tmp_path: Path) -> None:
 
 def test_what_trials_are_ranked_by() -> None:
     def by(record: dict[str, str]) -> str:
-        return SearchRun(BUDGET.table, record=record).searched.by
+        return SearchRun(BUDGET.table, record=record).trial_table.by
 
     assert by({}) == "divergence"
     assert by({"objective": "latency@cpu-2,perplexity"}) == "perplexity"

@@ -25,17 +25,12 @@ def _show(run: Run[PredictRun]) -> Iterator[Block]:
         f"are over {table['program'].iloc[0]} on the same ranks for the same load."
     )
     if table[["ranks", "batch", "prompt", "new"]].nunique().max() > 1:
-        charts = _speedups(table) if table["program"].nunique() > 1 else _rates(table)
+        several = table["program"].nunique() > 1
+        column = "tokens_per_second_speedup" if several else "tokens_per_second"
+        title = f"tokens/s, times {table['program'].iloc[0]}" if several else "new tokens per second"
+        charts = _charts(table, column, title)
         yield from [Gallery(charts)] if charts else []  # none where nothing can be shared out
     yield _cells(table)
-
-
-def _rates(table: pd.DataFrame) -> list[Chart]:
-    return _charts(table, "tokens_per_second", "new tokens per second")
-
-
-def _speedups(table: pd.DataFrame) -> list[Chart]:
-    return _charts(table, "tokens_per_second_speedup", f"tokens/s, times {table['program'].iloc[0]}")
 
 
 def _charts(table: pd.DataFrame, column: str, title: str) -> list[Chart]:

@@ -24,7 +24,7 @@ from surgeon.results.tolerance import (
     longest_within,
     single_layers,
 )
-from surgeon.words import allowance, change, interval, number, plural, stretch
+from surgeon.words import allowance, change, known, number, plural, stretch
 
 _MOST_POINTS = 0.8  # of the points of a chart lie well inside it
 
@@ -53,18 +53,10 @@ def _style(operation: str) -> int:
     return HEATMAPS[operation].style if operation in HEATMAPS else 0
 
 
-def quality(cell: Any) -> str:
-    """Perplexity and divergence of a cell, with their intervals."""
-    parts = []
-    for name in ("perplexity", "divergence"):
-        known = interval(cell.get(f"{name}_low"), cell.get(f"{name}_high"))
-        parts.append(f"{name} {number(cell[name])}{f' (95%: {known})' if known else ''}")
-    return ", ".join(parts)
-
-
 def _tip(cell: pd.Series[Any]) -> str:
     where = stretch(int(cell["first"]), int(cell["last"]))
-    return f"{where}: {change(cell['ratio'])}, {quality(cell)}"
+    quality = ", ".join(f"{name} {known(cell, name)}" for name in ("perplexity", "divergence"))
+    return f"{where}: {change(cell['ratio'])}, {quality}"
 
 
 def _end_of_axis(scan: ScanTable, values: Sequence[float]) -> float:

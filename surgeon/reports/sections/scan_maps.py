@@ -61,11 +61,11 @@ def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame) -> Iter
 
 def _heatmap(operation: str, cells: pd.DataFrame, scan: ScanTable, scale: Normalize, orders: pd.DataFrame) -> Map:
     values = grid(cells)
-    rows, columns = list(values.index), list(values.columns)
-    places = [(rows.index(f), columns.index(e)) for f, e in zip(cells["first"], cells["last"], strict=True)]
     title = title_of(operation)
     extent = [number(float(getattr(cells["perplexity"], end)())) for end in ("min", "max")]
-    data = map_cells(values, places, cells, _FIELDS, "layers {row} to {column}", "layer {row}", scan.base)
+    data = map_cells(
+        values, cells["first"], cells["last"], cells, _FIELDS, "layers {row} to {column}", "layer {row}", scan.base
+    )
     if scan.steps_per_layer:
         spans = zip(cells["first"], cells["last"], strict=True)
         lengths = {changed_layers(operation, first, last) for first, last in spans} - {0}
@@ -85,14 +85,14 @@ def _heatmap(operation: str, cells: pd.DataFrame, scan: ScanTable, scale: Normal
 def _map_of_values(operation: str, cells: pd.DataFrame, varied: str, scan: ScanTable, scale: Normalize) -> Map:
     """Single layers down, the values of a parameter across."""
     values = grid(cells, varied).reindex(sorted(set(cells["first"])))
-    rows, columns = list(values.index), list(values.columns)
-    places = [(rows.index(layer), columns.index(v)) for layer, v in zip(cells["first"], cells[varied], strict=True)]
-    values.index = pd.Index([f"layer {row}" for row in rows])
+    values.index = pd.Index([f"layer {row}" for row in values.index])
+    rows, columns = values.shape
     title = title_of(operation)
-    data = map_cells(values, places, cells, _FIELDS, f"{{row}}, {varied} {{column}}", base=scan.base)
+    down = [f"layer {layer}" for layer in cells["first"]]
+    data = map_cells(values, down, cells[varied], cells, _FIELDS, f"{{row}}, {varied} {{column}}", base=scan.base)
     drawn = map_figure(values, scale, (varied, ""), scan.base * MARKED, flat=HALF)
     table = cell_table(f"{title}: perplexity of every layer with every {varied}", f"layer \\ {varied}", values)
-    described = f"{title}: perplexity of {len(rows)} layers, each alone with {len(columns)} values of {varied}"
+    described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {varied}"
     return Map(drawn, title, "", data, table, described=described, wide=True)
 
 
@@ -129,8 +129,8 @@ def ribbon(scan: ScanTable, table: pd.DataFrame) -> Map:
     rows = {name: cells.set_index("layer")["perplexity"] for name, cells in found.items()}
     values = pd.DataFrame(rows).reindex(range(scan.num_layers)).T
     cells = pd.concat(found.values(), ignore_index=True)
-    places = [(row, int(layer)) for row, cells_ in enumerate(found.values()) for layer in cells_["layer"]]
-    data = map_cells(values, places, cells, _FIELDS, "{row}, layer {column}", base=scan.base)
+    down = [name for name, own in found.items() for _ in range(len(own))]
+    data = map_cells(values, down, cells["layer"], cells, _FIELDS, "{row}, layer {column}", base=scan.base)
     data["notes"] = [
         f"cheapest with it: {stretch(int(f), int(e))}" for f, e in zip(cells["first"], cells["last"], strict=True)
     ]

@@ -16,8 +16,8 @@ from surgeon.reports.program import program_figure
 from surgeon.reports.runs import Kind, Run
 from surgeon.results.drawing import Chart
 from surgeon.results.search import SearchRun, depth_chart, edit_charts, front_charts, history_chart, objectives_of
-from surgeon.results.trials import SearchedTrials
-from surgeon.words import interval, interval_heads, number, plural, with_intervals
+from surgeon.results.trials import TrialTable
+from surgeon.words import interval, interval_heads, known, number, plural, with_intervals
 
 _SHOWN = 10  # rows in a table
 _EARLIER = (
@@ -30,7 +30,7 @@ def _show(run: Run[SearchRun]) -> Iterator[Block]:
     if run.found.is_earlier:
         yield Paragraph(_EARLIER)
         return
-    found, trials, held = run.found, run.found.searched, run.record.get("held_out")
+    found, trials, held = run.found, run.found.trial_table, run.record.get("held_out")
     if held and held["overturned"]:
         yield Paragraph(held["sentences"][-1] + ".")
     charts = [history_chart(trials)]
@@ -117,10 +117,11 @@ def _difference(one: dict[str, Any]) -> str:
     return f"{number(one['difference'], 3)} ({interval(one['low'], one['high'], 3)})"
 
 
-def _best_trials(trials: SearchedTrials) -> Table:
+def _best_trials(trials: TrialTable) -> Table:
     """The best trials, or along a cost the best of every level, on the text of the search."""
     rows = trials.best_of_levels if trials.has_levels else trials.ranked[:_SHOWN]
-    costs = _costs(trials.table)
+    columns = list(trials.table.columns)
+    costs = columns[columns.index("edits") + 1 : columns.index("divergence")]  # what programs cost
     cells = []
     for row in rows:
         trial = trials.table.iloc[row]
@@ -136,13 +137,7 @@ def _best_trials(trials: SearchedTrials) -> Table:
     return Table(caption, head, cells, note, left=frozenset({1, 2}))
 
 
-def _costs(table: pd.DataFrame) -> list[str]:
-    """The columns that hold what programs cost."""
-    columns = list(table.columns)
-    return columns[columns.index("edits") + 1 : columns.index("divergence")]
-
-
-def _front_table(front: pd.DataFrame, trials: SearchedTrials) -> Table:
+def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
     names, places = objectives_of(front), {int(trial): row for row, trial in enumerate(trials.table["trial"])}
     rows = [
         [f"{row['point']:g}", *(number(row[name]) for name in names), f"{row['trial']:g}",
@@ -154,11 +149,11 @@ def _front_table(front: pd.DataFrame, trials: SearchedTrials) -> Table:
     return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}))
 
 
-def _layers_touched(trials: SearchedTrials, layers: int) -> Map:
+def _layers_touched(trials: TrialTable, layers: int) -> Map:
     """Which layers the good trials change: a strip for each space."""
     values = trials.shares(layers)
     every = [trials.touched(space, layers, range(len(trials))) for space in values.index]
-    places = [(row, layer) for row in range(len(values)) for layer in range(layers)]
+    down, across = np.repeat(values.index, layers), [*range(layers)] * len(values)
     shares = pd.DataFrame({"good": values.to_numpy().ravel(), "all": np.ravel(every)})
     title = "Which layers the good trials change"
     of_each = "of each level " if trials.has_levels else ""
@@ -167,14 +162,14 @@ def _layers_touched(trials: SearchedTrials, layers: int) -> Map:
         "that have an edit of this space on the layer."
     )
     fields = {"good": "of the good trials", "all": "of all trials"}
-    cells = map_cells(values, places, shares, fields, "{row}, layer {column}")
+    cells = map_cells(values, down, across, shares, fields, "{row}, layer {column}")
     scale_ = Normalize(0, 1)
     legend = Legend(legend_figure(scale_), "Colours: share of the good trials")
     table = cell_table(f"{title}: shares", "space", values)
     return Map(map_figure(values, scale_, ("layer", ""), flat=WIDE), title, caption, cells, table, legend, wide=True)
 
 
-def _what_goes_with_edits(trials: SearchedTrials, terms: pd.DataFrame) -> Iterator[Block]:
+def _what_goes_with_edits(trials: TrialTable, terms: pd.DataFrame) -> Iterator[Block]:
     effects = trials.effects()[:_SHOWN]
     if not effects:
         return
@@ -191,7 +186,7 @@ def _what_goes_with_edits(trials: SearchedTrials, terms: pd.DataFrame) -> Iterat
         "search chose to run, so that this is what goes with an edit, not what it does."
     )
     head = ["edit", "trials with it", "divergence alone", "with it / without", "95% interval"]
-    marked = frozenset((row, 3) for row, one in enumerate(effects) if one.is_told)
+    marked = frozenset((row, 3) for row, one in enumerate(effects) if one.excludes_one)
     yield Table(f"Importance: what goes with single edits among {len(trials)} trials", head, rows, note, marked=marked)
 
 
@@ -199,7 +194,7 @@ def _findings(run: Run[SearchRun]) -> Iterator[Finding]:
     best = run.record.get("best")
     if run.found.is_earlier or not best:
         return
-    trials, held = run.found.searched, run.record.get("held_out")
+    trials, held = run.found.trial_table, run.record.get("held_out")
     texts = [_what_won(run, trials, best, held)]
     figure, label = _value(best, "perplexity"), f"perplexity of the best of {plural(len(trials), 'trial')}"
     if held:
@@ -216,32 +211,23 @@ def _findings(run: Run[SearchRun]) -> Iterator[Finding]:
         yield Finding("How deep it really is", f"By {'; '.join(knees)}.")
 
 
-def _what_won(run: Run[SearchRun], trials: SearchedTrials, best: dict[str, Any], held: dict[str, Any] | None) -> str:
-    row = next((row for row in range(len(trials)) if trials.table["trial"].iloc[row] == best["trial"]), None)
-    if row is None:
+def _what_won(run: Run[SearchRun], trials: TrialTable, best: dict[str, Any], held: dict[str, Any] | None) -> str:
+    rows = trials.table[trials.table["trial"] == best["trial"]]
+    if rows.empty:
         raise ValueError(f"{run.folder / 'trials.csv'} has no trial {best['trial']}, which its record calls the best")
-    edits = trials.table["edits"].iloc[row] or "no edits"
-    depth = trials.table["depth"].iloc[row]
-    known = interval(best.get("divergence_low"), best.get("divergence_high"))
+    trial, why = rows.iloc[0], best["why"]
+    edits = _shortened((trial["edits"] or "no edits").split("; "))
     said = (
-        f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({_first_lower(best['why'])}), "
-        f"at depth {depth:g}: {_shortened(edits.split('; '))}. Its divergence is {_value(best, 'divergence')}"
-        f"{f' (95%: {known})' if known else ''} on the text of the search"
+        f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({why[:1].lower() + why[1:]}), "
+        f"at depth {trial['depth']:g}: {edits}. Its divergence is {known(best, 'divergence')} on the text of the search"
     )
-    if held:
-        unseen = _finalist(run, held)["unseen"]
-        known = interval(unseen.get("divergence_low"), unseen.get("divergence_high"))
-        said += f" and {_value(unseen, 'divergence')}{f' (95%: {known})' if known else ''} on held-out text"
-        return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{_against(held['original'])}."
-    return f"{said}, its perplexity {_value(best, 'perplexity')}{_against(run.record.get('original'))}."
-
-
-def _against(original: dict[str, Any] | None) -> str:
-    return "" if original is None else f" and the original's {_value(original, 'perplexity')}"
-
-
-def _first_lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    original = run.record.get("original") if held is None else held["original"]
+    against = "" if original is None else f" and the original's {_value(original, 'perplexity')}"
+    if held is None:
+        return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
+    unseen = _finalist(run, held)["unseen"]
+    said += f" and {known(unseen, 'divergence')} on held-out text"
+    return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
 
 
 def _shortened(edits: Sequence[str], most: int = 12) -> str:

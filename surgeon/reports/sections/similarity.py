@@ -56,8 +56,7 @@ def _distances(table: pd.DataFrame) -> Map:
     title = "Angle between the streams before and after a stretch"
     caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
     fields = {"angular_distance": "angle", "angular_distance_last_token": "angle at the last tokens"}
-    places = list(zip(table["first"], table["last"], strict=True))
-    cells = map_cells(values, places, table, fields, "layers {row} to {column}", "layer {row}")
+    cells = map_cells(values, table["first"], table["last"], table, fields, "layers {row} to {column}", "layer {row}")
     drawn = map_figure(values, scale, ("last layer", "first layer"))
     legend = Legend(legend_figure(scale, capped=capped), "Colours: angular distance")
     return Map(drawn, title, caption, cells, cell_table(f"{title}: values", "first \\ last", values), legend)

@@ -12,7 +12,7 @@ from surgeon.reports.blocks import Block, Finding, Gallery, Legend, Map, Paragra
 from surgeon.reports.maps import HALF, cell_table, legend_figure, map_cells, map_figure
 from surgeon.reports.runs import Kind, Run
 from surgeon.results.scan import scale_of
-from surgeon.results.spectrum import METHODS, Spectrum
+from surgeon.results.spectrum import METHODS, Spectrum, by_layer
 from surgeon.words import change, listed, number
 
 
@@ -37,12 +37,8 @@ def _map(
     base: float | None = None,
 ) -> Map:
     """Weights down, layers across."""
-    weights, layers = list(dict.fromkeys(table["weight"])), sorted(table["layer"].unique())
-    places = [(weights.index(w), layers.index(k)) for w, k in zip(table["weight"], table["layer"], strict=True)]
-    values = pd.DataFrame(np.nan, index=weights, columns=layers)
-    for (row, across), value in zip(places, table[column], strict=True):
-        values.iloc[row, across] = value
-    cells = map_cells(values, places, table, fields, "layer {column}, {row}", base=base)
+    values = by_layer(table, column).T
+    cells = map_cells(values, table["weight"], table["layer"], table, fields, "layer {column}, {row}", base=base)
     figure = map_figure(values, scale, ("layer", ""), flat=HALF)
     return Map(figure, title, "", cells, cell_table(f"{title}: {what}", "", values), wide=True)
 
