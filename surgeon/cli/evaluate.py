@@ -40,7 +40,7 @@ class SubjectArguments:
 
 @dataclass(frozen=True)
 class TaskArguments:
-    """How much of the tasks is asked, in the user's words; a group of options (see grouped.py)."""
+    """How much of the tasks is asked, and how; a group of options (see grouped.py)."""
 
     num_fewshot: Annotated[
         int | None,
@@ -52,6 +52,13 @@ class TaskArguments:
         int | None, typer.Option(help="Rows of each task, from its start. Default: all.", show_default=False)
     ] = None
     batch_size: Annotated[int, typer.Option(help="Requests to run together.")] = 1
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of the choice of few-shot examples. Default: lm-eval's own.", show_default=False),
+    ] = None
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Put prompts into the tokenizer's chat template.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -73,19 +80,6 @@ class ResultFiles:
     ] = False
 
 
-@dataclass(frozen=True)
-class PromptArguments:
-    """How prompts are made, in the user's words; a group of options (see grouped.py)."""
-
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of the choice of few-shot examples. Default: lm-eval's own.", show_default=False),
-    ] = None
-    apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Put prompts into the tokenizer's chat template.")
-    ] = False
-
-
 @grouped
 def evaluate(
     model: Annotated[
@@ -102,7 +96,6 @@ def evaluate(
     asking: TaskArguments,
     files: ResultFiles,
     program: ProgramOption = None,
-    prompts: PromptArguments,
     device: Annotated[
         str,
         typer.Option(help="cpu, cuda (one GPU where the model fits, else all), or auto: cuda where there is one."),
@@ -124,7 +117,6 @@ def evaluate(
         against=on.against,
         **vars(text),
         **vars(asking),
-        **vars(prompts),
         device=device,
         **vars(files),
     )
