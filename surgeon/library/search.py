@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -31,7 +31,7 @@ from surgeon.searches.front import DepthCurve, depth_curves, pareto_front
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import ROUNDS, fast_enough_here
-from surgeon.searches.quantities import ACCURACY, HERE
+from surgeon.searches.quantities import ACCURACY, HERE, Aspect
 from surgeon.searches.question import DEPTH, Question, SearchSettings
 from surgeon.searches.results import (
     Winner,
@@ -50,6 +50,9 @@ from surgeon.searches.study.workers import WorkerProcesses, interruptible
 from surgeon.searches.terms import Terms, measure_terms, work_of_terms
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import RUNNERS_UP, remeasure
+
+if TYPE_CHECKING:
+    from surgeon.searches.accuracy import TaskAccuracy
 
 DEFAULT_STUDY = "search"
 WORKER = ("-P", "-m", "surgeon.library.search_worker")  # not from the current folder, in which anything may lie
@@ -215,6 +218,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     evaluator = Evaluator(
         subject.model, subject.windows, subject.memory, output, model_hash=subject.opened.hash, kept=kept, own=own
     )
+    tasks = _tasks(subject, settings.objectives, output)
     original = evaluator.measure([mixture.model.program])[mixture.model.program]
     given = {"model": opened.name, "options": asdict(options)}
     others = WorkerProcesses(1 if worker else options.workers, WORKER, given, output)
@@ -234,13 +238,9 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     for name, table in tables.items():  # they are there where no trial keeps the budget, too
         SearchRun.TABLES[name].write(output, table)
     record = subject.provenance(**asdict(settings), trials=len(trials), study=study.name, storage=storage.place)
-    if any(objective.name == ACCURACY for objective in settings.objectives):
-        from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
-
-        identity = {"model_hash": subject.opened.hash}
-        tasks = TaskAccuracy(subject.model, subject.opened.tokenizer, settings.objectives, identity, output)
+    if tasks is not None:
         trials = tasks.of_the_best(trials)
-    tables["trials"] = trials_table(question, trials)
+        tables["trials"] = trials_table(question, trials)
     return _end(question, trials, tables, subject, unseen, healer, record, output)
 
 
@@ -251,6 +251,16 @@ def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
     found = held_out(subject.opened.tokenizer, subject.windows, options.holdout, options.holdout_data)
     warn(note for note in found.notes if note not in subject.windows.notes)
     return found
+
+
+def _tasks(subject: Subject, objectives: Sequence[Aspect], output: Path) -> TaskAccuracy | None:
+    """What measures the tasks among the objectives, which are loaded before anything is measured; None without any."""
+    if not any(objective.name == ACCURACY for objective in objectives):
+        return None
+    from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
+
+    identity = {"model_hash": subject.opened.hash}
+    return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output)
 
 
 def _open_study(subject: Subject, edits: Sequence[Any], options: SearchOptions, storage: StudyStorage) -> RoundStudy:

@@ -375,6 +375,16 @@ def test_what_makes_no_sense_is_said_before_a_model_is_loaded(
     assert not (tmp_path / "search").exists()
 
 
+def test_a_task_that_there_is_not_is_said_before_anything_is_measured(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--objective", "divergence,accuracy:nowhere.jsonl")
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "search", *asked) == 1
+    assert "nowhere.jsonl" in capsys.readouterr().err
+    assert not (tmp_path / "search" / "trials.csv").exists()
+    assert not (tmp_path / "search" / "reference.safetensors").exists()
+
+
 def test_a_space_that_saves_nothing_of_what_is_looked_along(
     tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,8 @@ def test_a_search_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: P
     assert found.winner.trial not in found.runners_up
     assert all(path.is_file() for path in found.files)
     assert (len(found.front), len(found.curves)) == (0, 0)
+    assert found.plot().axes
+    assert str(surgeon.export(found.recipe, tmp_path / "made").program) == str(found.program)
 
 
 def ended(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> object:
