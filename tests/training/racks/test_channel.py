@@ -155,6 +155,18 @@ def test_lost_items_are_not_waited_for(tmp_path: Path) -> None:
         assert torch.equal(after.ask(ItemKey(4, ItemKind.TRAINING, 0)), torch.ones(2))
 
 
+def test_a_file_that_is_gone_is_said_to_who_asks(tmp_path: Path) -> None:
+    keys = order(2)
+    before = outbox(tmp_path, 50)
+    offer(before, keys)
+    before.close()
+    with joined(tmp_path, ahead=50) as (_, after):
+        (tmp_path / "streams" / "step-000000002.items").unlink()
+        assert torch.equal(after.ask(keys[0]), content(keys[0]))
+        with pytest.raises(ValueError, match="window 0 of step 2 is not kept any more"):
+            after.ask(ItemKey(2, ItemKind.TRAINING))
+
+
 def test_codas_go_to_all_that_ask(tmp_path: Path) -> None:
     before = Outbox(tmp_path, TOKEN, {Lane.CODAS: [1, 2]})
     askers = [Inbox(rack, 0, lambda: before.address, TOKEN, Lane.CODAS, absence=TELLING) for rack in (1, 2)]
