@@ -1,5 +1,5 @@
 """Running programs on several ranks. A client uses `service.py`; each folder imports only from those before it here.
 
-`batching` (what a pass computes), `plan` (what each rank computes), `comm` (how ranks exchange tensors), `model` (a
-rank's arithmetic and cache), `processes` (where ranks run).
+`kernels` (C++ for CPUs, and recordings), `batching` (what a pass computes), `plan` (what each rank computes), `comm`
+(how ranks exchange tensors), `model` (a rank's arithmetic and cache), `worker` (where ranks run).
 """
