@@ -61,7 +61,6 @@ _ELSEWHERE = {
     "open": "surgeon.opened:open_model",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
-    "report": "surgeon.library.report",
     "restore": "surgeon.models.edit",
 }
 __all__ = [

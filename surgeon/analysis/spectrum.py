@@ -130,6 +130,8 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
     with as_stored(model) as program:
         if program != program_of(model):
             record["program"] = str(program)
+        if ">" in str(program):  # a folder of an earlier version has damage of late steps that ran as ordinary ones
+            identity["late_steps"] = "late"
         work = _Work(model, program, wanted)
         with SpectrumJournal(folder, identity) as journal:
             work.fill(journal, windows, calibration)

@@ -51,7 +51,7 @@ class Expect(BaseModel):
     sync_points: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """A model, what is done to it, and what is expected to come out.
 
@@ -147,6 +147,9 @@ class Recipe:
             )
         if mismatch is not None:
             raise ValueError(mismatch)
+
+    def __repr__(self) -> str:
+        return self.to_yaml().rstrip()
 
     def to_yaml(self) -> str:
         """The recipe as text; `parse_recipe` reads it back."""

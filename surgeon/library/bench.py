@@ -31,7 +31,7 @@ COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Benchmark(BenchSpeeds):
     """What was measured.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import pandas as pd
 
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
@@ -41,12 +43,19 @@ class Evaluation:
     tasks: dict[str, Any] | None = None
     files: tuple[Path, ...] = ()
 
-    def table(self) -> str:
-        """The tasks' scores, for people."""
-        return "" if self.tasks is None else table(scores(self.tasks))
+    def table(self) -> pd.DataFrame:
+        """One row per number: of the text, then of each task and metric, as a `Score` has them."""
+        found = [] if self.tasks is None else scores(self.tasks)
+        rows: list[dict[str, Any]] = []
+        for metric in ("perplexity", "divergence") if self.text is not None else ():
+            if (value := getattr(self.text, metric)) is not None:
+                low, high = getattr(self.text, f"{metric}_interval") or (None, None)
+                rows.append({"task": "text", "metric": metric, "value": value, "low": low, "high": high})
+        return pd.DataFrame([*rows, *map(asdict, found)])
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, ["" if self.text is None else self.text.line(), self.table()]))
+        tasks = "" if self.tasks is None else table(scores(self.tasks))
+        return "\n".join(filter(None, ["" if self.text is None else self.text.line(), tasks]))
 
 
 def evaluate(

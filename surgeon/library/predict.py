@@ -42,7 +42,7 @@ _SHORT: dict[Metric, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Predictions(PredictRun):
     """What programs would cost.
 
@@ -138,7 +138,7 @@ def _record(
     return provenance(model.name if isinstance(model, Model) else str(model), "", **settings)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BestPrograms(BestRun):
     """Which of the known programs is fastest where.
 

@@ -84,7 +84,7 @@ class SearchOptions:
         return cls(**{**values, "settings": settings, "healing": healing})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchResult(SearchRun):
     """What a search has found.
 

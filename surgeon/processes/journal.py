@@ -22,6 +22,7 @@ _NAMES = {
     "window": "window size",
     "dtype": "dtype to compute in",
     "kept": "dtype to store in",
+    "late_steps": "order of late steps",
 }
 _SHOWN = 40
 

@@ -21,7 +21,7 @@ RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup
 _COMPUTE, _WAITING = "#33638d", "#f0a04b"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BenchSpeeds(RunResult):
     """The result of `bench`.
 

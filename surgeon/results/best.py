@@ -23,7 +23,7 @@ _STRONGEST = 2.0  # times as fast: full colour
 _MOST_COLUMNS = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BestRun(RunResult):
     """The result of a prediction of the best programs.
 

@@ -8,7 +8,7 @@ from typing import Any
 from surgeon.results.result import RunResult
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExportRun(RunResult):
     """The result of `export`."""
 

@@ -26,7 +26,7 @@ _LINES = ("#33638d", "#f0a04b", "#4aa36c", "#c8553d", "#7b5ea7", "#8a8a8a", "#c9
 _MOST_PANELS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PredictRun(RunResult):
     """The result of `predict`.
 

@@ -17,6 +17,7 @@ from surgeon.named import public
 from surgeon.processes.files import write_json, write_table
 from surgeon.provenance import FORMAT
 from surgeon.results.drawing import MOST_LAYERS, save
+from surgeon.words import plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,7 +129,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is no UTF-8 text ({error}); make it again") from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """What one run of one command has found; classes of it have a field for each of `TABLES` and `TEXTS`.
 
@@ -254,6 +255,10 @@ class RunResult:
     def save(self, folder: Path) -> Self:
         """Write the tables, the record and every picture; returns the same, which knows these files."""
         return replace(self, files=(*self.files, *self.write(folder), folder / self.RECORD, *self.draw(folder)))
+
+    def __repr__(self) -> str:
+        where = f", in {self.files[0].parent}" if self.files else ""
+        return f"<{type(self).__name__} of {self.label}: {plural(len(self.table()), 'row')}{where}>"
 
     def _repr_html_(self) -> str:
         return self.table().to_html(max_rows=12, index=False)

@@ -44,7 +44,7 @@ _PANELS_IN_A_ROW = 5
 _ENDS, _KNOWN = ("first", "last"), {"operation": HEATMAPS}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scan(RunResult):
     """The result of a scan.
 

@@ -35,7 +35,7 @@ _APART = (0.035, 0.035)  # of a panel: numbers nearer than this cover each other
 _LATER = ("level", "edits", "whole", "within", "program")  # columns that earlier versions did not write
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchRun(RunResult):
     """The result of `search`.
 

@@ -44,7 +44,7 @@ DAMAGES = ("error", "divergence", "log_perplexity_ratio")
 RELATIVE = ("relative_bound", "relative_first_order", "relative_error")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sensitivity(RunResult):
     """The result of `sensitivity`.
 

@@ -32,7 +32,7 @@ SIZES = {
 _NOT_PRINTED = "_debiased"  # orders stretches almost as the biased one does
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Similarity(RunResult):
     """The result of `similarity`; layers count from 0.
 

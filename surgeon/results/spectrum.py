@@ -54,7 +54,7 @@ class TargetRank:
         return max(1, int(self.number * full_rank + Fraction(1, 2))) if self.is_share else int(self.number)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spectrum(RunResult):
     """The result of `spectrum`; layers count from 0.
 

@@ -47,7 +47,7 @@ class Score:
         return self.metric if self.filter == _NO_FILTER else f"{self.metric} ({self.filter})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TaskRun(RunResult):
     """The result of `evaluate` on tasks: lm-eval's, with our provenance in it.
 

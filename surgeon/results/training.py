@@ -28,7 +28,7 @@ _WIDE = 20.0  # from this ratio on an axis is logarithmic
 _ROW_STYLE = 7
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainingRun(RunResult):
     """A run that trained a model.
 
@@ -82,7 +82,7 @@ class TrainingRun(RunResult):
         return {chart.title.lower().replace(" ", "-"): chart.figure for chart in self.charts(self.label)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HealRun(TrainingRun):
     """The result of `heal`.
 
@@ -111,7 +111,7 @@ class HealRun(TrainingRun):
         return None if original is None else original.perplexity.value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScratchRun(TrainingRun):
     """The result of `train`."""
 

@@ -251,6 +251,10 @@ def test_late_steps_stay_late_behind_the_changed_layer(tmp_path: Path) -> None:
     """A matrix of full rank changes nothing, wherever in the program it lies."""
     model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 >A1 >F1 A2 F2")
     assert run(tmp_path, model, ranks="1.0", weights=["q", "down"]).damage["divergence"].abs().max() < 1e-6
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text(journal.read_text().replace(',"late_steps":"late"', ""))
+    with pytest.raises(ValueError, match="of an earlier version, which does not say its order of late steps"):
+        run(tmp_path, model)
 
 
 def test_layers_that_a_program_leaves_out_have_no_spectrum(tmp_path: Path) -> None:

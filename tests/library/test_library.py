@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 import surgeon
 from surgeon.cli.app import main
+from surgeon.language.recipe import parse_recipe
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
 TEXT = {"tokens": 128, "window": 32}
@@ -24,6 +25,11 @@ def test_a_model_is_opened_without_its_weights(tiny_checkpoint: Path, monkeypatc
     assert (model.own, model.label, model.public_name) == (None, tiny_checkpoint.name, tiny_checkpoint.name)
     assert repr(model) == f"<surgeon.Model {tiny_checkpoint}: Llama, 4 layers, plain form>"
     assert surgeon.open("demo").label == "demo"
+
+
+def test_a_recipe_shows_itself_as_text() -> None:
+    text = 'surgeon: 1\nmodel: "demo"\noperations:\n  - pair: {layers: "2:4"}'
+    assert repr(parse_recipe(text)) == text
 
 
 def test_a_recipe_and_a_program_are_no_models(tmp_path: Path) -> None:
@@ -41,6 +47,7 @@ def test_a_scan_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: Pat
     assert list(found.cells["operation"].unique()) == ["prune"]
     assert len(found.cells) == 6
     assert [path.name for path in found.files] == ["cells.csv", "heatmap-prune.png"]
+    assert repr(found) == f"<Scan of {tiny_checkpoint.name}: 6 rows, in {tmp_path / 'ours'}>"
 
 
 def test_a_pass_goes_on_from_another(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
@@ -59,6 +66,10 @@ def test_an_evaluation_of_a_program_is_against_the_model_itself(
     assert found.text is not None
     assert found.text.divergence is not None
     assert found.tasks is None
+    assert dict(found.table()[["metric", "value"]].to_numpy()) == {
+        "perplexity": found.text.perplexity,
+        "divergence": found.text.divergence,
+    }
     capsys.readouterr()
     command = ["eval", str(tiny_checkpoint), "--data", str(tiny_text), "--program", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
     assert main([*command, *ARGUMENTS]) == 0
