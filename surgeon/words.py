@@ -8,6 +8,7 @@ from typing import Any
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 NO_VALUE = "\N{EN DASH}"
+MOST_LAYERS = 10_000  # a number beyond is damage, which would fill the memory
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TIMES_FROM = 2.0  # from this ratio on, "3.2 times" says more than "+220%"
 

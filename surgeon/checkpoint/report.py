@@ -8,9 +8,9 @@ from typing import Any
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.errors import shown
+from surgeon.words import MOST_LAYERS
 
 REPORT_FILE = "surgeon.json"
-MOST_LAYERS = 10_000  # a number beyond is damage, which would fill the memory
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from surgeon.processes.files import whole_file
-from surgeon.words import tick
+from surgeon.words import MOST_LAYERS, tick
 
 # Of kinds of things: they stay apart for colour-blind readers and in print, and by dash and mark without colour.
 COLOURS = ("#0072b2", "#d55e00", "#00835f", "#a3478a", "#8a6500", "#2f8fc9", "#6b3fa0", "#3f454d")
@@ -42,7 +42,6 @@ INK, SOFT, GRID, PAPER, NO_CELL = "#1b1e23", "#585f69", "#e9ebee", "#ffffff", "#
 WIDTH, HEIGHT = 480.0, 300.0  # of a chart of the page, in points; it has the margins below
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 10.0, 10.0, 40.0
 POINTS = 72.0  # to the inch
-MOST_LAYERS = 10_000  # a number beyond is damage
 
 TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()  # what is said of each of a line's points
 

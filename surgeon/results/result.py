@@ -16,8 +16,7 @@ from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.named import public
 from surgeon.processes.files import write_json, write_table
 from surgeon.provenance import FORMAT
-from surgeon.results.drawing import MOST_LAYERS, save
-from surgeon.words import plural
+from surgeon.words import MOST_LAYERS, plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -250,6 +249,8 @@ class RunResult:
 
     def draw(self, folder: Path) -> list[Path]:
         """Write every picture as a PNG file; returns the files."""
+        from surgeon.results.drawing import save  # who reads results alone does without matplotlib
+
         return [save(figure, folder / f"{name}.png") for name, figure in self.pictures().items()]
 
     def save(self, folder: Path) -> Self:

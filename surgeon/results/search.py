@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from surgeon.language.recipe import Recipe, parse_recipe
-from surgeon.results.drawing import COLOURS, MOST_LAYERS, SOFT, Chart, chart, finish, layers_across, points, scale
+from surgeon.results.drawing import COLOURS, SOFT, Chart, chart, finish, layers_across, points, scale
 from surgeon.results.maps import colour_bar, draw_map, label_map
 from surgeon.results.result import RunResult, TableFile
 from surgeon.results.trials import BY, MOST_DIVERGENCE, SOURCES, TrialTable
-from surgeon.words import TIMES, known, number, plural
+from surgeon.words import MOST_LAYERS, TIMES, known, number, plural
 
 UNITS = {
     "divergence": "divergence (nats per token)",
