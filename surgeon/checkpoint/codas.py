@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.read import Checkpoint, check_inside, read_json
-from surgeon.checkpoint.replaceable import CODAS
 from surgeon.errors import first_line, shown
 from surgeon.language.program import Program
 from surgeon.processes.files import sync_tree, write_json

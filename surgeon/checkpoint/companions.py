@@ -98,7 +98,7 @@ def companions_of(folder: Path, own: Collection[str] = ()) -> Companions:
     left: dict[str, str] = {}
     for name in sorted(names_in(folder)):
         kind = kind_of(name)
-        if kind in CARRIED and _is_text(name):
+        if kind in CARRIED and legible(name) == name:  # so that it can be written down as it is
             files[name] = _checked(folder, name)
         elif kind not in (FileKind.MADE_ANEW, FileKind.OF_TOOLS) and name not in own:
             left[legible(name)] = (FileKind.UNKNOWN if kind in CARRIED else kind).value
@@ -165,11 +165,6 @@ def legible(name: str) -> str:
     """A file's name as JSON and screens can have it."""
     text = name.encode(errors="backslashreplace").decode()
     return text if text.isprintable() else ascii(text)[1:-1]
-
-
-def _is_text(name: str) -> bool:
-    """Whether it can be written down as it is."""
-    return legible(name) == name
 
 
 def names_in(folder: Path) -> Iterator[str]:

@@ -45,6 +45,18 @@ class _Difference:
 
 def hunks(a: Program, b: Program, steps_per_layer: int = 2) -> list[Hunk]:
     """Where two programs over the same layers differ; places that are about the same layers are one."""
+    codes = SequenceMatcher(None, a.nodes, b.nodes, autojunk=False).get_opcodes()
+    places = [
+        _Difference.of(a, b, range(a_first, a_end), range(b_first, b_end))
+        for tag, a_first, a_end, b_first, b_end in codes
+        if tag != "equal"
+    ]
+    # Join places, with all between them, until each is behind the one before it: what was moved takes in the rest.
+    while overlaps := [k for k, (p, q) in enumerate(pairwise(places)) if p.layers.stop > q.layers.start]:
+        at = overlaps[0]
+        first, second = places[at : at + 2]
+        joined = _Difference.of(a, b, range(first.a.start, second.a.stop), range(first.b.start, second.b.stop))
+        places[at : at + 2] = [joined]
     return [
         Hunk(
             each.layers.start,
@@ -52,28 +64,8 @@ def hunks(a: Program, b: Program, steps_per_layer: int = 2) -> list[Hunk]:
             _text(a.nodes[each.a.start : each.a.stop], each.layers, steps_per_layer),
             _text(b.nodes[each.b.start : each.b.stop], each.layers, steps_per_layer),
         )
-        for each in _apart(a, b, _differences(a, b))
+        for each in places
     ]
-
-
-def _differences(a: Program, b: Program) -> list[_Difference]:
-    codes = SequenceMatcher(None, a.nodes, b.nodes, autojunk=False).get_opcodes()
-    return [
-        _Difference.of(a, b, range(a_first, a_end), range(b_first, b_end))
-        for tag, a_first, a_end, b_first, b_end in codes
-        if tag != "equal"
-    ]
-
-
-def _apart(a: Program, b: Program, places: list[_Difference]) -> list[_Difference]:
-    """Join places, with all between them, until each is behind the one before it: what was moved takes in the rest."""
-    while True:
-        at = next((k for k, (p, q) in enumerate(pairwise(places)) if p.layers.stop > q.layers.start), None)
-        if at is None:
-            return places
-        first, second = places[at : at + 2]
-        joined = _Difference.of(a, b, range(first.a.start, second.a.stop), range(first.b.start, second.b.stop))
-        places = [*places[:at], joined, *places[at + 2 :]]
 
 
 def _text(nodes: Sequence[Node], layers: range, steps_per_layer: int) -> str:

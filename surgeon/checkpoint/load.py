@@ -52,7 +52,9 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
     avoid_cudnn_attention()
     stored = open_stored(model)
     if dtype is None:
-        dtype = stored.compute_dtype("cuda" if _names_gpu(device_map) else "cpu")
+        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+        on_gpu = any(str(place) not in ("None", "cpu", "disk", "meta") for place in places)
+        dtype = stored.compute_dtype("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
     model_class = form_of(stored.checkpoint).model_class(stored)
     options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
     options["config"] = copy.deepcopy(stored.config)  # which becomes the loaded model's own
@@ -68,12 +70,6 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
         edit(ready, stored.own)
         vars(ready)["own_program"] = stored.own  # which recipes start from, whatever it is edited to
     return ready
-
-
-def _names_gpu(device_map: Any) -> bool:
-    """Whether some module goes to a GPU, by a device map as `transformers` takes it."""
-    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-    return torch.cuda.is_available() and any(str(place) not in ("None", "cpu", "disk", "meta") for place in places)
 
 
 def check_complete(folder: Path, report: dict[str, Any]) -> None:

@@ -84,9 +84,8 @@ def _by_layers(program: Program) -> dict[tuple[int, ...], str]:
         by_role = found.setdefault(sublayer.layers, {})
         for role in ROLES[sublayer.kind]:
             by_role.setdefault(role, {})[str(sublayer.rank(role) or WHOLE)] = None
-    return {layers: _in_words(by_role) for layers, by_role in found.items()}
-
-
-def _in_words(by_role: Mapping[str, Mapping[str, None]]) -> str:
-    factored = {role: " or ".join(ranks) for role, ranks in by_role.items() if [*ranks] != [WHOLE]}
-    return ranks_text(factored) or WHOLE
+    texts = {}
+    for layers, by_role in found.items():
+        factored = {role: " or ".join(ranks) for role, ranks in by_role.items() if [*ranks] != [WHOLE]}
+        texts[layers] = ranks_text(factored) or WHOLE
+    return texts

@@ -193,17 +193,11 @@ class StopTexts:
         if places:
             self.found, self._kept = True, ""
             return text[: min(places)]
-        longest = max((self._begun(text, stop) for stop in self._stops), default=0)
-        shown, self._kept = text[: len(text) - longest], text[len(text) - longest :]
-        return shown
+        begun = (stop[:length] for stop in self._stops for length in range(1, min(len(stop), len(text) + 1)))
+        self._kept = max((start for start in begun if text.endswith(start)), key=len, default="")
+        return text.removesuffix(self._kept)
 
     def rest(self) -> str:
         """What was kept back and begins no stop text after all, because the text has ended."""
         kept, self._kept = self._kept, ""
         return kept
-
-    @staticmethod
-    def _begun(text: str, stop: str) -> int:
-        """How many of the last characters are a stop text's first."""
-        most = min(len(text), len(stop) - 1)
-        return next((length for length in range(most, 0, -1) if text.endswith(stop[:length])), 0)

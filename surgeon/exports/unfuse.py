@@ -10,44 +10,33 @@ neurons lie one layer after the other; q, k, v, gate and up have them in rows, o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.forms import FORMS, form_of
+from surgeon.checkpoint.forms.fused import CARRIED, fused_config
 from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import NotProven
-from surgeon.exports.unfused_config import unfused_config
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, WRITING, Program, Step, Sublayer
+from surgeon.language.program import ATTENTION, KINDS, WRITING, Program, Step, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES, Family, family_of
+from surgeon.models.families.base import Factor
 from surgeon.models.families.fused import FUSED, POSITIONS
 from surgeon.models.weights import ModelWeights, packed
 
-
-@dataclass(frozen=True)
-class Parts:
-    """How many layers lie side by side in one layer of a fused checkpoint: attentions, and feed-forwards."""
-
-    attentions: int
-    feed_forwards: int
-
-    def count(self, kind: str) -> int:
-        """How many of a kind."""
-        return self.attentions if kind == ATTENTION else self.feed_forwards
-
-    @property
-    def layers(self) -> int:
-        """How many layers of the stock model have them."""
-        return max(self.attentions, self.feed_forwards)
+_TOLERANCE = 1e-6  # relative, between factors that went through a division
+# How many sublayers of each kind lie side by side in a layer of a fused checkpoint.
+Parts = dict[str, int]
 
 
 def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -77,7 +66,7 @@ def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -
             layers_by_recipe(Program.parse(stored.report["program"]), program)
         except NotProven as difference:
             raise ValueError(_advice(checkpoint.where, str(difference))) from difference
-    config = unfused_config(checkpoint, fused, [part.layers for part in parts], program)
+    config = unfused_config(checkpoint, fused, [max(part.values()) for part in parts], program)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with no_init_weights():
         stock = model_class._from_config(config, dtype=dtype or stored.compute_dtype("cpu"))
@@ -94,6 +83,81 @@ def _advice(where: str, reason: str) -> str:
     return f"{where} cannot be taken apart ({reason}); use the recipe and the original that it was made of"
 
 
+def unfused_config(checkpoint: Checkpoint, fused: Any, layers: list[int], program: Program) -> Any:
+    """A configuration of the original's architecture, of which the fused one follows.
+
+    Args:
+        fused: the checkpoint's.
+        layers: how many of the model's layers lie in each of the checkpoint's.
+        program: over the model's layers.
+
+    Raises:
+        ValueError: if there is none, naming the entry that would be another one.
+    """
+    family = FAMILIES[fused.base_model_type]
+    config_class = CONFIG_MAPPING[fused.base_model_type]
+    known = config_class()
+    # What the fused configuration says, its lists with an entry for each of the model's own layers.
+    of_each = fused.to_dict()
+    for key in ("layer_types", "rotary_layers"):
+        if (values := getattr(fused, key)) is not None:
+            of_each[key] = [value for value, count in zip(values, layers, strict=True) for _ in range(count)]
+    whole = SimpleNamespace(**of_each | {"num_hidden_layers": sum(layers)})
+    entries = _entries(family, checkpoint, whole)
+    config = config_class(**{key: value for key, value in entries.items() if hasattr(known, key)})
+    config.dtype = fused.dtype
+    layout = FORMS["fused"].lay_out(program, family_of(config), config)
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    again = fused_config(family_of(config), config, layout, shapes)
+    said = fused.to_dict()
+    for key, value in again.items():
+        # As `transformers` reads it, or as it is stored.
+        found, stored = said.get(key), checkpoint.config.get(key)
+        if isinstance(value, float) and isinstance(found, float):
+            agree = abs(value - found) <= _TOLERANCE * abs(found)
+        else:
+            agree = value in (found, stored)
+        if not agree:
+            raise ValueError(
+                f"{checkpoint.folder} cannot be taken apart ({family.name} would have {key}: {value} in the fused "
+                f"form, and config.json has {stored}); use the recipe and the original that it was made of"
+            )
+    return config
+
+
+def _entries(family: Family, checkpoint: Checkpoint, said: SimpleNamespace) -> dict[str, Any]:
+    """The stock configuration's entries, of which the architecture may lack some."""
+    entries = {key: checkpoint.config[key] for key in CARRIED if key in checkpoint.config} | {
+        "tie_word_embeddings": said.tie_word_embeddings,
+        "num_hidden_layers": said.num_hidden_layers,
+        "num_attention_heads": said.num_attention_heads,
+        "num_key_value_heads": said.num_key_value_heads,
+        "head_dim": said.head_dim,
+        "rope_parameters": said.rope_parameters,
+        family.intermediate: said.intermediate_size,
+        family.activation: said.hidden_act,
+        family.attention_dropout: said.attention_dropout,
+    }
+    optional = {
+        family.norm_epsilon: said.norm_eps,
+        family.window: said.sliding_window,
+        family.dropout or family.module_dropout: said.residual_dropout,
+        family.embedding_dropout: said.embedding_dropout,
+        family.rotary_layers: None if said.rotary_layers is None else list(map(int, said.rotary_layers)),
+    }
+    if family.window_layers == "layer_types":
+        optional["layer_types"] = said.layer_types
+    factors = [
+        (family.embedding_scale, said.embedding_scale),
+        (family.attention_scale, said.attention_scaling),
+        (family.output_scale, said.output_scale),
+        (family.logit_scale, said.logit_scale),
+    ]
+    named = {scale.attribute: value for scale, value in factors if isinstance(scale, Factor)}
+    has = {key: value for key, value in optional.items() if isinstance(key, str)}
+    return entries | has | named | family.unfused(said)
+
+
 def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:
     """What lies side by side in a layer; its widths say so.
 
@@ -101,29 +165,30 @@ def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:
         ValueError: if that is no whole number of layers.
     """
     names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "neurons": "intermediate_size"}
-    counts = []
+    counts: Parts = {}
     for kind in KINDS:
         units = weights.units(Sublayer(kind, (index,)))
         found = {count / said[names[unit]] for unit, count in units.items()}
         if len(found) > 1 or not min(found).is_integer():
             sizes = " and ".join(f"{count} {unit.replace('kv_', 'KV ')}" for unit, count in units.items())
             raise ValueError(_advice(weights.store.where, f"layer {index} has {sizes}, which are slices of layers"))
-        counts.append(int(found.pop()))
+        counts[kind] = int(found.pop())
     norms = weights.norms(Sublayer(ATTENTION, (index,)))
-    if any(len(norms[name]) != counts[0] for name in ("q_norm.weight", "k_norm.weight") if name in norms):
+    if any(len(norms[name]) != counts[ATTENTION] for name in ("q_norm.weight", "k_norm.weight") if name in norms):
         raise ValueError(_advice(weights.store.where, f"layer {index} has slices of attentions"))
-    return Parts(*counts)
+    return counts
 
 
 def _program_of(parts: list[Parts], steps_per_layer: int) -> Program:
     """The stock model's program: the layers of each fused one read the same stream."""
     nodes, first = [], 0
     for part in parts:
-        attentions = tuple(Sublayer(ATTENTION, (first + index,)) for index in range(part.attentions))
-        feed_forwards = tuple(Sublayer(FEED_FORWARD, (first + index,)) for index in range(part.feed_forwards))
+        attentions, feed_forwards = (
+            tuple(Sublayer(kind, (first + index,)) for index in range(part[kind])) for kind in KINDS
+        )
         steps = [attentions, feed_forwards] if steps_per_layer == 2 else [attentions + feed_forwards]
         nodes += [Step(step) for step in steps]
-        first += part.layers
+        first += max(part.values())
     return Program(tuple(nodes))
 
 
@@ -163,8 +228,8 @@ def _values(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -
     first = 0
     for index, part in enumerate(parts):
         for kind in KINDS:
-            yield from _sublayers(own, first, weights, Sublayer(kind, (index,)), part.count(kind))
-        first += part.layers
+            yield from _sublayers(own, first, weights, Sublayer(kind, (index,)), part[kind])
+        first += max(part.values())
 
 
 def _sublayers(

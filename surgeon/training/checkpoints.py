@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,11 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import DistNetworkError
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
+from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.verify import FileRecord, change_of
 from surgeon.errors import first_line
-from surgeon.processes.files import HALF_WRITTEN, check_space, sync_tree
+from surgeon.processes.files import HALF_WRITTEN, check_space, sync_tree, write_json
 from surgeon.processes.folders import publish
-from surgeon.training.manifest import STATE_FILE, fault_of, write_manifest
 
 WEIGHTS_FILE = "model.safetensors"  # as the Trainer reads it again
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -30,6 +33,17 @@ OTHERS_ENDED = "another process of this run has ended; the reason is what it say
 _OTHERS_ENDED_WORDS = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
 _SAVING, _REMOVING = ".saving", ".removing"
 _STATES_OF_ADAM = 2  # numbers that it keeps for each one that is trained
+STATE_FILE = TRAINER_STATE_NAME
+MANIFEST_FILE = "files.json"
+_HASHED_BYTES = 1 << 20  # files up to this size; a damaged larger one is noticed where it is read
+# What a checkpoint of a version without manifests consists of; each as the Trainer, FSDP or DeepSpeed calls it.
+_NEEDED = (
+    (STATE_FILE,),
+    ("model.safetensors", "adapter_model.safetensors", "pytorch_model_fsdp*", "global_step*"),
+    ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
+    ("scheduler.pt", "global_step*"),
+    ("rng_state.pth", "rng_state_0.pth"),
+)
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
@@ -239,3 +253,36 @@ def readable(checkpoint: str | None) -> Iterator[None]:
             f"{checkpoint} cannot be read ({first_line(error)}); remove it, and the same command goes on from the one "
             "before it"
         ) from error
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Say in a checkpoint which files it has: their sizes, and the SHA-256 of small ones."""
+    (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
+    listed: dict[str, dict[str, int | str]] = {}
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        record = listed[path.relative_to(checkpoint).as_posix()] = {"size": path.stat().st_size}
+        if path.stat().st_size <= _HASHED_BYTES:
+            record["sha256"] = FileRecord.of(path).sha256
+    write_json(checkpoint / MANIFEST_FILE, {"files": listed})
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, as in "optimizer.pt is missing"; None where it is whole.
+
+    One without a manifest, as the version before wrote them, has to have a file of each kind.
+    """
+    if (checkpoint / MANIFEST_FILE).is_file():
+        try:
+            files = dict(read_json(checkpoint / MANIFEST_FILE)["files"])
+            return next(filter(None, (change_of(checkpoint, *each, by_size=True) for each in files.items())), None)
+        except (KeyError, TypeError, ValueError):
+            return f"{MANIFEST_FILE} is damaged"
+    names = [path.name for path in checkpoint.iterdir()]
+    for kinds in _NEEDED:
+        if not any(fnmatch(name, kind) for name in names for kind in kinds):
+            return f"{kinds[0]} is missing"
+    try:
+        read_json(checkpoint / STATE_FILE)
+    except ValueError as error:
+        return f"{STATE_FILE} is damaged ({first_line(error).rpartition(': ')[2]})"
+    return None

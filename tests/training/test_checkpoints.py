@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from surgeon.training import checkpoints
-from surgeon.training.checkpoints import checkpoints_of, unshared
-from surgeon.training.manifest import write_manifest
+from surgeon.training.checkpoints import checkpoints_of, unshared, write_manifest
 from tests.training.runs import record, run, same, student, tables, weights
 
 Usage = namedtuple("Usage", "total used free")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.training.checkpoints import checkpoints_of, newest_checkpoint
-from surgeon.training.manifest import MANIFEST_FILE, fault_of, write_manifest
+from surgeon.training.checkpoints import MANIFEST_FILE, checkpoints_of, fault_of, newest_checkpoint, write_manifest
 
 FILES = {
     "adapter_config.json": b"{}",

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.training.checkpoints import checkpoints_of
-from surgeon.training.manifest import fault_of, write_manifest
+from surgeon.training.checkpoints import checkpoints_of, fault_of, write_manifest
 from surgeon.training.resume import alone, finish_run, open_run, run_folder
 from tests.training.runs import record, run, same, student, tables, weights
 from tests.waiting import PATIENCE

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import ATTENTION, FEED_FORWARD, Fork, Program, Step, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import indivisible
 
@@ -32,11 +32,6 @@ class StoredLayer:
         """The original's layers that it is made of, the attention's first one first."""
         return list(dict.fromkeys(layer for sublayer in self.sublayers for layer in sublayer.layers))
 
-    @property
-    def attention_sources(self) -> list[int]:
-        """The original's layers that its attention is made of: what says how far it looks must be the same in them."""
-        return list(dict.fromkeys(layer for sublayer in self.attention for layer in sublayer.layers))
-
 
 class Inexpressible(ValueError):
     """A form cannot hold this program exactly; the message says why."""
@@ -47,7 +42,13 @@ def stored_layers(program: Program, steps_per_layer: int) -> tuple[StoredLayer, 
     for sublayer in program.sublayers():
         if sublayer.ranks:
             raise Inexpressible(f"{sublayer} has factors in place of matrices, which no stock layer has")
-    steps = list(map(_plain_step, program.nodes))
+    steps = []
+    for node in program.nodes:
+        if isinstance(node, Fork):
+            raise Inexpressible(f"the fork {node} runs whole streams side by side")
+        if node.late:
+            raise Inexpressible(f"the step {node} is late")
+        steps.append(node)
     if steps_per_layer == 1:
         return tuple(StoredLayer(_of_kind(step, ATTENTION), _of_kind(step, FEED_FORWARD)) for step in steps)
     for index, step in enumerate(steps):
@@ -81,7 +82,9 @@ def require_uniform(layers: tuple[StoredLayer, ...], family: Family, lists: dict
     """What is stored as one layer must come from layers whose entries in per-layer lists agree."""
     for key, values in lists.items():
         for layer in layers:
-            first, *others = layer.attention_sources if key in family.layer_lists else layer.sources
+            # What says how far attention looks must be the same in the layers that an attention is made of.
+            alike = layer.attention if key in family.layer_lists else layer.sublayers
+            first, *others = [source for sublayer in alike for source in sublayer.layers]
             for other in others:
                 if values[other] != values[first]:
                     raise Inexpressible(f"layers {first} and {other} differ in the config's {key}")
@@ -99,14 +102,6 @@ def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any
         reason = indivisible(sublayer, own)
         if reason is not None:
             raise ValueError(reason)
-
-
-def _plain_step(node: Node) -> Step:
-    if isinstance(node, Fork):
-        raise Inexpressible(f"the fork {node} runs whole streams side by side")
-    if node.late:
-        raise Inexpressible(f"the step {node} is late")
-    return node
 
 
 def _of_kind(step: Step, kind: str) -> tuple[Sublayer, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.codas import INDEX, read_codas
 from surgeon.checkpoint.read import check_inside
-from surgeon.checkpoint.replaceable import CODAS
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program, Step
 from surgeon.models.edit import check_layers
