@@ -89,21 +89,16 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, power: PowerIteration)
     error = error + (in_sequence.mlp - next_mlp(shared))
     sizes = {"update_norm": _norm(update), "attention_norm": _norm(attention_at_x), "mlp_norm": _norm(passed.mlp)}
     jacobians = dict(zip(_JACOBIANS, (norm.value for norm in norms), strict=True))
-    shifts = _shifts(sizes, jacobians, walk.reads_same)
+    attention_shift = jacobians["attention_jacobian"] * sizes["update_norm"]
+    reach = sizes["update_norm"] if walk.reads_same else sizes["mlp_norm"] + attention_shift
+    shifts = {  # the three terms of the bound in equation 12
+        "attention_shift": attention_shift,
+        "mlp_shift": 0.0 if walk.reads_same else jacobians["mlp_jacobian"] * sizes["attention_norm"],
+        "next_mlp_shift": jacobians["next_mlp_jacobian"] * reach,
+    }
     values = {"stream_norm": _norm(in_sequence.after), **sizes, **jacobians, **shifts}
     values |= {"bound": sum(shifts.values()), "first_order": _norm(first_order), "error": _norm(error)}
     return PairTerms(values, norms)
-
-
-def _shifts(sizes: dict[str, float], jacobians: dict[str, float], reads_same: bool) -> dict[str, float]:
-    """The three terms of the bound in equation 12."""
-    attention_shift = jacobians["attention_jacobian"] * sizes["update_norm"]
-    reach = sizes["update_norm"] if reads_same else sizes["mlp_norm"] + attention_shift
-    return {
-        "attention_shift": attention_shift,
-        "mlp_shift": 0.0 if reads_same else jacobians["mlp_jacobian"] * sizes["attention_norm"],
-        "next_mlp_shift": jacobians["next_mlp_jacobian"] * reach,
-    }
 
 
 def layer_norm(walk: Walk, layer: int, stream: Tensor, power: PowerIteration) -> OperatorNorm:

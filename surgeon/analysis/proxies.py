@@ -106,7 +106,8 @@ def proxy_values(
     ]
     by_reader = {name: 1 - layers[name].to_numpy(np.float64) for name in CKA_COLUMNS}
     if pairs is not None:
-        by_reader |= {name: _by_last(pairs, name, len(layers)) for name in PAIR_COLUMNS}
+        by_last = pairs.set_index("last").reindex(range(len(layers)))
+        by_reader |= {name: by_last[name].to_numpy(np.float64) for name in PAIR_COLUMNS}
     for name, column in by_reader.items():
         for how, combine in (("sum", np.sum), ("mean", np.mean), ("max", np.max)):
             values[name, how] = np.array([combine(column[rows]) if rows else math.nan for rows in changed])
@@ -136,9 +137,3 @@ def correlate(damaged: pd.DataFrame, found: Similarity, pairs: pd.DataFrame | No
                 rows.append((operation, damage, proxy, aggregate, one.rho, one.p, one.n, one.rho_given))
     columns = ["operation", "damage", "proxy", "aggregate", "rho", "p", "n", "rho_at_equal_length"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def _by_last(pairs: pd.DataFrame, name: str, num_layers: int) -> Values:
-    column = np.full(num_layers, math.nan)
-    column[pairs["last"].to_numpy(int)] = pairs[name].to_numpy(np.float64)
-    return column

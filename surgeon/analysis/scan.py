@@ -173,12 +173,6 @@ class _Work:
         programs = {program: simplify(program) for cell in cells for program in cell.programs}
         return cls(cells, programs, own, is_edited, share([own, *programs.values()]))
 
-    def plan_for(self, cells: Sequence[Cell]) -> SharedPlan:
-        """The part of the plan that some of the cells need."""
-        if cells is self.cells:
-            return self.plan
-        return self.plan.only({self.dense, *(self.programs[program] for cell in cells for program in cell.programs)})
-
     def counts(self, table: pd.DataFrame) -> dict[str, Any]:
         """Sublayers run, and what a loop over cells would have run, by operation and in all."""
         names = list(dict.fromkeys(cell.operation for cell in self.cells))
@@ -227,13 +221,17 @@ class _Run:
         settled_on: dict[Cell, list[int]] = {}
         cost = dict.fromkeys(self.work.plan.programs, 0.0)
         for number, added in enumerate(rounds, start=1):
-            plan = self.work.plan_for(cells)
+            needed = {self.work.dense, *(self.work.programs[program] for cell in cells for program in cell.programs)}
+            plan = self.work.plan.only(needed)
             self._measure(f"scan, round {number} of {len(rounds)}" if len(rounds) > 1 else "scan", plan, added)
             taken += added
             for program, sublayers in plan.sublayers.items():
                 cost[program] += sublayers * len(added) / len(everything)
             if screened and number < len(rounds):
-                settled_on |= {cell: list(taken) for cell in cells if self._is_settled(cell, taken)}
+                base = self.journal.values(self.work.dense, taken)[0]
+                for cell in cells:
+                    if screen.is_settled(cell_values(cell, taken, self.values)[0] - base):
+                        settled_on[cell] = list(taken)
                 cells = [cell for cell in cells if cell not in settled_on]
         del cost[self.work.dense]
         for cell in self.work.cells:
@@ -241,10 +239,6 @@ class _Run:
             whole = all(self.journal.is_done(program, everything) for program in programs)
             new = sum(cost.pop(program, 0.0) for program in programs)
             yield Outcome(cell, everything if whole else settled_on[cell], new)
-
-    def _is_settled(self, cell: Cell, windows: Sequence[int]) -> bool:
-        nll, _ = cell_values(cell, windows, self.values)
-        return screen.is_settled(nll - self.journal.values(self.work.dense, windows)[0])
 
     def _measure(self, name: str, plan: SharedPlan, windows: list[int]) -> None:
         """Run a plan's programs on these windows, where the journal does not have them yet."""

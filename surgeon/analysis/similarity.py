@@ -15,7 +15,7 @@ what is taken out of the stream at a meeting is the last layer of the track's ow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,6 @@ class Streams:
         depths = len(run) + 1
         cosine, angle, last_angle = torch.zeros(3, depths, depths, dtype=torch.float64)
         return cls(run, cosine, angle, last_angle, torch.zeros(len(run), 2, dtype=torch.float64))
-
-    def __truediv__(self, numbers: tuple[int, int]) -> Streams:
-        """Sums over so many tokens, and so many windows, as means."""
-        tokens, windows = numbers
-        return Streams(
-            self.run, self.cosine / tokens, self.angle / tokens, self.last_angle / windows, self.sizes / tokens
-        )
 
 
 def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = None) -> Similarity:
@@ -147,15 +140,11 @@ def compare_streams(
             ran(2 * len(walk.ids))
             if one.layer == one.run[-1]:
                 _add(sum_, streams)
-    return [sum_ / (ids.numel(), len(ids)) for sum_ in sums]
-
-
-def _add(sum_: Streams, streams: list[Tensor]) -> None:
-    for cosines, last in _cosines(streams):
-        angles = cosines.acos() / math.pi
-        sum_.cosine.add_(cosines.sum(0).cpu())
-        sum_.angle.add_(angles.sum(0).cpu())
-        sum_.last_angle.add_(angles[last].sum(0).cpu())
+    for sum_ in sums:
+        for total in (sum_.cosine, sum_.angle, sum_.sizes):
+            total.div_(ids.numel())
+        sum_.last_angle.div_(len(ids))
+    return sums
 
 
 def _norm(stream: Tensor) -> Tensor:
@@ -163,8 +152,8 @@ def _norm(stream: Tensor) -> Tensor:
     return norm.clamp_min(torch.finfo(torch.float64).tiny)  # a stream of zeros has no direction, and no NaN either
 
 
-def _cosines(streams: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some tokens at a time: cosines between depths, (tokens, depths, depths), and which tokens end their window.
+def _add(sum_: Streams, streams: list[Tensor]) -> None:
+    """Add the cosines and angles between depths, some tokens at a time.
 
     In float64: next to 1, where streams of neighbouring layers are, single precision turns an angle of 0 into 3e-4.
     """
@@ -177,8 +166,11 @@ def _cosines(streams: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         cosines = (block @ block.mT).clamp(-1, 1)
         # A stream's angle with itself is 0 whatever rounding makes of its cosine.
         cosines.diagonal(dim1=1, dim2=2).fill_(1)
-        places = torch.arange(start, start + len(block), device=block.device)
-        yield cosines, places % tokens == tokens - 1
+        angles = cosines.acos() / math.pi
+        ends_window = torch.arange(start, start + len(block), device=block.device) % tokens == tokens - 1
+        sum_.cosine.add_(cosines.sum(0).cpu())
+        sum_.angle.add_(angles.sum(0).cpu())
+        sum_.last_angle.add_(angles[ends_window].sum(0).cpu())
 
 
 @torch.inference_mode()

@@ -20,14 +20,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
 from surgeon.analysis.factors.allocation import Curve, curves_of
-from surgeon.analysis.factors.matrices import (
-    Matrices,
-    Matrix,
-    check_rank,
-    choose_layers,
-    choose_weights,
-    find_matrices,
-)
+from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_layers, choose_weights, find_matrices
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
 from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
@@ -153,14 +146,17 @@ class _Work:
                     f"inputs; leave out its layer or its role: {shown(str(program), 200)}"
                 )
         self.matrices.check(self.all)
-        self.truncations = {matrix: self._truncations(matrix) for matrix in self.all}
-
-    def _truncations(self, matrix: Matrix) -> list[Truncation]:
-        full_rank = min(self.matrices.read(matrix).shape)
-        for rank in self.wanted.ranks:
-            check_rank(rank, matrix, full_rank)
-        ranks = dict.fromkeys(rank.of(full_rank) for rank in self.wanted.ranks)
-        return [Truncation(matrix, self.wanted.method, rank) for rank in ranks]
+        self.truncations: dict[Matrix, list[Truncation]] = {}
+        for matrix in self.all:
+            full_rank = min(self.matrices.read(matrix).shape)
+            for rank in wanted.ranks:
+                if rank.of(full_rank) > full_rank:
+                    raise ValueError(
+                        f"rank {rank} is above the full rank {full_rank} of {matrix}; give a smaller one, a share such "
+                        "as 1/2, or leave out such matrices"
+                    )
+            ranks = dict.fromkeys(rank.of(full_rank) for rank in wanted.ranks)
+            self.truncations[matrix] = [Truncation(matrix, wanted.method, rank) for rank in ranks]
 
     def fill(self, journal: SpectrumJournal, windows: Windows, calibration: Windows) -> None:
         """Find what the journal does not have yet."""

@@ -25,25 +25,19 @@ def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
     that rank as a share of the matrix's; columns that end in `_whitened` are of W S. `factor` says how S was made,
     `input_rank` how many independent directions the inputs have.
     """
-    return pd.DataFrame([_row(matrix, found) for matrix, found in spectra.items()])
-
-
-def _row(matrix: Matrix, found: SingularValues) -> dict[str, Any]:
-    out_features, in_features = found.size
-    row: dict[str, Any] = {
-        "layer": matrix.layer,
-        "weight": matrix.role,
-        "out_features": out_features,
-        "in_features": in_features,
-        "full_rank": min(found.size),
-    }
-    for method, ending in METHODS.items():
-        values = found.plain if method == "plain" else found.whitened
-        ranks = {percent: energy_rank(values, percent / 100) for percent in PERCENTAGES}
-        row |= {f"rank{percent}{ending}": rank for percent, rank in ranks.items()}
-        row |= {f"kept{percent}{ending}": kept_parameters(*found.size, rank) for percent, rank in ranks.items()}
-        row[f"effective_rank{ending}"] = effective_rank(values)
-    return row | {"factor": found.factor, "input_rank": found.input_rank}
+    rows = []
+    for matrix, found in spectra.items():
+        out_features, in_features = found.size
+        row: dict[str, Any] = {"layer": matrix.layer, "weight": matrix.role}
+        row |= {"out_features": out_features, "in_features": in_features, "full_rank": min(found.size)}
+        for method, ending in METHODS.items():
+            values = found.plain if method == "plain" else found.whitened
+            ranks = {percent: energy_rank(values, percent / 100) for percent in PERCENTAGES}
+            row |= {f"rank{percent}{ending}": rank for percent, rank in ranks.items()}
+            row |= {f"kept{percent}{ending}": kept_parameters(*found.size, rank) for percent, rank in ranks.items()}
+            row[f"effective_rank{ending}"] = effective_rank(values)
+        rows.append(row | {"factor": found.factor, "input_rank": found.input_rank})
+    return pd.DataFrame(rows)
 
 
 def notes_on(table: pd.DataFrame) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import torch
 import surgeon
 from surgeon.analysis.engine import measure as measure_module
 from surgeon.analysis.engine.measure import MeasureOptions, measure
-from surgeon.analysis.engine.memory import Streaming, windows_at_once
+from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.order import by_layer, place
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load
@@ -56,8 +56,8 @@ def test_numbers_equal_those_in_memory(
     dense = Program.dense(4, family_of(in_memory.config).steps_per_layer)
     edited = programs(dense, 4)
     if spilled:  # room for no state at all: every one of them goes through a file
-        monkeypatch.setattr(measure_module, "streaming_room", lambda *_: Streaming(0, 0, tmp_path))
-    expected, got = numbers(in_memory, dense, edited), numbers(streamed, dense, edited)
+        monkeypatch.setattr(measure_module, "streaming_room", lambda *_: (0, 0))
+    expected, got = numbers(in_memory, dense, edited), numbers(streamed, dense, edited, folder=tmp_path)
     assert got.keys() == expected.keys() == {dense, *edited}
     for program in expected:
         for ours, theirs in zip(got[program], expected[program], strict=True):
@@ -104,7 +104,7 @@ def test_a_layer_is_read_once_where_memory_keeps_nothing(tmp_path: Path, monkeyp
     read: list[str] = []
     original = layers.stored.checkpoint.tensor
     monkeypatch.setattr(layers.stored.checkpoint, "tensor", lambda name: read.append(name) or original(name))
-    monkeypatch.setattr(measure_module, "streaming_room", lambda *_: Streaming(0, 1 << 20, None))
+    monkeypatch.setattr(measure_module, "streaming_room", lambda *_: (0, 1 << 20))
     dense = Program.dense(4)
     plan = share([dense, *(prune(dense, layers=range(a, a + 1)) for a in range(4))])
     list(measure(model, IDS, plan, MeasureOptions(3)))

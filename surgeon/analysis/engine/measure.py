@@ -212,10 +212,10 @@ class _Run:
 
     def streams(self, chunk: Tensor, windows: range, go_on: GoOn = lambda: None) -> Iterator[tuple[Program, Tensor]]:
         """The planned programs with the stream after each, (windows, tokens, hidden), as they are reached."""
-        options, streaming = self.options, None
+        cache_bytes, states_bytes = 0, None
         if self.streamed:
-            streaming = streaming_room(self.model, self.plan, chunk.numel(), options.memory, options.folder)
-        machine = PlanMachine(self.model, chunk, streaming.cache_bytes if streaming else 0, self.factors)
+            cache_bytes, states_bytes = streaming_room(self.model, self.plan, chunk.numel(), self.options.memory)
+        machine = PlanMachine(self.model, chunk, cache_bytes, self.factors)
         cached = None if self.cache is None else PlanStates(self.cache, self.plan, self.numbers, windows)
         plan = self.plan if cached is None else cached.plan
 
@@ -223,7 +223,7 @@ class _Run:
             go_on()
             self.ran(sublayers * len(windows) / len(self.ids))
 
-        with States(plan, *((streaming.states_bytes, streaming.folder) if streaming else ())) as states:
+        with States(plan, states_bytes, self.options.folder) as states:
             yield from run_plan(plan, machine, ran, states, cached)
 
     def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> Quality:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,31 +96,19 @@ def _fitting(
     )
 
 
-@dataclass(frozen=True)
-class Streaming:
-    """How a model that is larger than memory is run.
+def streaming_room(model: PreTrainedModel, plan: SharedPlan, tokens: int, memory: int | None) -> tuple[int, int]:
+    """How to share out the memory that is left for running a plan of a streamed model on this many tokens.
 
-    Attributes:
-        cache_bytes: of weights that may be cached for the next task.
-        states_bytes: of hidden states that may be held in memory; the rest goes to disk.
-        folder: where on disk.
+    Returns:
+        How many bytes of weights may be cached for the next task, and how many of hidden states may be held in memory;
+        the rest of these goes to disk.
     """
-
-    cache_bytes: int
-    states_bytes: int
-    folder: Path | None
-
-
-def streaming_room(
-    model: PreTrainedModel, plan: SharedPlan, tokens: int, memory: int | None, folder: Path | None
-) -> Streaming:
-    """How to share out the memory that is left for running a plan of a streamed model on this many tokens."""
     streamed = streamed_layers(model)
     assert streamed is not None
     limit = memory or resident_bytes() + free_bytes()
     left = limit - resident_bytes() - _task_bytes(model, streamed, tokens) - _factor_bytes(model, plan)
     states = max(left // 2, _least_states(model, tokens))
-    return Streaming(max(0, left - states), states, folder)
+    return max(0, left - states), states
 
 
 def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from surgeon.analysis.engine.measure import MeasuredWindows
 from surgeon.language.program import Program
 from surgeon.processes.journal import Journal
-from surgeon.quality.head import Quality
 
 
 class ProgramJournal(Journal):
@@ -30,11 +29,6 @@ class ProgramJournal(Journal):
         self._values: dict[str, NDArray[np.float64]] = {}
         super().__init__(folder / name, work, identity)
 
-    def add(self, program: Program, windows: Sequence[int], quality: Quality) -> None:
-        """Keep one program's numbers on some windows."""
-        nll, divergence = quality.nll.tolist(), quality.divergence.tolist()
-        self.keep({"program": str(program), "windows": list(windows), "nll": nll, "divergence": divergence})
-
     def add_new(self, measured: Iterable[MeasuredWindows], windows: Sequence[int]) -> None:
         """Keep what comes in, unless it is here already.
 
@@ -44,7 +38,8 @@ class ProgramJournal(Journal):
         for one in measured:
             part = windows[one.start : one.start + len(one.quality.nll)]
             if not self.is_done(one.program, part):
-                self.add(one.program, part, one.quality)
+                numbers = {"nll": one.quality.nll.tolist(), "divergence": one.quality.divergence.tolist()}
+                self.keep({"program": str(one.program), "windows": list(part)} | numbers)
 
     def is_done(self, program: Program, windows: Sequence[int]) -> bool:
         """Whether a program was measured on all of these windows."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
@@ -154,9 +154,12 @@ def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -
     Raises:
         ValueError: as `allocate`.
     """
-    options = {
-        curve.matrix: sorted(_options(curve, cost), key=lambda option: (option.cost, option.damage)) for curve in curves
-    }
+    options: dict[Matrix, list[Option]] = {}
+    for curve in curves:
+        damage = curve.damage_by_rank()
+        some = [Option(cost(curve, rank), float(damage[rank]), rank) for rank in curve.useful_ranks()]
+        some.append(Option(cost(curve, None), 0.0, None))
+        options[curve.matrix] = sorted(some, key=lambda option: (option.cost, option.damage))
     chosen = {matrix: _hull(some)[0] for matrix, some in options.items()}
     left = budget - sum(option.cost for option in chosen.values())
     if left < 0:
@@ -249,13 +252,6 @@ def effective_rank(values: Values) -> float:
 def kept_parameters(out_features: int, in_features: int, rank: int) -> float:
     """Parameters of two factors of this rank, (out + in) r, as a share of the matrix's own; above 1 they are more."""
     return (out_features + in_features) * rank / (out_features * in_features)
-
-
-def _options(curve: Curve, cost: Cost) -> Iterator[Option]:
-    damage = curve.damage_by_rank()
-    for rank in curve.useful_ranks():
-        yield Option(cost(curve, rank), float(damage[rank]), rank)
-    yield Option(cost(curve, None), 0.0, None)
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:

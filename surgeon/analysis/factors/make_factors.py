@@ -160,7 +160,12 @@ class _Work:
         nodes = self.plan.program.nodes
         places = [place for place, node in enumerate(nodes) if matrices_in(node, self.missing)]
         with progress("factors", len(self.plan.makings), "matrices", len(self.plan.makings) - len(self.missing)) as ran:
-            self._find_gradients()
+            fisher = [matrix for matrix, making in self.plan.makings.items() if making.method == "fisher"]
+            if fisher:
+                assert self.windows is not None
+                wanted = sorted({stored for matrix in fisher for stored in _stored(matrix)})
+                kept, identity = self.journal.folder / GRADIENTS, self.journal.identity
+                self.gradients = squared_gradients(self.model, self.windows.ids, wanted, kept, identity)
             run, whole = self._run(), self._run() if self.update else None
             for place in range(places[-1] + 1):
                 before = len(self.missing)
@@ -180,18 +185,6 @@ class _Work:
         largest = max((outputs * inputs for outputs, inputs in sizes), default=0)
         beside = 8 * ((5 + self.update) * widest**2 + 4 * largest)
         return ProgramRun(self.model, self.plan.program, self.windows.ids, beside, self.memory, self.kept)
-
-    def _find_gradients(self) -> None:
-        wanted = [
-            stored
-            for matrix, making in self.plan.makings.items()
-            if making.method == "fisher"
-            for stored in _stored(matrix)
-        ]
-        if wanted:
-            assert self.windows is not None
-            kept, identity = self.journal.folder / GRADIENTS, self.journal.identity
-            self.gradients = squared_gradients(self.model, self.windows.ids, sorted(set(wanted)), kept, identity)
 
     def _make(self, node: Node, run: ProgramRun, whole: ProgramRun | None) -> list[State] | None:
         """Make a node's missing factors; the states after the node, if it ran as it has to."""

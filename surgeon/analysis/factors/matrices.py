@@ -19,8 +19,6 @@ from surgeon.models.weights import Dense, ModelWeights, ModuleStore
 if TYPE_CHECKING:  # takes seconds, and who only names matrices does without
     from transformers import PreTrainedModel
 
-    from surgeon.results.spectrum import TargetRank
-
 
 @dataclass(frozen=True, order=True)
 class Matrix:
@@ -171,16 +169,3 @@ def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list
 def parse_weights(text: str) -> list[str]:
     """Names of weights from a list such as "q,k"."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def check_rank(rank: TargetRank, matrix: Matrix, full_rank: int) -> None:
-    """Refuse a rank above that of a matrix.
-
-    Raises:
-        ValueError: naming the matrix.
-    """
-    if rank.of(full_rank) > full_rank:
-        raise ValueError(
-            f"rank {rank} is above the full rank {full_rank} of {matrix}; give a smaller one, a share such as 1/2, "
-            "or leave out such matrices"
-        )

@@ -46,7 +46,6 @@ from surgeon.quality.summary import estimate
 
 RECIPE = "recipe.yaml"
 
-
 Quantity = Literal["params", "weight_bytes", "wire_bytes"]
 _BUDGET = re.compile(r"\s*(\w+)\s*=\s*(.*?)(x?)\s*")
 
@@ -111,16 +110,13 @@ def parse_budget(text: str, size: int) -> RankBudget:
     quantity = next((one for one in quantities if one == name), None)
     if quantity is None:
         raise ValueError(f"there is no budget on {name!r}; {did_you_mean(name, quantities)}")
-    return RankBudget(quantity, _amount(text, quantity, amount, bool(relative)), bool(relative), size)
-
-
-def _amount(text: str, quantity: str, amount: str, relative: bool) -> float:
-    if not relative and quantity != "params":
-        return parse_size(amount)
+    if quantity != "params" and not relative:
+        return RankBudget(quantity, parse_size(amount), size=size)
     try:
-        return float(amount.replace(",", ""))
+        most = float(amount.replace(",", ""))
     except ValueError:
         raise ValueError(f"{amount!r} in the budget {text!r} is no number") from None
+    return RankBudget(quantity, most, bool(relative), size)
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,15 @@ def write_recipe(
     """
     operation = as_operation(ranks, found.record["method"], calibration)
     recipe = Recipe(subject.opened.reference, (operation,), weights=subject.opened.hash)
-    comments = [f"# Ranks by {share.allocation}, found by: {command_line()}", *_said(found.curves, ranks)]
+    curves = found.curves
+    whole = sum(parameters(curve, None) for curve in curves)
+    kept = total_cost(curves, ranks) / whole
+    comments = [
+        f"# Ranks by {share.allocation}, found by: {command_line()}",
+        f"# {kept:.1%} of the {whole:,} parameters of {len(curves)} matrices are kept.",
+    ]
+    if all(curve.damage for curve in curves):
+        comments.append(f"# Measured one by one, they add up to a divergence of {foreseen_damage(curves, ranks):.4g}.")
     path = folder / RECIPE
     write_text(path, "\n".join(comments) + "\n" + recipe.to_yaml())
     return path
@@ -207,13 +211,3 @@ def as_operation(ranks: Ranks, method: str, calibration: Calibration | None = No
     if calibration is not None and method != "plain":
         given["calibration"] = dict(calibration)
     return AppliedOperation("lowrank", (stretch,), given)
-
-
-def _said(curves: tuple[Curve, ...], ranks: Ranks) -> list[str]:
-    """What there is to know of an allocation, as comments of a recipe."""
-    whole = sum(parameters(curve, None) for curve in curves)
-    kept = total_cost(curves, ranks) / whole
-    lines = [f"# {kept:.1%} of the {whole:,} parameters of {len(curves)} matrices are kept."]
-    if all(curve.damage for curve in curves):
-        lines.append(f"# Measured one by one, they add up to a divergence of {foreseen_damage(curves, ranks):.4g}.")
-    return lines

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 
 from surgeon.analysis.factors.factor_plan import plan_factors
-from surgeon.language.operations.lowrank import Calibration
-from surgeon.language.recipe import Recipe
 from surgeon.opened import EditedModel
 from surgeon.provenance import provenance
 
@@ -53,12 +51,7 @@ def with_factors(
     found = make_factors(loaded, plan, windows, folder, model_hash=model.hash, memory=memory, record=record, kept=kept)
     for note in (*windows.notes, *found.notes):
         warnings.warn(note, stacklevel=2)
-    identity = plan.to_json() | {"calibration": windows.digest}
-    return replace(edited, recipe=_published(recipe, used), factors=found.source, factors_identity=identity)
-
-
-def _published(recipe: Recipe, used: Calibration) -> Recipe:
-    """The recipe with the text that was used; a file goes by its bare name, not by where it lies here."""
+    # The recipe names the text that was used; a file goes by its bare name, not by where it lies here.
     data = Path(used["data"])
     named = {**used, "data": data.name if data.is_absolute() else str(data)}
     entries = (
@@ -67,4 +60,6 @@ def _published(recipe: Recipe, used: Calibration) -> Recipe:
         else entry
         for entry in recipe.operations
     )
-    return replace(recipe, operations=tuple(entries))
+    published = replace(recipe, operations=tuple(entries))
+    identity = plan.to_json() | {"calibration": windows.digest}
+    return replace(edited, recipe=published, factors=found.source, factors_identity=identity)
