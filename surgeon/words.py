@@ -110,6 +110,11 @@ def listed(parts: Iterable[str], joining: str = "and") -> str:
     return f" {joining} ".join(filter(None, [", ".join(items[:-1]), items[-1]])) if items else ""
 
 
+def first_few(names: Sequence[str], most: int) -> str:
+    """Names, or the first of them and how many more there are: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun: "1 layer", "12 layers"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

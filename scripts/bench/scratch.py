@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.exports.saving import edit
+from surgeon.library.train import story_of, train_blueprint
 from surgeon.models.edit import restore
 from surgeon.processes.files import write_table
 from surgeon.provenance import provenance
@@ -46,7 +47,6 @@ from surgeon.training.resume import RECORD_FILE, finish_run, read_record
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import ScratchConfig, parse_config
 from surgeon.training.scratch.tracks import count_parameters
-from surgeon.training.scratch.train import story_of, train_blueprint
 from surgeon.training.texts import TrainTexts
 
 DENSE = "dense"

@@ -13,6 +13,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from surgeon.checkpoint.belongings import CARRIED, FOLDERS, FileKind, kind_of
 from surgeon.checkpoint.read import Checkpoint, check_inside, read_json
+from surgeon.words import first_few
 
 AUTO_MAP = "auto_map"  # of a configuration: classes in Python files beside it
 _NAMES_CODE = ("tokenizer_config.json", "*processor*.json")  # beside config.json
@@ -154,11 +155,7 @@ def left_behind(left: dict[str, str], shown: Callable[[str], str] = str) -> str:
     for name, reason in left.items():
         if reason not in _EXPECTED:
             by_reason.setdefault(reason, []).append(shown(name))
-    texts = []
-    for reason, names in by_reason.items():
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        texts.append(f"{', '.join(names[:MOST_NAMED])}{more} ({reason})")
-    return "; ".join(texts)
+    return "; ".join(f"{first_few(names, MOST_NAMED)} ({reason})" for reason, names in by_reason.items())
 
 
 def legible(name: str) -> str:

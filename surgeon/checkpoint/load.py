@@ -15,6 +15,7 @@ from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.edit import edit
+from surgeon.words import first_few
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,13 +73,19 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
     return ready
 
 
-def check_complete(folder: Path, report: dict[str, Any]) -> None:
-    """Refuse what `transformers` would go on with, with random numbers in place of weights that do not fit."""
+def check_complete(folder: Path, report: Mapping[str, Any]) -> None:
+    """Refuse what `transformers` would go on with, with random numbers in place of weights that do not fit.
+
+    Args:
+        report: of loading, as `transformers` gives it; of it `mismatched_keys` (name, stored shape, wanted shape) and
+            `missing_keys` count.
+
+    Raises:
+        ValueError: naming the first one.
+    """
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{folder}: tensor {name} has the shape {tuple(stored)}, but config.json asks for {tuple(expected)}"
         )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        more = "" if len(missing) == 1 else f" and {len(missing) - 1} more"
-        raise ValueError(f"{folder} lacks a tensor of its model: {missing[0]}{more}")
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{folder} lacks a tensor of its model: {first_few(missing, 1)}")

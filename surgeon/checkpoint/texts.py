@@ -13,6 +13,7 @@ from surgeon.checkpoint.encoding import Encoder
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import locate, read_json
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.words import first_few
 
 CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
 MOST_CONTEXT = 4 * CONTEXT
@@ -36,11 +37,10 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
     rows = stored.weights.shape(f"{stored.family.embedding}.weight")[0]
     if (needed := rows_needed(tokenizer)) > rows:
         without = sorted((token, text) for text, token in tokenizer.get_vocab().items() if token >= rows)
-        named = ", ".join(f"{text!r} ({token})" for token, text in without[:MOST_NAMED])
-        more = f" and {len(without) - MOST_NAMED:,} more" if len(without) > MOST_NAMED else ""
+        named = first_few([f"{text!r} ({token})" for token, text in without], MOST_NAMED)
         raise ValueError(
             f"the tokenizer of {stored.name} gives token ids up to {needed - 1:,}, and the model's embedding has "
-            f"{rows:,} rows, none for {named}{more}; give it rows (model.resize_token_embeddings({needed}) of "
+            f"{rows:,} rows, none for {named}; give it rows (model.resize_token_embeddings({needed}) of "
             "transformers, and save it), or take these tokens out of the tokenizer's files, of which "
             "tokenizer_config.json names the special ones"
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surgeon.cli.show import LABEL, WIDTH, what_it_is
+from surgeon.words import first_few
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.compare import Comparison, Difference, Key, TensorComparison
@@ -148,7 +149,7 @@ def _groups(keys: Iterable[Key], counts: Mapping[Layer, int]) -> list[str]:
     for together, layers in by_names.items():
         inside = list(together)
         of_no_layer = layers == [((), 0)]
-        shown = ", ".join(inside[:_NAMED]) + (f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else "")
+        shown = first_few(inside, _NAMED)
         if len(inside) > 1 and not of_no_layer and all(counts[layer] == len(inside) for layer in layers):
             shown = f"all {len(inside)}" + (" of each" if len(layers) > 1 else "")
         texts.append(shown if of_no_layer else f"{layers_text(layers)}: {shown}")

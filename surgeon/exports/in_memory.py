@@ -34,6 +34,7 @@ from surgeon.named import is_hub_name, on_disk
 from surgeon.opened import Model
 from surgeon.processes.files import write_json
 from surgeon.processes.folders import scratch
+from surgeon.quality.text import evaluated
 
 
 def export(
@@ -163,11 +164,6 @@ def _home_of(model: PreTrainedModel) -> Path | None:
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Logits of the model as it is, without dropout, on the CPU in float32."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluated(model):
         logits: Tensor = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return logits.float().cpu()

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from surgeon.beside import Stopped
 from surgeon.checkpoint.forms import Form, PlannedTensor
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.load import check_complete, open_stored
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import NotProven
@@ -172,15 +172,11 @@ def original_model(original: Model, buffers: bool = True) -> tuple[PreTrainedMod
         model = build_empty(model_class, copy.deepcopy(original.config), buffers)
     make_room_for_factors(model, original.weights)
     match = match_names(model, original)
-    for name in match.misshapen:
-        stored = match.names[name]
-        raise ValueError(
-            f"{original.folder}: tensor {stored} has the shape {original.checkpoint.shape(stored)}, but config.json "
-            f"asks for {tuple(model.get_parameter(name).shape)}"
-        )
-    if match.missing:
-        more = "" if len(match.missing) == 1 else f" and {len(match.missing) - 1} more"
-        raise ValueError(f"{original.folder} lacks a tensor of its model: {match.missing[0]}{more}")
+    shapes = [
+        (match.names[name], original.checkpoint.shape(match.names[name]), model.get_parameter(name).shape)
+        for name in match.misshapen
+    ]
+    check_complete(original.folder, {"mismatched_keys": shapes, "missing_keys": match.missing})
     return model, match
 
 

@@ -13,6 +13,7 @@ from surgeon.checkpoint.belongings import CODAS, TEMPLATES
 from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import sync_tree
 from surgeon.processes.folders import publish, scratch
+from surgeon.words import first_few
 
 # What lies in a checkpoint's folder beside the files that surgeon.json lists.
 FILES = (
@@ -83,10 +84,7 @@ def why_kept(folder: Path) -> str | None:
     listed = report.get("files") if exported else None
     known = set(listed) if isinstance(listed, dict) else set()
     others = sorted(path.name for path in folder.iterdir() if not _belongs(path, known))
-    if not others:
-        return None
-    more = "" if len(others) <= MOST_NAMED else f" and {len(others) - MOST_NAMED} more"
-    return f"holds what is no part of a checkpoint ({', '.join(others[:MOST_NAMED])}{more})"
+    return f"holds what is no part of a checkpoint ({first_few(others, MOST_NAMED)})" if others else None
 
 
 def _belongs(path: Path, known: set[str]) -> bool:

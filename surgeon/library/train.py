@@ -7,14 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.training import Training, no_source
 from surgeon.exports.staging import check_target
 from surgeon.library.training import announce, say, say_proof, say_stages
+from surgeon.opened import open_model
+from surgeon.provenance import provenance
 from surgeon.results.training import ScratchRun
 from surgeon.training.arguments import join_processes
+from surgeon.training.model import TrainedModel, train_model
 from surgeon.training.resume import run_folder
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import ScratchConfig, read_config_file
-from surgeon.training.scratch.train import record_of, story_of, train_blueprint, training_of
+from surgeon.training.texts import TrainTexts
 
 _PROGRAM_SHOWN = 60  # characters
 
@@ -67,13 +71,56 @@ def train(
     say(*found.lines())
     say_stages({"untrained": found.whole.before, "trained": found.whole.after})
     story = story_of(plan, texts, found)
-    training = training_of(plan, story)
+    training = Training(None, plan.program, no_source(int(plan.architecture.num_hidden_layers)), story)
     proof = found.write(
         target, form=form, dtype=dtype, tokenizer=plan.tokenizer, overwrite=overwrite, training=training
     )
     say_proof(proof, "the configuration's")
-    found.finish(record_of(target, story))
+    written, settings = open_model(target), plan.config.settings
+    found.finish(provenance(str(target), written.hash, seed=settings.seed, parameters=written.parameters, **story))
     return replace(ScratchRun.read(folder), files=(target,))
+
+
+def train_blueprint(plan: Blueprint, texts: TrainTexts, folder: Path, device: str = "cpu") -> TrainedModel | None:
+    """Build a model and train it; a run that was killed goes on where it was.
+
+    Args:
+        folder: of the run.
+        device: "cpu" or "cuda".
+
+    Returns:
+        What came of it; None in every process but the first, where there are several.
+
+    Raises:
+        ValueError, OSError: as `train_model`.
+    """
+    settings, asked = plan.config.settings, plan.config.racks
+    return train_model(
+        plan.build(),
+        texts,
+        settings,
+        folder,
+        program=plan.program,
+        identity=plan.identity(),
+        racks=plan.racks,
+        processes=None if asked is None else asked.process_options,
+        seed=settings.seed,
+        device=device,
+    )
+
+
+def story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> dict[str, Any]:
+    """What is to be known of a run whatever becomes of its model, as JSON values."""
+    settings = blueprint.config.settings
+    return found.record(texts, settings) | {
+        "architecture": blueprint.architecture.model_type,
+        "configuration": blueprint.config.published(),
+        "program": str(blueprint.program),
+        "method": f"{found.method}, from random ones (seed {settings.seed})",
+        "tokenizer_hash": blueprint.tokenizer_digest,
+        "untrained": found.whole.before.to_json(),
+        "trained": found.whole.after.to_json(),
+    }
 
 
 def _in_words(plan: Blueprint) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +67,18 @@ def logits_of(model: nn.Module) -> Logits:
         return found
 
     return logits
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode; each of its modules is in its own again afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True) -> TextQuality:

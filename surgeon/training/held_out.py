@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -14,7 +12,7 @@ from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
 from surgeon.quality.summary import Values
-from surgeon.quality.text import Logits, TextQuality, logits_of, text_quality, text_values
+from surgeon.quality.text import Logits, TextQuality, evaluated, logits_of, text_quality, text_values
 
 
 class Measure(Protocol):
@@ -63,12 +61,12 @@ class HeldOutQuality:
 
     def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
         """The same by logits that the model takes part in, asked for window by window in their order."""
-        with _evaluated(model):
+        with evaluated(model):
             return text_quality(logits, self.ids, self._reference, bar=False)
 
     def values(self, model: nn.Module) -> tuple[Values, Values | None]:
         """The same window by window, as `text_values` gives it."""
-        with _evaluated(model):
+        with evaluated(model):
             return text_values(logits_of(model), self.ids, self._reference, bar=False)
 
     @property
@@ -80,15 +78,3 @@ class HeldOutQuality:
         assert self._head is not None
         stream = self._streams[window.numpy().tobytes()].to(self._head.weight.device)
         return self._head.logits(stream[0])[None]
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode; each of its modules is in its own again afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

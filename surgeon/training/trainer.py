@@ -36,6 +36,7 @@ from surgeon.training.checkpoints import (
 )
 from surgeon.training.held_out import Measure
 from surgeon.training.texts import RunOrder, TrainingWindows
+from surgeon.words import first_few
 
 _WINDOWS_NAMED = 16
 
@@ -248,10 +249,9 @@ class ModelTrainer(Trainer):
             return norm
         step = self.state.global_step
         windows = [str(self.order[place]) for place in range(step * self.batch, (step + 1) * self.batch)]
-        more = f" and {len(windows) - _WINDOWS_NAMED} more" if len(windows) > _WINDOWS_NAMED else ""
         raise ValueError(
-            f"{what} at step {step + 1}, made on windows {', '.join(windows[:_WINDOWS_NAMED])}{more} of the training "
-            f"text; that step is not taken, and {self._last_good()}"
+            f"{what} at step {step + 1}, made on windows {first_few(windows, _WINDOWS_NAMED)} of the training text; "
+            f"that step is not taken, and {self._last_good()}"
         )
 
     def _last_good(self) -> str:

@@ -109,7 +109,9 @@ class FusedPlanner(TensorPlanner):
         if len(matrices) == 1:
             return matrices[0]
         if not projection.reads_stream:
-            return self._columns(matrices, sublayers)
+            # Rows that have the columns of all matrices.
+            parts = zip(*(matrix.split(ROWS) for matrix in matrices), strict=True)
+            return (self._in_turn(list(rows), sublayers, dim=1) for rows in parts)
         gains = [self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
         return self._folded(matrices, gains, sublayers)
 
@@ -120,12 +122,6 @@ class FusedPlanner(TensorPlanner):
             for matrix, gain in zip(matrices, gains, strict=True):
                 for rows in matrix.unflatten(0, (blocks, -1))[turn].split(ROWS):
                     yield rows.to(torch.float32, copy=True).mul_(gain)  # one new tensor, not two
-
-    def _columns(self, matrices: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
-        """Rows that have the columns of all matrices."""
-        for first in range(0, len(matrices[0]), ROWS):
-            parts = [matrix[first : first + ROWS] for matrix in matrices]
-            yield self._in_turn(parts, sublayers, dim=1)
 
     def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Tensor:
         """(out_features,) of all sublayers; float32 if there are several."""

@@ -17,9 +17,10 @@ from surgeon.reports.runs import Kind, Run
 from surgeon.results.drawing import Chart
 from surgeon.results.search import SearchRun, depth_chart, edit_charts, front_charts, history_chart, objectives_of
 from surgeon.results.trials import TrialTable
-from surgeon.words import interval, interval_heads, known, number, plural, with_intervals
+from surgeon.words import first_few, interval, interval_heads, known, number, plural, with_intervals
 
 _SHOWN = 10  # rows in a table
+_EDITS_NAMED = 12
 _EARLIER = (
     "This search was made by an earlier version of surgeon, whose table of trials says less; run surgeon search again, "
     "with another output folder, to see what it found."
@@ -216,7 +217,7 @@ def _what_won(run: Run[SearchRun], trials: TrialTable, best: dict[str, Any], hel
     if rows.empty:
         raise ValueError(f"{run.folder / 'trials.csv'} has no trial {best['trial']}, which its record calls the best")
     trial, why = rows.iloc[0], best["why"]
-    edits = _shortened((trial["edits"] or "no edits").split("; "))
+    edits = first_few((trial["edits"] or "no edits").split("; "), _EDITS_NAMED)
     said = (
         f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({why[:1].lower() + why[1:]}), "
         f"at depth {trial['depth']:g}: {edits}. Its divergence is {known(best, 'divergence')} on the text of the search"
@@ -228,10 +229,6 @@ def _what_won(run: Run[SearchRun], trials: TrialTable, best: dict[str, Any], hel
     unseen = _finalist(run, held)["unseen"]
     said += f" and {known(unseen, 'divergence')} on held-out text"
     return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
-
-
-def _shortened(edits: Sequence[str], most: int = 12) -> str:
-    return ", ".join(edits[:most]) + (f" and {len(edits) - most} more" if len(edits) > most else "")
 
 
 def _finalist(run: Run[SearchRun], held: dict[str, Any]) -> dict[str, Any]:
