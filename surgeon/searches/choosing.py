@@ -33,7 +33,12 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCu
         words = f"The best within {question.budget}" if question.budget.limits else "The best"
         return _as_dear(question, ranked(question, within)), words
     if len(question.objectives) > 1:
-        return [_middle_of_front(question, within)], "The point of the front nearest to the best of every objective"
+        front = pareto_front(within, question.objectives, question.budget.pricing)
+        costs = np.array([point.costs for point in front])
+        width = np.ptp(costs, axis=0)  # each objective is scaled to its range on the front
+        distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
+        words = "The point of the front nearest to the best of every objective"
+        return [front[int(distance.argmin())].trial], words
     return _at_the_knee(question, within, curves)
 
 
@@ -82,15 +87,6 @@ def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[D
         return _as_dear(question, ranked(question, shallow)), f"The best at the least {along} (there is no knee)"
     shallow = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
     return _as_dear(question, ranked(question, shallow)), f"The best at the knee, {along} {knee:g}"
-
-
-def _middle_of_front(question: Question, trials: Sequence[Trial]) -> Trial:
-    """The point of the front nearest to the best of every objective, each scaled to its range on the front."""
-    front = pareto_front(trials, question.objectives, question.budget.pricing)
-    costs = np.array([point.costs for point in front])
-    width = np.ptp(costs, axis=0)
-    distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
-    return front[int(distance.argmin())].trial
 
 
 def _nearest(question: Question, trials: Sequence[Trial]) -> str:

@@ -119,28 +119,24 @@ def depth_curves(
     """
     whole = [trial for trial in trials if trial.measured.whole and trial.proposal.choice]
     spaces = dict.fromkeys(edit.space for trial in whole for edit in trial.proposal.choice)
-    chosen = {name: [t for t in whole if {edit.space for edit in t.proposal.choice} == {name}] for name in spaces}
-    groups = {name: own for name, own in chosen.items() if own}
+    groups = {name: [t for t in whole if {edit.space for edit in t.proposal.choice} == {name}] for name in spaces}
     if len(spaces) > 1:
         groups["all together"] = whole
-    return [_curve(name, own, original, pricing, seed, resamples) for name, own in groups.items()]
-
-
-def _curve(
-    name: str, trials: Sequence[Trial], original: MeasuredProgram, pricing: Pricing, seed: int, resamples: int
-) -> DepthCurve:
-    per_layer = pricing.model.family.steps_per_layer
-    depths = np.array(
-        [float(pricing.model.num_layers)] + [trial.program.effective_depth(per_layer) for trial in trials]
-    )
-    windows = np.array([np.zeros(len(original.divergences))] + [trial.measured.divergences for trial in trials])
-    means = np.where(np.isfinite(windows).all(axis=1), windows.mean(axis=1), math.inf)
-    points = []
-    for row in non_dominated(np.stack([depths, means], axis=1))[::-1]:
-        low, high = interval(windows[row])
-        trial = None if row == 0 else trials[row - 1]
-        points.append(DepthPoint(float(depths[row]), trial, float(means[row]), max(0.0, low), high))
-    return DepthCurve(name, tuple(points), bootstrapped_knee(depths, windows, seed, resamples))
+    layers, per_layer = float(pricing.model.num_layers), pricing.model.family.steps_per_layer
+    curves = []
+    for name, own in groups.items():
+        if not own:
+            continue
+        depths = np.array([layers, *(trial.program.effective_depth(per_layer) for trial in own)])
+        windows = np.array([np.zeros(len(original.divergences)), *(trial.measured.divergences for trial in own)])
+        means = np.where(np.isfinite(windows).all(axis=1), windows.mean(axis=1), math.inf)
+        points = []
+        for row in non_dominated(np.stack([depths, means], axis=1))[::-1]:
+            low, high = interval(windows[row])
+            trial = None if row == 0 else own[row - 1]
+            points.append(DepthPoint(float(depths[row]), trial, float(means[row]), max(0.0, low), high))
+        curves.append(DepthCurve(name, tuple(points), bootstrapped_knee(depths, windows, seed, resamples)))
+    return curves
 
 
 def bootstrapped_knee(depths: Numbers, windows: Numbers, seed: int = 0, resamples: int = RESAMPLES) -> Knee:

@@ -120,7 +120,7 @@ def best_choices(
         there = found.chosen @ taken + taken[edit] <= most
         found = found.joined(_longer(found.take(there), edit, damage, savings, excluded))
         blocked = found.blocked[:, edit + 1 :] @ digits[edit + 1 :]
-        found = found.take(_best_of_groups(found.damage, _levels(found.saved, savings), blocked, beam))
+        found = found.take(_best_of_groups(found, savings, blocked, beam))
     enough = found.take(savings.are_enough(found.saved))
     order = np.argsort(enough.damage, kind="stable")[:count]
     return [tuple(useful[row].tolist()) for row in enough.chosen[order]]
@@ -154,24 +154,19 @@ def _longer(found: _Population, edit: int, damage: Damage, savings: Savings, exc
     )
 
 
-def _levels(saved: Numbers, savings: Savings) -> NDArray[np.int64]:
-    """(choices,): one number for how much of everything is saved, in steps."""
-    steps = np.floor(np.clip(saved / savings.need, -1, 1) * _LEVELS + _NEAR).astype(np.int64) + _LEVELS
-    places = (2 * _LEVELS + 1) ** np.arange(steps.shape[1], dtype=np.int64)
-    found: NDArray[np.int64] = steps @ places
-    return found
-
-
-def _best_of_groups(damage: Numbers, levels: NDArray[np.int64], blocked: NDArray[np.int64], beam: int) -> Places:
+def _best_of_groups(found: _Population, savings: Savings, blocked: Counts, beam: int) -> Places:
     """Rows of the best few of every group, and of those the best few of every level."""
-    order = np.lexsort((damage, blocked, levels))
+    steps = np.floor(np.clip(found.saved / savings.need, -1, 1) * _LEVELS + _NEAR).astype(np.int64) + _LEVELS
+    # One number for how much of everything is saved.
+    levels = steps @ (2 * _LEVELS + 1) ** np.arange(steps.shape[1], dtype=np.int64)
+    order = np.lexsort((found.damage, blocked, levels))
     order = order[_place_in_run(levels[order], blocked[order]) < beam]
-    order = order[np.lexsort((damage[order], levels[order]))]
+    order = order[np.lexsort((found.damage[order], levels[order]))]
     room = max(_MOST, 4 * beam) // len(np.unique(levels))
     return order[_place_in_run(levels[order]) < min(beam * _GROUPS, max(1, room))]
 
 
-def _place_in_run(*keys: NDArray[np.int64]) -> Places:
+def _place_in_run(*keys: Counts) -> Places:
     """Of every row its place among neighbours with the same keys."""
     rows = np.arange(len(keys[0]))
     begins = np.ones(len(rows), dtype=bool)

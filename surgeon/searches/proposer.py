@@ -158,7 +158,7 @@ class Proposer:
             savings = Savings(self._savings[:, limited], tighter * need[limited])
             keeping = self._lost, self.mixture.most_lost
             best = best_choices(damage, savings, self.mixture.exclusions, count, keeping, beam)
-            found = [self._choice(one) for one in best]
+            found = [as_choice(self.mixture.edits[number] for number in one) for one in best]
             whole = found[:_COMPLETED] + [choice for choice in found[_COMPLETED:] if self.meets(choice, goal)]
             completed = [self._completed(choice, goal, damage) for choice in whole]
             fitting = dict.fromkeys(self._trimmed(choice, goal, damage) for choice in completed if choice is not None)
@@ -221,13 +221,10 @@ class Proposer:
             for edit in choice:
                 rest = tuple(other for other in choice if other != edit)
                 found += [rest] if rest else []
-                found += [as_choice((*rest, other)) for other in self._free(rest) if other != edit]
+                free = (self.mixture.edits[number] for number in np.flatnonzero(self._are_free(self._numbers(rest))))
+                found += [as_choice((*rest, other)) for other in free if other != edit]
         near = self._by_damage(dict.fromkeys(found), damage)[: 4 * _POOL]
         return [choice for choice in near if self.meets(choice, goal)][:_POOL]
-
-    def _free(self, choice: Choice) -> Iterator[Edit]:
-        """Edits that go with all of a choice."""
-        return (self.mixture.edits[number] for number in np.flatnonzero(self._are_free(self._numbers(choice))))
 
     def _are_free(self, numbers: Sequence[int]) -> Flags:
         """(edits,): which can be added to a choice, as `Mixture.is_free` has it."""
@@ -243,9 +240,6 @@ class Proposer:
 
     def _numbers(self, choice: Choice) -> list[int]:
         return [self._number[edit] for edit in choice]
-
-    def _choice(self, numbers: Iterable[int]) -> Choice:
-        return as_choice(self.mixture.edits[number] for number in numbers)
 
     def knows(self, choice: Choice) -> bool:
         """Whether all edits of a choice are its own."""

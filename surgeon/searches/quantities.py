@@ -199,23 +199,20 @@ def parse_objectives(text: str) -> tuple[Aspect, ...]:
         ValueError: if one is unknown, lacks its task or its hardware, or is there twice.
     """
     found: list[Aspect] = []
-    for part in text.split(","):
-        objective = _objective(part.strip())
+    for part in map(str.strip, text.split(",")):
+        before, colon, task = part.partition(":")
+        name, _, on = part.partition("@")
+        if before == ACCURACY:
+            if not task:
+                raise ValueError(f"objective {part!r} is on a task; say on which, as in {ACCURACY}:piqa")
+            objective = Aspect(ACCURACY, task)
+        elif colon and before in QUANTITIES:
+            raise ValueError(f"objective {part!r}: only {ACCURACY} is of a task; write {before}")
+        elif name not in QUANTITIES:
+            raise ValueError(f"unknown objective {name!r}; {did_you_mean(name, (*QUANTITIES, f'{ACCURACY}:TASK'))}")
+        else:
+            objective = aspect_of(name, on or None, part)
         if objective in found:
             raise ValueError(f"objective {text!r} names {objective} twice; keep one")
         found.append(objective)
     return tuple(found)
-
-
-def _objective(text: str) -> Aspect:
-    name, colon, task = text.partition(":")
-    if name == ACCURACY:
-        if not task:
-            raise ValueError(f"objective {text!r} is on a task; say on which, as in {ACCURACY}:piqa")
-        return Aspect(ACCURACY, task)
-    if colon and name in QUANTITIES:
-        raise ValueError(f"objective {text!r}: only {ACCURACY} is of a task; write {name}")
-    name, _, on = text.partition("@")
-    if name not in QUANTITIES:
-        raise ValueError(f"unknown objective {name!r}; {did_you_mean(name, (*QUANTITIES, f'{ACCURACY}:TASK'))}")
-    return aspect_of(name, on or None, text)

@@ -47,11 +47,15 @@ def reach(budget: SearchBudget, mixture: Mixture) -> Nearest:
     """The nearest to a budget's limits on programs, of which the sum of shortfalls is least."""
     if not budget.of_programs:
         return Nearest((), mixture.model.program, ())
-    found = _build(budget, mixture, _by_integers(budget, mixture))
-    while not found.met:
-        better = _better(budget, mixture, found)
-        if better is None:
-            break
+    choice = _by_integers(budget, mixture)
+    if not mixture.allows(choice):  # edits that do not go together after all are left out
+        together: Choice = ()
+        for edit in choice:
+            if mixture.allows((*together, edit)):
+                together = as_choice((*together, edit))
+        choice = together
+    found = _reached(budget, mixture, choice)
+    while not found.met and (better := _better(budget, mixture, found)) is not None:
         found = better
     return found
 
@@ -140,17 +144,6 @@ def _solve(
     )
     taken: NDArray[np.bool_] = found.x[:count] > 0.5 if found.x is not None else np.zeros(count, dtype=bool)
     return taken
-
-
-def _build(budget: SearchBudget, mixture: Mixture, choice: Choice) -> Nearest:
-    """A choice as it comes out; edits that do not go together after all are left out."""
-    if not mixture.allows(choice):
-        together: Choice = ()
-        for edit in choice:
-            if mixture.allows((*together, edit)):
-                together = as_choice((*together, edit))
-        choice = together
-    return _reached(budget, mixture, choice)
 
 
 def _reached(budget: SearchBudget, mixture: Mixture, choice: Choice) -> Nearest:

@@ -55,7 +55,7 @@ class Winner:
         missed = []
         for when, comparison in known.items():
             if comparison is not None:
-                unseen = comparison.unseen_of(self.trial)
+                unseen = next(one.unseen for one in comparison.finalists if one.trial.number == self.trial.number)
                 short = budget.quality_shortfalls(unseen, comparison.original)
                 missed += [
                     f"{limit} is not kept on held-out text{when}: "

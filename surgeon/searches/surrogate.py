@@ -76,16 +76,12 @@ class Surrogate:
     def uncertainty(self, choices: Sequence[Sequence[int]]) -> Numbers:
         """(choices,), the standard deviation of each one's predicted damage."""
         asked = indicators(choices, len(self.prior.alone))
-        own = np.array([self._kernel(row[None], row[None])[0, 0] for row in asked])
-        if not len(self.measured):
-            return self._deviations(own)
-        across = self._kernel(self.chosen, asked)
-        known = np.einsum("tc,tc->c", across, cho_solve(self._factor, across))
-        return self._deviations(own - known)
-
-    def _deviations(self, variances: Numbers) -> Numbers:
-        found: Numbers = np.sqrt(np.maximum(variances, 0.0))
-        return found
+        variances: Numbers = np.array([self._kernel(row[None], row[None])[0, 0] for row in asked])
+        if len(self.measured):
+            across = self._kernel(self.chosen, asked)
+            variances -= np.einsum("tc,tc->c", across, cho_solve(self._factor, across))
+        deviations: Numbers = np.sqrt(np.maximum(variances, 0.0))
+        return deviations
 
     @property
     def _scale(self) -> Numbers:

@@ -38,14 +38,9 @@ class Finalist:
     trial: Trial
     unseen: MeasuredProgram
 
-    @property
-    def seen(self) -> MeasuredProgram:
-        """On the text of the search."""
-        return self.trial.measured
-
     def to_json(self) -> dict[str, Any]:
         """As JSON values; what is not finite is None."""
-        qualities = {"seen": quality_json(self.seen), "unseen": quality_json(self.unseen)}
+        qualities = {"seen": quality_json(self.trial.measured), "unseen": quality_json(self.unseen)}
         return {"trial": self.trial.number, "program": self.trial.proposal.key, **qualities}
 
 
@@ -105,20 +100,17 @@ class HeldOutComparison:
         """All of them, the search's winner first."""
         return (self.searched, *self.runners_up)
 
-    def unseen_of(self, trial: Trial) -> MeasuredProgram:
-        """What one of the trials was measured to be on held-out text."""
-        return next(one.unseen for one in self.finalists if one.trial.number == trial.number)
-
     def lines(self) -> list[str]:
         """What was found, in sentences; the word better only where the interval excludes 0."""
         first, windows = self.searched, len(self.searched.unseen.divergences)
+        seen, unseen = (quality_by(each, self.by) for each in (first.trial.measured, first.unseen))
         both = (
-            f"trial {first.trial.number}: {self.by} {quality_by(first.seen, self.by):.4g} on the text of the search, "
-            f"{quality_by(first.unseen, self.by):.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
+            f"trial {first.trial.number}: {self.by} {seen:.4g} on the text of the search, "
+            f"{unseen:.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
         )
         found = [both]
         for one in self.runners_up:
-            numbers = f"{quality_by(one.seen, self.by):.4g} and {quality_by(one.unseen, self.by):.4g}"
+            numbers = f"{quality_by(one.trial.measured, self.by):.4g} and {quality_by(one.unseen, self.by):.4g}"
             found.append(f"{self.verdict_on(one)} ({self.by} {numbers}): {self.difference_from(one)}")
         if self.overturned:
             found.append(

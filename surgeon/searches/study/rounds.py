@@ -187,7 +187,7 @@ class RoundStudy:
         taken: Sequence[FrozenTrial],
         earlier: Sequence[Trial],
         measure: Measure,
-        values: Values = divergence_alone,
+        values: Values,
     ) -> None:
         """Measure trials that this worker has taken, and tell."""
         proposals = [Proposal.from_json(trial.user_attrs[PROPOSAL]) for trial in taken]

@@ -167,7 +167,8 @@ class TrialQueue:
         running = self.ask(lambda: self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]))
         found = False
         for trial in (trial for trial in running if trial.number not in self.own):
-            worker = _worker_of(trial)
+            values = trial.user_attrs.get(WORKER)  # none in the moment before its worker has said so
+            worker = None if values is None else Holder(**values)
             if (worker is not None and worker.is_gone()) or self._is_silent(trial, worker):
                 lost = "an unknown worker" if worker is None else str(worker)
                 self.say(f"trial {trial.number} was lost with {lost}; it is tried again")
@@ -265,9 +266,3 @@ class TrialQueue:
 
     def _set_attribute(self, trial: FrozenTrial, name: str, value: Any) -> None:
         self.ask(partial(self.storage.backend.set_trial_user_attr, trial._trial_id, name, value))
-
-
-def _worker_of(trial: FrozenTrial) -> Holder | None:
-    """Whose it is; None in the moment before its worker has said so."""
-    values = trial.user_attrs.get(WORKER)
-    return None if values is None else Holder(**values)
