@@ -31,7 +31,7 @@ class Training:
         recipe: the recipe's text, to be kept; None where there was none.
         recipe_program: the program over the layers of the original; of a model from scratch, over those that it was
             begun with.
-        source: of the original, as surgeon.json has it (`source_record` of surgeon.exports.export): its model,
+        source: of the original, as surgeon.json has it (`source_record` of surgeon.exports.report): its model,
             num_layers, parameters, model_hash and card. Where there was no original, `no_source`.
         training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; the STAGES
             that are there are qualities (`TextQuality.to_json`) on the text `held_out` (with `held_out_hash`);

@@ -19,7 +19,7 @@ from surgeon.checkpoint.write import Writing, shard_limit, split_into_shards
 from surgeon.errors import is_full_disk
 from surgeon.exports.plan import DTYPES, ExportPlan, plan_export
 from surgeon.exports.prove import Proof, prove, reference_of, require_alike
-from surgeon.exports.report import edit_record, source_record, write_report
+from surgeon.exports.report import edit_record, write_report
 from surgeon.exports.staging import check_target, staged
 from surgeon.processes.files import check_space, show_bytes, write_json
 from surgeon.processes.folders import scratch
@@ -27,7 +27,7 @@ from surgeon.progress import Advance, stretch
 from surgeon.results.card import write_card
 from surgeon.results.measured import Measured
 
-__all__ = ["DTYPES", "ExportPlan", "plan_export", "source_record", "write_export"]
+__all__ = ["DTYPES", "ExportPlan", "plan_export", "write_export"]
 
 
 def write_export(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from surgeon.checkpoint.belongings import GENERATION
+from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.companions import Companions, companions_at
 from surgeon.checkpoint.forms import PROGRAM, Layout
+from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training
+from surgeon.errors import NotProven
 from surgeon.exports.export import DTYPES, plan_export, write_export
 from surgeon.exports.prove import Proof
 from surgeon.exports.staging import check_target
@@ -88,6 +91,55 @@ def export(
         plan = plan_export(original, stock.program, form, dtype, companions=companions)
         alive = partial(logits_of, model)
         return write_export(plan, target, overwrite, alive=alive, training=training, complete=complete)
+
+
+def export_with_codas(
+    model: PreTrainedModel,
+    folder: str | Path,
+    racks: Sequence[str],
+    nodes: Sequence[int],
+    depth: int,
+    codas: Sequence[Coda],
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> Proof:
+    """Write a model as `surgeon.export` does, and the codas of its racks; both are proven before they get their name.
+
+    Args:
+        racks, nodes, depth, codas: as `write_codas` takes them.
+        dtype, overwrite, options: as `surgeon.export` takes them; codas are written in the same dtype.
+
+    Returns:
+        The proof of the model.
+
+    Raises:
+        NotProven: if what was written is not the model, or not the codas.
+        FileExistsError, OSError, ValueError: as `surgeon.export`.
+    """
+
+    def add_codas(written: Path) -> None:
+        if codas:
+            write_codas(written, racks, nodes, depth, codas, None if dtype is None else DTYPES[dtype])
+            _prove_codas(written, nodes, codas)
+
+    return export(model, folder, dtype=dtype, overwrite=overwrite, complete=add_codas, **options)
+
+
+def _prove_codas(folder: Path, nodes: Sequence[int], codas: Sequence[Coda]) -> None:
+    """Read what was written, and compare it with what it should be, bit for bit."""
+    program, found = open_stored(folder).program, read_codas(folder)
+    assert found is not None
+    if len(program) != nodes[-1]:
+        raise NotProven(f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}")
+    for rack, coda in enumerate(codas):
+        written = found.coda(rack)
+        if written.tensors.keys() != coda.tensors.keys() or str(found.program) != str(coda.program):
+            raise NotProven(f"the coda of rack {rack} is not what was written")
+        for name, tensor in written.tensors.items():
+            if not torch.equal(tensor, coda.tensors[name].detach().cpu().to(tensor.dtype)):
+                raise NotProven(f"{name} of the coda of rack {rack} is not what was written")
 
 
 def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.exports.adapters import export_with_adapter
+from surgeon.exports.export import DTYPES
 from surgeon.exports.staging import check_target
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
@@ -21,7 +22,6 @@ from surgeon.training.heal import (
     open_to_heal,
     program_to_heal,
     record_of,
-    stored_dtype,
     student_of,
     training_of,
 )
@@ -131,7 +131,7 @@ def heal(
     if keep_adapter:
         export_with_adapter(whole.model, target)
     else:
-        stored = dtype or stored_dtype(edited.model)
+        stored = dtype or next((name for name, own in DTYPES.items() if own == edited.model.dtype), "float32")
         training = training_of(edited, record)
         proof = found.write(target, form=form, dtype=stored, overwrite=overwrite, training=training)
         say_proof(proof, "the recipe's")

@@ -10,6 +10,7 @@ from typing import Any
 from surgeon.checkpoint.training import Training, no_source
 from surgeon.exports.staging import check_target
 from surgeon.library.training import announce, say, say_proof, say_stages
+from surgeon.named import public
 from surgeon.opened import open_model
 from surgeon.provenance import provenance
 from surgeon.results.training import ScratchRun
@@ -114,7 +115,7 @@ def story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> di
     settings = blueprint.config.settings
     return found.record(texts, settings) | {
         "architecture": blueprint.architecture.model_type,
-        "configuration": blueprint.config.published(),
+        "configuration": blueprint.config.to_yaml(public),  # without the places of files on this machine
         "program": str(blueprint.program),
         "method": f"{found.method}, from random ones (seed {settings.seed})",
         "tokenizer_hash": blueprint.tokenizer_digest,

@@ -13,7 +13,7 @@ from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.read import DEMO
 from surgeon.checkpoint.report import REPORT_FILE
 from surgeon.checkpoint.training import Training, layers_by_recipe
-from surgeon.exports.export import DTYPES, source_record
+from surgeon.exports.report import source_record
 from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
@@ -172,8 +172,3 @@ def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:
         recipe = None if edited.recipe is None else replace(edited.recipe, model=model.public_name).to_yaml()
         source = source_record(model)
     return Training(recipe, program_to_heal(edited), source, entries)
-
-
-def stored_dtype(model: Model) -> str:
-    """What a model's weights are stored in, as `surgeon.export` names it."""
-    return next((name for name, dtype in DTYPES.items() if dtype == model.dtype), "float32")

@@ -11,9 +11,8 @@ from pydantic import ConfigDict, Field, Strict
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.exports.in_memory import export
+from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
-from surgeon.exports.with_codas import export_with_codas
 from surgeon.language.program import Program
 from surgeon.training.racks.averaging import NEVER, parse_averaging
 from surgeon.training.racks.partition import Racks

@@ -21,8 +21,8 @@ from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.verify import verify
 from surgeon.exports.adapters import export_with_adapter
+from surgeon.exports.in_memory import export_with_codas
 from surgeon.exports.unfuse import unfused
-from surgeon.exports.with_codas import export_with_codas
 from surgeon.models.edit import edit
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import logits_of, run_export

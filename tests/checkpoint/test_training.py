@@ -18,7 +18,7 @@ from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.cli.diff import lines
 from surgeon.cli.show import facts
 from surgeon.errors import NotProven
-from surgeon.exports.export import source_record
+from surgeon.exports.report import source_record
 from surgeon.language.program import Program
 from surgeon.opened import open_model
 from surgeon.results.card import identity_of, open_edited, trained_how, write_card

@@ -12,8 +12,8 @@ import torch
 import surgeon
 from surgeon.checkpoint.codas import Coda, read_codas
 from surgeon.errors import NotProven
-from surgeon.exports import with_codas
-from surgeon.exports.with_codas import export_with_codas
+from surgeon.exports import in_memory
+from surgeon.exports.in_memory import export_with_codas
 from surgeon.language.program import Program
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.partition import Racks
@@ -53,13 +53,13 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(NotProven, match="runs 8 steps or forks, and the racks have 6"):
         export(folder, [coda()], nodes=[4, 6], overwrite=True)
-    write = with_codas.write_codas
+    write = in_memory.write_codas
 
     def another(folder: Path, racks: Any, nodes: Any, depth: int, codas: list[Coda], dtype: Any) -> None:
         changed = {name: one + 1 for name, one in codas[0].tensors.items()}
         write(folder, racks, nodes, depth, [replace(codas[0], tensors=changed)], dtype)
 
-    monkeypatch.setattr(with_codas, "write_codas", another)
+    monkeypatch.setattr(in_memory, "write_codas", another)
     with pytest.raises(NotProven, match="of the coda of rack 0 is not what was written"):
         export(folder, [coda()], overwrite=True)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -36,7 +36,7 @@ from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
 from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, read_document
 from surgeon.language.yaml import line_of
-from surgeon.named import is_recipe, on_disk, public
+from surgeon.named import is_recipe, on_disk
 from surgeon.quality.data import DEFAULT_WINDOW
 from surgeon.training.arguments import read_trainer_argument
 from surgeon.training.model import RackOptions
@@ -162,10 +162,6 @@ class ScratchConfig(ScratchKeys):
             f"training: {in_braces({key: value for key, value in entries.items() if value not in (None, {})})}"
         )
         return "\n".join(lines) + "\n"
-
-    def published(self) -> str:
-        """The same text without the places of files on this machine."""
-        return self.to_yaml(public)
 
 
 def read_config_file(path: Path) -> ScratchConfig:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.named import public
 from surgeon.training.scratch.config import ScratchConfig, parse_config, read_config_file
 from surgeon.training.settings import TrainSettings
 
@@ -38,7 +39,7 @@ def test_written_it_reads_the_same() -> None:
     for other in (LADDER, "program: A0 F0 [A1 F1]", "tracks: {count: 2, depth: 3}", RACKS):
         config = parse_config(GOOD.replace(LADDER, other))
         assert parse_config(config.to_yaml()) == config
-    published = parse_config(parse_config(GOOD).published())
+    published = parse_config(parse_config(GOOD).to_yaml(public))
     assert (published.data, published.tokenizer, published.eval_data) == ("text.txt", "some/tokenizer", "demo")
 
 
