@@ -10,6 +10,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 GENERATION = "generation_config.json"
+REPORT_FILE = "surgeon.json"  # in which a checkpoint says what it was made of
 CODAS = "codas"  # where racks' codas lie (see codas.py)
 TEMPLATES = "additional_chat_templates"  # where transformers puts all chat templates but the default one
 
@@ -47,7 +48,7 @@ FOLDERS = {pattern.partition("/")[0] for patterns in CARRIED.values() for patter
 # In the order in which they are asked: what is weights, or code, is no tokenizer, whatever else its name says.
 _LEFT = {
     FileKind.OF_TOOLS: (".*", "__pycache__/"),
-    FileKind.MADE_ANEW: ("config.json", "readme.md", "surgeon.json", "modeling_surgeon_*.py"),
+    FileKind.MADE_ANEW: ("config.json", "readme.md", REPORT_FILE, "modeling_surgeon_*.py"),
     FileKind.CODAS: (f"{CODAS}/",),
     FileKind.TRAINING: (
         *("optimizer*", "scheduler*", "scaler.pt", "rng_state*", "training_args*", "trainer_state.json", "latest"),

@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.read import DEMO, Checkpoint, read_json
-from surgeon.checkpoint.report import REPORT_FILE
 from surgeon.checkpoint.training import is_no_source
 from surgeon.demo import demo_model
 from surgeon.errors import shown

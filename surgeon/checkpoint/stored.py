@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.report import read_report
+from surgeon.checkpoint.belongings import REPORT_FILE
+from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.training import is_no_source, lacking
+from surgeon.errors import shown
 from surgeon.gpus import gpu_with_room
 from surgeon.language.program import Program
 from surgeon.models.families import Family, family_of
 from surgeon.models.weights import ModelWeights
+from surgeon.words import MOST_LAYERS
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,9 @@ class StoredModel:
         """surgeon.json, which says what it was made of; None where it has none.
 
         Raises:
-            ValueError: if it is damaged.
+            ValueError: if it is damaged, or not what `surgeon.export` writes.
         """
-        return read_report(self.folder)
+        return _read_report(self.folder / REPORT_FILE)
 
     @property
     def parameters(self) -> int:
@@ -144,3 +147,38 @@ class StoredModel:
             program: to be run on it, by default its own.
         """
         return gpu_with_room(self.bytes_on("cuda", program)) or "auto"
+
+
+def _read_report(path: Path) -> dict[str, Any] | None:
+    """A surgeon.json, checked as far as it is used; None if there is none."""
+    if not path.exists():
+        return None
+    report, reason = read_json(path), None
+    source, proof, trained, stored = (report.get(name) for name in ("source", "proof", "trained", "stored_layers"))
+    layers = source.get("num_layers") if isinstance(source, dict) else None
+    if not (
+        isinstance(report.get("program"), str)
+        and isinstance(source, dict)
+        and (isinstance(source.get("model"), str) or (is_no_source(source) and "trained" in report))
+        and type(layers) is int
+        and 1 <= layers <= MOST_LAYERS
+        and isinstance(source.get("program"), str | None)
+    ):
+        reason = "it lacks the program or its source"
+    elif isinstance(proof, dict) and not (
+        all(isinstance(proof.get(name), int | float) for name in ("exact", "written"))
+        and type(proof.get("tokens")) is int
+        and isinstance(proof.get("dtype"), str)
+    ):
+        reason = f"its proof is {shown(proof, 200)}; export again"
+    elif trained is not None and (not isinstance(trained, dict) or lacking(trained) is not None):
+        reason = f"it has trained: {shown(trained, 200)}"
+    elif stored is not None and not (
+        isinstance(stored, list)
+        and all(isinstance(one, list) for one in stored)
+        and all(type(layer) is int and 0 <= layer < layers for one in stored for layer in one)
+    ):
+        reason = f"it has stored_layers: {shown(stored, 200)}"
+    if reason is not None:
+        raise ValueError(f"{path} is not what surgeon export writes: {reason}")
+    return report

@@ -60,8 +60,8 @@ def show(
 
 
 def _verify(what: str) -> int:
+    from surgeon.checkpoint.belongings import REPORT_FILE
     from surgeon.checkpoint.read import locate
-    from surgeon.checkpoint.report import REPORT_FILE
     from surgeon.checkpoint.verify import verify
     from surgeon.named import is_recipe
 

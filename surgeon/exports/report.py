@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import surgeon
+from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.inherit import inherit
-from surgeon.checkpoint.report import REPORT_FILE
 from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_the_original
 from surgeon.checkpoint.verify import FileRecord
 from surgeon.exports.plan import ExportPlan

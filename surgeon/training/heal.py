@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.companions import companions_at
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.read import DEMO
-from surgeon.checkpoint.report import REPORT_FILE
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.exports.report import source_record
 from surgeon.exports.stock import stock_layers_of

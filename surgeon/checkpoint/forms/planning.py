@@ -159,7 +159,7 @@ class _Outlines:
     """
 
     def __init__(self, source: Checkpoint, family: Family, head_dim: int) -> None:
-        self.where = source.where
+        self.where, self.names, self.shape, self.dtype = source.where, source.names, source.shape, source.dtype
         self._source = source
         self._read: dict[str, Tensor] = {}
         self._weights = ModelWeights(self, family, head_dim, self)
@@ -169,17 +169,8 @@ class _Outlines:
         self._read = {}
         return list(_rows(compute(self._weights))), self._read
 
-    def names(self) -> list[str]:
-        return self._source.names()
-
     def __contains__(self, name: str) -> bool:
         return name in self._source
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
 
     def tensor(self, name: str) -> Tensor:
         self._read[name] = torch.empty(self.shape(name), dtype=self.dtype(name), device="meta")
