@@ -17,7 +17,7 @@ from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import load, open_stored
 from surgeon.checkpoint.read import Checkpoint, locate, read_json
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.errors import did_you_mean
+from surgeon.errors import did_you_mean, shown
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.models.edit import check_layers, edit
@@ -153,9 +153,16 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
     """
     if isinstance(name, Model):
         return name
-    text = str(name)
-    if is_recipe(text) or is_program(text):
-        what = "a recipe" if is_recipe(text) else "a program"
+    if not isinstance(name, str | Path | Recipe | EditedModel):
+        raise ValueError(f"a model is given by its folder or name, or open, not by {type(name).__name__} {shown(name)}")
+    if isinstance(name, EditedModel):
+        raise ValueError(
+            f"{name.name} was edited, and this takes models as they are stored; give its `model`, and its `program` "
+            "where one is taken, or export it and give the folder"
+        )
+    text = name.source if isinstance(name, Recipe) else str(name)
+    if isinstance(name, Recipe) or is_recipe(text) or is_program(text):
+        what = "a program" if is_program(text) else "a recipe"
         raise ValueError(f"{text} is {what}, which is applied to a model; open the model by its folder or name")
     return Model.of(Checkpoint(locate(name)), text) if weights else Model(text, None, *read_config_only(text))
 
@@ -178,6 +185,9 @@ class EditedModel:
     recipe: Recipe | None = None
     factors: FactorSource | None = None
     factors_identity: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<surgeon.EditedModel {self.name}: {self.program} of {self.model.family.name}>"
 
     @property
     def program(self) -> Program:

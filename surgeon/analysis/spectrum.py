@@ -62,7 +62,7 @@ class SpectrumRequest:
         return vars(self) | {"layers": show_range(self.layers), "weights": list(self.weights), "ranks": ranks}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeasuredSpectrum(Spectrum):
     """A spectrum just found.
 

@@ -17,6 +17,7 @@ from surgeon.checkpoint.header import parse_json
 from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.tensor_file import TensorFiles, blocks_of
 from surgeon.demo import demo_model
+from surgeon.errors import shown
 from surgeon.named import is_hub_name, on_disk
 
 SINGLE_FILE = "model.safetensors"
@@ -44,7 +45,13 @@ def locate(path_or_name: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: if it is neither.
+        ValueError: if it is no text and no path.
     """
+    if not isinstance(path_or_name, str | Path):
+        raise ValueError(
+            f"a model is given by its folder or its name on the hub, not by {type(path_or_name).__name__} "
+            f"{shown(path_or_name)}"
+        )
     name, there = str(path_or_name), on_disk(path_or_name)
     if there is not None:
         if not there.is_dir():

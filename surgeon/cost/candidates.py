@@ -67,7 +67,7 @@ def open_candidates(
 
 
 def _open(what: str | Path | Model, weights: bool, program: Program | str | None = None) -> Candidate:
-    if not isinstance(what, Model) and is_recipe(what):
+    if isinstance(what, str | Path) and is_recipe(what):
         if program is not None:
             raise ValueError(f"{what} is a recipe and has a program of its own; give a program with a model")
         recipe = read_recipe(Path(what))

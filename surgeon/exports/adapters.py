@@ -77,6 +77,8 @@ def export_with_adapter(model: PeftModel, folder: str | Path, *, tokenizer: Any 
 
 def _only_adapter(model: PeftModel) -> tuple[str, LoraConfig]:
     """The adapter's name and configuration."""
+    if not hasattr(model, "peft_config"):
+        raise ValueError("the model has no adapter of peft; leave adapter out")
     if len(model.peft_config) != 1:
         raise ValueError(f"the model has {len(model.peft_config)} adapters; one can be kept beside it")
     ((name, config),) = model.peft_config.items()

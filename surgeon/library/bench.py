@@ -16,7 +16,7 @@ from surgeon.benchmarks.trace import Wires, chrome_trace
 from surgeon.cost.candidates import open_candidates
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
-from surgeon.library.opening import as_range
+from surgeon.library.opening import as_list, as_range
 from surgeon.opened import Model
 from surgeon.processes.files import write_text
 from surgeon.processes.torchrun import read_environment
@@ -47,7 +47,7 @@ class Benchmark(BenchSpeeds):
 def bench(
     model: str | Path | Model,
     *,
-    compare: Sequence[str] = (),
+    compare: str | Path | Program | Sequence[str | Path | Program] = (),
     layers: range | str | None = None,
     program: Program | str | None = None,
     batch: int | Sequence[int] = 1,
@@ -90,7 +90,7 @@ def bench(
     if data is not None and ranks.compression is None:
         raise ValueError(f"{data} is for measuring what compressed reductions change; have them compressed, too")
     loads = [Workload(size, prompt, new, seed) for size in ([batch] if isinstance(batch, int) else batch)]
-    candidates = open_candidates(model, compare, program, as_range(layers), weights=True)
+    candidates = open_candidates(model, as_list(compare), program, as_range(layers), weights=True)
     needs = Needs(ranks.ranks, prompt + new, ranks.device, dtype, decoding, low_rank, kv)
     plans, unconnected = plan_candidates(candidates, needs), {one.name for one in candidates if not one.connected}
     traced, folder = None if trace is None else Path(trace), None if output is None else Path(output)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.errors import shown
 from surgeon.exports import saving  # noqa: F401 - how edited models are saved
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
 from surgeon.language.recipe import DocumentReader, Recipe, read_recipe
+from surgeon.library.opening import as_range
 from surgeon.models.edit import edit as run_program
 from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
@@ -37,7 +39,7 @@ def edit(
 
 @overload
 def edit(
-    model: Model,
+    model: Model | EditedModel,
     program: Program | Recipe | str | Path | None = None,
     *,
     factors: FactorSource | None = None,
@@ -46,7 +48,7 @@ def edit(
 
 
 def edit(
-    model: PreTrainedModel | Model,
+    model: PreTrainedModel | Model | EditedModel,
     program: Program | Recipe | str | Path | None = None,
     *,
     factors: FactorSource | None = None,
@@ -59,7 +61,8 @@ def edit(
         surgeon.edit(model, pair="1:7", prune="9:10")
 
     Args:
-        model: that is loaded (`surgeon.load`), which is changed in place; or that is open (`surgeon.open`).
+        model: that is loaded (`surgeon.load`), which is changed in place; or that is open (`surgeon.open`), edited
+            before or not.
         program: a program, its text, a recipe, or the path of one (.yaml). Which model a recipe names does not count.
         factors: of matrices that the program has a rank for; by default their truncated singular values.
         operations: in place of a program, in this order, each with its layers or with all that a recipe says of it:
@@ -73,16 +76,13 @@ def edit(
         FileNotFoundError: if there is no such recipe.
         ValueError: if there is no such operation, or what is to be run does not fit the model.
     """
-    if (program is None) == (not operations):
-        raise ValueError('say what is to be run, either by a program or a recipe or by operations, as in pair="1:7"')
-    if operations:
-        program = Recipe("", _applied(operations), source="edit")
-    elif isinstance(program, str | Path):
-        program = read_recipe(Path(program)) if is_recipe(program) else Program.parse(str(program))
+    model = model.model if isinstance(model, EditedModel) else model
+    if not hasattr(model, "modules") and not isinstance(model, Model):
+        raise ValueError(f"{shown(model)} is no model that is loaded or open; give what surgeon.open or load returns")
+    program = _to_run(program, operations)
     if isinstance(model, Model):
         if isinstance(program, Recipe):
             return EditedModel(model.name, model, model.program_of(program), program, factors)
-        assert program is not None
         model.check(program)
         return EditedModel(model.name, model, program, factors=factors)
     if isinstance(program, Recipe):
@@ -93,8 +93,20 @@ def edit(
                 "edit a model that is open, and evaluate or export that, or give factors"
             )
         program = original.program_of(program)
-    assert program is not None
     return run_program(model, program, factors=factors)
+
+
+def _to_run(program: Program | Recipe | str | Path | None, operations: Mapping[str, Applied]) -> Program | Recipe:
+    """What is given to be run, read."""
+    if (program is None) == (not operations):
+        raise ValueError('say what is to be run, either by a program or a recipe or by operations, as in pair="1:7"')
+    if operations:
+        return Recipe("", _applied(operations), source="edit")
+    if isinstance(program, str | Path):
+        return read_recipe(Path(program)) if is_recipe(program) else Program.parse(str(program))
+    if not isinstance(program, Recipe | Program):
+        raise ValueError(f"what is to be run is a program, its text, a recipe or its path, not {shown(program)}")
+    return program
 
 
 def _applied(operations: Mapping[str, Applied]) -> Any:
@@ -102,11 +114,23 @@ def _applied(operations: Mapping[str, Applied]) -> Any:
     entries = []
     for name, given in operations.items():
         entry = dict(given) if isinstance(given, Mapping) else {"layers": given}
-        layers = entry.get("layers")
-        if isinstance(layers, range):
-            entry["layers"] = show_range(layers)
-        elif isinstance(layers, list | tuple):
-            entry["layers"] = [show_range(one) if isinstance(one, range) else one for one in layers]
+        if (layers := entry.get("layers")) is not None:
+            several = isinstance(layers, list | tuple)
+            ranges = [_as_text(name, one) for one in (layers if several else [layers])]
+            entry["layers"] = ranges if several else ranges[0]
         entries.append({name: entry})
     reader = DocumentReader(json.dumps({"operations": entries}), "edit")
     return reader.operations(reader.document["operations"])
+
+
+def _as_text(operation: str, layers: Any) -> str:
+    """A range of layers as a recipe has it."""
+    if isinstance(layers, str):
+        return layers
+    if not isinstance(layers, range):
+        raise ValueError(
+            f'{operation}: layers are a range, as in {operation}="4:30" or range(4, 30) for layers 4 to 29, or several '
+            f"of them, not {shown(layers)}"
+        )
+    as_range(layers)
+    return show_range(layers)

@@ -16,7 +16,7 @@ from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.library.opening import warn
+from surgeon.library.opening import as_list, warn
 from surgeon.models.edit import edit, restore
 from surgeon.models.weights import TruncatedSVD
 from surgeon.opened import EditedModel, Model, choose_device, open_edited
@@ -62,7 +62,7 @@ def evaluate(
     model: str | Path | Recipe | Model | EditedModel,
     data: str | Path | None = None,
     *,
-    tasks: Sequence[str] = (),
+    tasks: str | Path | Sequence[str | Path] = (),
     program: Program | str | None = None,
     against: str | Path | Model | None = None,
     tokens: int = DEFAULT_TOKENS,
@@ -83,7 +83,7 @@ def evaluate(
         model: a checkpoint's folder, edited or not, a hub name, "demo", a recipe or its path (.yaml), or a model that
             is open, edited (`surgeon.edit`) or not.
         data: a text file, a table or a dataset (docs/texts.md), or "demo".
-        tasks: names of lm-eval's tasks and groups, "paper", or paths of .jsonl and YAML files.
+        tasks: one or several names of lm-eval's tasks and groups, "paper", or paths of .jsonl and YAML files.
         program: to run in place of the model's own.
         against: the model that the divergence is from; by default, of a recipe or a program, the model without it.
         tokens: of the text, in windows of `window`; documents are apart at `separator`.
@@ -104,6 +104,8 @@ def evaluate(
         raise ValueError("there is nothing to measure; give tasks, data or both")
     if log_samples and output is None:
         raise ValueError("log_samples writes files; say where to by an output folder")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise ValueError(f"num_fewshot must be at least 0 examples, not {num_fewshot}")
     seeds, folder = Seeds.all(seed), None if output is None else Path(output)
     settings = TaskSettings(limit, batch_size, apply_chat_template, seeds)
     choose_device(device)
@@ -116,7 +118,8 @@ def evaluate(
         size = window_for(candidate.model.config, window)
         windows = load_windows(candidate.model.tokenizer, str(data), size, tokens, separator)
     original = None if data is None or against is None else open_edited(against)
-    loaded = load_tasks(split_names(list(tasks)), candidate.model.positions, num_fewshot, seeds) if tasks else None
+    names = split_names(as_list(tasks))
+    loaded = load_tasks(names, candidate.model.positions, num_fewshot, seeds) if tasks else None
     found = Evaluation()
     with _factors(candidate, folder) as candidate:
         if windows is not None:

@@ -22,6 +22,7 @@ from surgeon.exports.prove import Proof
 from surgeon.exports.staging import check_target
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
+from surgeon.library.opening import as_list
 from surgeon.memory import parse_size
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.processes.files import show_bytes
@@ -82,7 +83,7 @@ def export(
     tokenizer: Any = None,
     adapter: bool = False,
     overwrite: bool = False,
-    results: Sequence[str | Path] = (),
+    results: str | Path | Sequence[str | Path] = (),
     factors: str | Path | None = None,
     memory: int | str | None = None,
     training: Training | None = None,
@@ -126,7 +127,7 @@ def export(
     if useless := [name for name, value in (of_files if loaded else of_memory).items() if value]:
         which = "in memory, which is written as it is" if loaded else "that is known by its files"
         raise ValueError(f"{useless[0]} is of no use for a model {which}")
-    if not isinstance(model, str | Path | Recipe | Model | EditedModel):
+    if isinstance(model, nn.Module):
         more = {"tokenizer": tokenizer, "training": training}
         return _export_loaded(model, target, form, dtype, overwrite, adapter, more)
     check_target(target, overwrite)
@@ -137,7 +138,8 @@ def export(
     limit = parse_size(memory) if isinstance(memory, str) else memory
     ready = with_factors(edited, kept, limit, DTYPES.get(dtype or ""))
     plan = plan_export(source, ready.program, form, dtype, ready.factors)
-    measured = read_measured(list(map(Path, results)), plan.identity(target.absolute().name)) if results else None
+    files = [Path(one) for one in as_list(results)]
+    measured = read_measured(files, plan.identity(target.absolute().name)) if files else None
     planned(plan.layout)
     # What is published says nothing of the folders of this machine.
     published = None if ready.recipe is None else replace(ready.recipe, model=source.public_name).to_yaml()

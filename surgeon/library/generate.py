@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgeon.checkpoint.generation_defaults import Defaults, read_defaults
+from surgeon.named import is_recipe
 from surgeon.runtime.batching.request import Event, Sampling
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import early_ranks
@@ -70,6 +71,10 @@ def generate(
         raise ValueError("there is nothing to go on from; give at least one prompt")
     if not isinstance(prompts, Mapping):
         prompts = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
+    if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
+        from surgeon.opened import open_model
+
+        model = open_model(model)
     defaults = read_defaults(model if isinstance(model, str | Path) else model.folder)
     chosen = defaults.applied() | ({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty})
     sampling = Sampling(

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
+from surgeon.errors import shown
 from surgeon.language.operations.base import parse_range
+from surgeon.language.program import Program
 
 
 def as_range(layers: range | str | None) -> range | None:
     """A range of layers, written as Python slices it: "4:30" is layers 4 to 29.
 
     Raises:
-        ValueError: if a text is no range.
+        ValueError: if it is no range, or one that leaves layers out.
     """
-    return parse_range(layers) if isinstance(layers, str) else layers
+    if isinstance(layers, range) and layers.step != 1:
+        raise ValueError(f"{layers} leaves layers out; give all from the first to the last, as in range(4, 30)")
+    if layers is None or isinstance(layers, range):
+        return layers
+    if not isinstance(layers, str):
+        raise ValueError(f'layers are "4:30" or range(4, 30), for layers 4 to 29, not {shown(layers)}')
+    return parse_range(layers)
+
+
+def as_list(given: str | Path | Program | Sequence[Any]) -> list[str]:
+    """What may be given as one, or as several, as texts."""
+    return [str(one) for one in ([given] if isinstance(given, str | Path | Program) else given)]
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse numbers of things that there has to be one of at least; None is a default.
+
+    Raises:
+        ValueError: naming the first such number.
+    """
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, not {count}")
 
 
 def warn(notes: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
-from surgeon.library.opening import as_range
+from surgeon.library.opening import as_list, as_range
 from surgeon.opened import Model
 from surgeon.progress import progress
 from surgeon.provenance import provenance
@@ -57,7 +57,7 @@ def predict(
     model: str | Path | Model,
     hardware: str | Path | Hardware,
     *,
-    compare: Sequence[str] = (),
+    compare: str | Path | Program | Sequence[str | Path | Program] = (),
     layers: range | str | None = None,
     program: Program | str | None = None,
     batch: int | Sequence[int] = 1,
@@ -87,7 +87,7 @@ def predict(
             fit into memory; in a sweep that is said in its cells.
     """
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    candidates = open_candidates(model, compare, program, as_range(layers))
+    candidates = open_candidates(model, as_list(compare), program, as_range(layers))
     deployment = _deployment(ranks, machine, candidates[0])
     axes = {"batch": [batch] if isinstance(batch, int) else [*batch], **_axes(sweep)}
     folder = None if output is None else Path(output)

@@ -10,7 +10,7 @@ from surgeon.analysis.cells import SCANNED, check_operations, select
 from surgeon.analysis.scan import scan as run_scan
 from surgeon.analysis.screen import rounds
 from surgeon.analysis.subject import open_subject
-from surgeon.library.opening import as_range, warn
+from surgeon.library.opening import as_list, as_range, check_counts, warn
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.results.scan import Scan
@@ -21,7 +21,7 @@ def scan(
     data: str | Path,
     output: str | Path,
     *,
-    operations: Sequence[str] | None = None,
+    operations: str | Sequence[str] | None = None,
     layers: range | str | None = None,
     max_length: int | None = None,
     every: int = 1,
@@ -41,7 +41,7 @@ def scan(
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset (docs/texts.md), or "demo".
         output: folder for cells.csv, permutations.csv, scan.json and pictures.
-        operations: names of heatmaps; by default the five of the paper, "all" for every one.
+        operations: names of heatmaps, or one; by default the five of the paper, "all" for every one.
         layers: only stretches inside this range; "4:30" is layers 4 to 29.
         max_length: only stretches of at most this many layers.
         every: only stretches that begin at multiples of it, and whose length is one.
@@ -58,10 +58,11 @@ def scan(
             the folder holds a scan of something else.
         OSError: if the folder cannot be written to.
     """
+    check_counts(batch=batch, workers=workers)
     opened, folder = open_model(model), Path(output)
     # What is wrong with the cells is said before a large model is loaded.
     selection = select(
-        check_operations(operations or SCANNED),
+        check_operations(SCANNED if operations is None else as_list(operations)),
         opened.num_layers,
         layers=as_range(layers),
         every=every,

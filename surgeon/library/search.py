@@ -15,7 +15,7 @@ from surgeon.analysis.subject import Subject, open_subject
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.language.program import Program
-from surgeon.library.opening import warn
+from surgeon.library.opening import check_counts, warn
 from surgeon.memory import free_bytes
 from surgeon.models.edit import restore
 from surgeon.opened import Model, open_model
@@ -167,6 +167,7 @@ def search(
             was not found; or if the study is of something else.
         OSError: if the folder or the storage cannot be written to.
     """
+    check_counts(trials=trials, heal=heal, workers=workers)
     options = SearchOptions(
         str(data),
         str(output),

@@ -8,7 +8,7 @@ from pathlib import Path
 from surgeon.analysis.jacobian import PowerIteration
 from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
 from surgeon.analysis.subject import open_subject
-from surgeon.library.opening import warn
+from surgeon.library.opening import check_counts, warn
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.results.sensitivity import Sensitivity
@@ -43,6 +43,7 @@ def sensitivity(
         FileNotFoundError, ValueError: if the model or the text cannot be used, or the folder holds something else.
         OSError: if the folder cannot be written to.
     """
+    check_counts(windows_for_jacobians=windows_for_jacobians, iterations=iterations)
     folder = Path(output)
     subject = open_subject(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
     power = PowerIteration(iterations=iterations, seed=seed)

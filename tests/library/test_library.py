@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pandas as pd
 import pytest
@@ -175,3 +177,64 @@ def test_a_server_says_where_it_is(tiny_checkpoint: Path) -> None:
         surgeon.serve(tiny_checkpoint, api_key=" ")
     with pytest.raises(ValueError, match="is no origin of web pages"):
         surgeon.serve(tiny_checkpoint, cors_origins=["here"])
+
+
+def test_what_is_no_model_is_said_by_every_function(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    edited, loaded = surgeon.edit(surgeon.open(tiny_checkpoint), pair="1:3"), surgeon.load(tiny_checkpoint)
+    assert repr(edited) == f"<surgeon.EditedModel {tiny_checkpoint}: {PAIRED} of Llama>"
+    assert str(surgeon.edit(edited, prune="1:2").program) == "A0 F0 A2 F2 A3 F3"  # of the model as it is stored
+    recipe = parse_recipe('surgeon: 1\nmodel: "demo"\noperations: []')
+    functions: list[Callable[[Any], object]] = [
+        surgeon.open,
+        lambda model: surgeon.scan(model, "demo", tmp_path / "scan"),
+        lambda model: surgeon.search(model, "demo", tmp_path / "search"),
+        lambda model: surgeon.generate(model, "the"),
+        lambda model: surgeon.serve(model, port=0),
+        lambda model: surgeon.bench(model, rounds=1),
+    ]
+    for call in functions:
+        for wrong, said in ((edited, "was edited, and this takes"), (loaded, "not by LlamaForCausalLM"), (3, "int 3")):
+            with pytest.raises(ValueError, match=said):
+                call(wrong)
+    for call in functions[:5]:
+        with pytest.raises(ValueError, match="is a recipe, which is applied to a model"):
+            call(recipe)
+    with pytest.raises(ValueError, match="is a recipe, which is applied to a model"):
+        surgeon.generate(tmp_path / "a.yaml", "the")
+    with pytest.raises(ValueError, match="not by LlamaForCausalLM"):
+        surgeon.evaluate(cast("Any", loaded), "demo")
+    with pytest.raises(ValueError, match="not by Program"):
+        surgeon.export(cast("Any", edited.program), tmp_path / "no")
+    with pytest.raises(ValueError, match="no adapter of peft"):
+        surgeon.export(loaded, tmp_path / "no", adapter=True)
+    with pytest.raises(ValueError, match="3 is no model that is loaded or open"):
+        surgeon.edit(cast("Any", 3), "A0 F0")
+    with pytest.raises(ValueError, match="not by int 3"):
+        surgeon.load(cast("Any", 3))
+    assert list(tmp_path.iterdir()) == [tiny_checkpoint]
+
+
+def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model, there = surgeon.open(tiny_checkpoint), tmp_path / "no"
+    for layers, said in ((range(0, 4, 2), "leaves layers out"), ((0, 4), "not "), (3, "not 3")):
+        with pytest.raises(ValueError, match=said):
+            surgeon.edit(model, prune=cast("Any", {"layers": layers} if isinstance(layers, int) else layers))
+        with pytest.raises(ValueError, match=said):
+            surgeon.scan(model, "demo", there, layers=cast("Any", layers))
+    calls: dict[str, Callable[..., object]] = {
+        "workers": surgeon.scan,
+        "batch": surgeon.scan,
+        "iterations": surgeon.sensitivity,
+        "trials": surgeon.search,
+        "heal": surgeon.search,
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+            call(model, "demo", there, **{name: 0})
+    with pytest.raises(ValueError, match="num_fewshot must be at least 0 examples, not -1"):
+        surgeon.evaluate(model, tasks="x.jsonl", num_fewshot=-1)
+    with pytest.raises(FileNotFoundError, match=r"there is no task file .*x\.jsonl"):
+        surgeon.evaluate(model, tasks=tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match="unknown operation 'prun' to scan; did you mean 'prune'"):
+        surgeon.scan(model, "demo", there, operations="prun")
+    assert not there.exists()
