@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from scripts.cost.cases import Run
-from surgeon.cost.figure import Figure
-from surgeon.cost.hardware import Algorithm, Hardware, Interconnect, Shares
+from surgeon.cost.hardware import Algorithm, Figure, Hardware, Interconnect, Shares
 
 Apply = Callable[[Hardware, float, Run], Hardware]
 LOW_LATENCY = 3.2e-6  # seconds: rings whose messages take less are NCCL's LL; those of its Simple protocol take longer

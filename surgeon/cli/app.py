@@ -102,7 +102,9 @@ def _global_options(
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line; returns the exit code. Errors become one line on standard error (see failures.py)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    debug = _take_debug_flag(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = DEBUG_FLAG in arguments[:end]  # before or after the command's name, to which it is no option
+    arguments[:end] = [argument for argument in arguments[:end] if argument != DEBUG_FLAG]
     wait_asleep()
     avoid_cudnn_attention()
     if not debug:
@@ -154,16 +156,8 @@ def quiet_libraries() -> None:
     warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
 
 
-def _take_debug_flag(arguments: list[str]) -> bool:
-    """Remove --debug, which may stand before or after the command's name; says whether it was there."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    found = DEBUG_FLAG in arguments[:end]
-    arguments[:end] = [argument for argument in arguments[:end] if argument != DEBUG_FLAG]
-    return found
-
-
 def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
-    if _is_usage_error(error):
+    if hasattr(error, "format_message") and hasattr(error, "ctx"):  # typer's, of wrong usage
         return _fail_usage(error)
     if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
         # The interpreter flushes standard output once more when it ends.
@@ -174,10 +168,6 @@ def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
     failure = explain(error, _output_of(arguments), "".join(arguments[:1]))
     _say(failure.line)
     return failure.code
-
-
-def _is_usage_error(error: Exception) -> bool:
-    return hasattr(error, "format_message") and hasattr(error, "ctx")
 
 
 def _fail_usage(error: Any) -> int:

@@ -34,12 +34,8 @@ def calibrate(
     """
     from surgeon.library.calibrate import calibrate as measure
 
-    measure(model, output, ranks=_counts(ranks), rounds=rounds, device=device, dtype=dtype)
+    counts = [part.strip() for part in ranks.split(",")]
+    if not all(count.isdecimal() and int(count) for count in counts):
+        raise ValueError(f"--ranks {ranks!r} is no list of numbers of ranks; write e.g. 1,2")
+    measure(model, output, ranks=[*map(int, counts)], rounds=rounds, device=device, dtype=dtype)
     typer.echo(str(output))
-
-
-def _counts(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--ranks {text!r} is no list of numbers of ranks; write e.g. 1,2")
-    return [int(part) for part in parts]

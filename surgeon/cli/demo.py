@@ -39,6 +39,8 @@ def demo(
     Needs no network, and some minutes on two cores. Every command is shown before it runs, so that it can be typed
     again for another model. Interrupted, the same command goes on where it was.
     """
+    from surgeon.language.recipe import read_recipe
+
     measuring = f"--data demo --tokens {tokens}"
     found, fused, late = output / "search" / "recipe.yaml", output / "lp", output / "ladder"
     _announce("which stretches of layers can it spare?", f"scan demo {measuring} -o {_quoted(output / 'scan')}")
@@ -60,7 +62,12 @@ def demo(
     )
     generate(str(fused), [PROMPT], max_new_tokens=NEW_TOKENS, tp=RANKS)
     print("\nhow fast is what, in comparison?", file=sys.stderr, flush=True)
-    variants = _variants(found, recipe, fused, late)
+    pairs = " ".join(operation.layers_text for operation in read_recipe(found).operations)
+    variants = [
+        Contender("dense", None, "demo"),
+        Contender(f"LP pairs {pairs}", found, str(fused)),
+        Contender("ladder 8:16", recipe, str(late)),
+    ]
     _print_table(variants, _measure(variants, tokens), _speeds(variants))
     print("Pictures:")
     for picture in sorted(output.glob("*/*.png")):
@@ -74,17 +81,6 @@ class Contender:
     name: str
     recipe: Path | None
     model: str
-
-
-def _variants(found: Path, ladder: Path, fused: Path, late: Path) -> list[Contender]:
-    from surgeon.language.recipe import read_recipe
-
-    pairs = " ".join(operation.layers_text for operation in read_recipe(found).operations)
-    return [
-        Contender("dense", None, "demo"),
-        Contender(f"LP pairs {pairs}", found, str(fused)),
-        Contender("ladder 8:16", ladder, str(late)),
-    ]
 
 
 def _announce(purpose: str, command: str) -> None:

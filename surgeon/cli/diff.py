@@ -54,18 +54,14 @@ def diff(
     if as_json:
         print(json.dumps(as_record(found), indent=2, ensure_ascii=False))
     else:
+        filler = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * LABEL, break_on_hyphens=False)
         for label, text in lines(found):
-            print(_filled(label, text))
+            filler.initial_indent = f"{label:<{LABEL}}"
+            # Steps of a program are not broken up.
+            whole = re.sub(r"\[[AF]\d[^]]*\]", lambda step: step[0].replace(" ", _NO_BREAK), text)
+            print(filler.fill(whole).replace(_NO_BREAK, " "))
     if not found.equal:
         raise typer.Exit(DIFFERENT)
-
-
-def _filled(label: str, text: str) -> str:
-    """Lines of at most 80 columns; steps of a program are not broken up."""
-    whole = re.sub(r"\[[AF]\d[^]]*\]", lambda step: step[0].replace(" ", _NO_BREAK), text)
-    begin, indent = f"{label:<{LABEL}}", " " * LABEL
-    filled = textwrap.fill(whole, WIDTH, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False)
-    return filled.replace(_NO_BREAK, " ")
 
 
 def lines(found: Comparison) -> Iterator[tuple[str, str]]:
@@ -80,7 +76,11 @@ def _labelled(found: Comparison) -> Iterator[tuple[str, Iterable[str]]]:
     yield "B", [f"{found.b.name}, {what_it_is(found.b)}"]
     for name, (a, b) in found.facts.items():
         yield name, [f"{_fact(a)} | {_fact(b)}"]
-    yield "program", [f"{_stretch(hunk.first, hunk.last)}: {hunk.a} | {hunk.b}" for hunk in found.hunks] or ["the same"]
+    hunks = []
+    for hunk in found.hunks:
+        where = f"layer {hunk.first}" if hunk.first == hunk.last else f"layers {hunk.first} to {hunk.last}"
+        hunks.append(f"{where}: {hunk.a} | {hunk.b}")
+    yield "program", hunks or ["the same"]
     yield "ranks", [f"{one.where}: {one.a} | {one.b}" for one in found.ranks]
     if found.tensors is not None:
         yield "config", list(_config(found.config)) or ["the same"]
@@ -156,10 +156,6 @@ def _groups(keys: Iterable[Key], counts: Mapping[Layer, int]) -> list[str]:
     return texts
 
 
-def _stretch(first: int, last: int) -> str:
-    return f"layer {first}" if first == last else f"layers {first} to {last}"
-
-
 def _fact(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
@@ -174,7 +170,6 @@ def _value(value: Any) -> str:
 
 def as_record(found: Comparison) -> dict[str, Any]:
     """Everything that differs, as JSON values; nan and infinity are null."""
-    tensors = found.tensors
     record: dict[str, Any] = {
         "equal": found.equal,
         "a": found.a.name,
@@ -183,19 +178,13 @@ def as_record(found: Comparison) -> dict[str, Any]:
         "program": [asdict(hunk) for hunk in found.hunks],
         "ranks": [asdict(one) for one in found.ranks],
     }
-    if tensors is None:
-        return record
-    return record | {
-        "config": found.config,
-        "files": found.files,
-        "tensors": {
-            "equal": tensors.equal,
-            "only_in_a": [asdict(key) for key in tensors.only_a],
-            "only_in_b": [asdict(key) for key in tensors.only_b],
-            "different": [asdict(one.key) | _without_key(asdict(one)) for one in tensors.different],
-        },
-    }
-
-
-def _without_key(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name != "key"}
+    if found.tensors is not None:
+        different = [asdict(one) for one in found.tensors.different]
+        tensors = {
+            "equal": found.tensors.equal,
+            "only_in_a": [asdict(key) for key in found.tensors.only_a],
+            "only_in_b": [asdict(key) for key in found.tensors.only_b],
+            "different": [one.pop("key") | one for one in different],
+        }
+        record |= {"config": found.config, "files": found.files, "tensors": tensors}
+    return record

@@ -113,11 +113,14 @@ def generate(
         nonlocal written
         if alone:
             print(event.text, end="" if event.finish_reason is None else "\n", flush=True)
+        elif event.finish_reason is not None and as_json:
+            print(_json_line(text, drafting.draft is not None), flush=True)
         elif event.finish_reason is not None:
             written += 1
-            heading = f"==> {written} of {len(texts)}: {_beginning(text.prompt)} <=="
-            below = f"{heading}\n{text.text}" if written == 1 else f"\n{heading}\n{text.text}"
-            print(_json_line(text, drafting.draft is not None) if as_json else below, flush=True)
+            line = " ".join(text.prompt.split())
+            beginning = line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 3] + "..."
+            above = "" if written == 1 else "\n"
+            print(f"{above}==> {written} of {len(texts)}: {beginning} <==\n{text.text}", flush=True)
 
     choices = vars(choosing) | {"stop": choosing.stop or ()}
     found = write(model, texts, **choices, max_batch=max_batch, **vars(drafting), **run.options(), on_event=show)
@@ -166,8 +169,3 @@ def _json_line(text: GeneratedText, drafting: bool) -> str:
         record |= {"drafted": usage.drafted, "accepted": usage.accepted}
         record |= {"tokens_per_second": None if rate is None else round(rate, 2)}
     return json.dumps(record)
-
-
-def _beginning(prompt: str) -> str:
-    line = " ".join(prompt.split())
-    return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 3] + "..."

@@ -18,14 +18,17 @@ from surgeon.cli.options import (
     VariantLayersOption,
     parse_batches,
 )
-from surgeon.cli.predict_racks import RacksArguments, train_on_racks
 from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
     from surgeon.cost.best import Allowance
     from surgeon.cost.predict import Deployment
+    from surgeon.cost.racks import Update
 
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
+_RACKS_NOTE = """\
+Idle: of a rack without the head. MB: over each boundary between racks. In
+flight: microbatches whose activations a rack holds."""
 
 
 @dataclass(frozen=True)
@@ -183,15 +186,23 @@ class BestArguments:
         allowed = tuple(name.strip() for name in self.allow.split(",")) if self.allow else ()
         return Allowance(self.depth, self.keep, allowed)
 
-    def refuse_alone(self) -> None:
-        """Say that an option of this group is of no use without --best.
 
-        Raises:
-            ValueError: if one is given.
-        """
-        for name in ("depth", "keep", "allow"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"--{name} is for --best; give --best, too")
+@dataclass(frozen=True)
+class RacksArguments:
+    """A training over racks, in the user's words; a group of options (see grouped.py)."""
+
+    racks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Training instead: the model cut by depth into so many racks, each a node of the hardware; a pipeline "
+            "beside block-wise local training.",
+            show_default=False,
+        ),
+    ] = None
+    microbatches: Annotated[int, typer.Option(min=1, help="With --racks: between two updates of the weights.")] = 8
+    tokens: Annotated[int, typer.Option(min=1, help="With --racks: of a microbatch.")] = 8192
+    coda: Annotated[int, typer.Option(min=0, help="With --racks: private layers of each rack, in local training.")] = 2
 
 
 @grouped
@@ -254,7 +265,7 @@ def predict(
     _refuse_together({"--racks": training.racks, "--best": best.best}, ("--compare", programs.compare))
     _refuse_together({"--racks": training.racks}, ("--sweep", over), ("--output", output), ("--best", best.best))
     if training.racks is not None:
-        train_on_racks(training, model, hardware)
+        _train_on_racks(training, model, hardware)
         return
     common: dict[str, Any] = {
         "layers": programs.layers,
@@ -267,7 +278,9 @@ def predict(
     if best.best:
         found = best_programs(model, hardware, allowance=best.allowance(), by=cast("Any", best.by), **common)
     else:
-        best.refuse_alone()
+        for name in ("depth", "keep", "allow"):
+            if getattr(best, name) is not None:
+                raise ValueError(f"--{name} is for --best; give --best, too")
         batches = parse_batches(load.batch)
         compared = programs.compare or ()
         found = run(model, hardware, compare=compared, program=programs.program, batch=batches, **common)
@@ -286,3 +299,32 @@ def _refuse_together(modes: dict[str, Any], *others: tuple[str, Any]) -> None:
     ignored = [name for name, given in others if given]
     if mode and ignored:
         raise ValueError(f"{mode} does not look at {' and '.join(ignored)}; leave one of them out")
+
+
+def _train_on_racks(asked: RacksArguments, model: str, hardware: str) -> None:
+    """Print what both ways take, send and hold.
+
+    Raises:
+        FileNotFoundError, ValueError: if there is no such model or hardware.
+        ValueError: if the layers do not divide into the racks, or the hardware has no network.
+    """
+    from surgeon.cost.candidates import open_candidates
+    from surgeon.cost.hardware_file import load_hardware
+    from surgeon.cost.racks import RackTraining, local, pipelined
+    from surgeon.words import aligned
+
+    assert asked.racks is not None
+    shapes, machine = open_candidates(model)[0].model.shapes, load_hardware(hardware)
+    training = RackTraining.of(shapes, machine, asked.racks, asked.microbatches, asked.tokens, asked.coda)
+    one, other = pipelined(training), local(training)
+    lines = [["one update", "ms", "times", "idle", "MB forward", "MB back", "in flight"]]
+    lines.append(_update_line("pipeline", one, one))
+    lines.append(_update_line(f"local, codas of {asked.coda}", other, one))
+    heading = f"{shapes.name} on {asked.racks} x {machine.name}: bfloat16, {asked.microbatches} microbatches of"
+    typer.echo(f"{heading} {asked.tokens} tokens\n\n{aligned(lines)}\n\n{_RACKS_NOTE}")
+
+
+def _update_line(name: str, update: Update, first: Update) -> list[str]:
+    sent = [f"{crossed / 1e6:.0f}" for crossed in (update.forward_bytes, update.backward_bytes)]
+    times = f"{first.seconds / update.seconds:.2f}"
+    return [name, f"{update.seconds * 1e3:.0f}", times, f"{update.idle:.0%}", *sent, str(update.in_flight)]

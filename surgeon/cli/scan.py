@@ -12,13 +12,8 @@ from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputO
 from surgeon.language.operations.declare import HEATMAPS, described
 
 _RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
-
-
-def _heatmaps_listed() -> str:
-    """All heatmaps, those of the paper first, as the help text lists them."""
-    first = [name for name, heatmap in HEATMAPS.items() if heatmap.paper]
-    others = [described(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper]
-    return ", ".join([f"{', '.join(first)} (the default: these five)", *others])
+_PAPER = ", ".join(name for name, heatmap in HEATMAPS.items() if heatmap.paper)
+_OTHERS = ", ".join(described(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper)
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,7 @@ class CellArguments:
         list[str] | None,
         typer.Option(
             "--operation",
-            help=f"A heatmap to make; may be repeated. {_heatmaps_listed()}, or all.",
+            help=f"A heatmap to make; may be repeated. {_PAPER} (the default: these five), {_OTHERS}, or all.",
         ),
     ] = None
     layers: Annotated[

@@ -40,11 +40,20 @@ def show(
     to it, so that what was changed is seen at a glance. Programs are over the layers of the unedited model; the ranks
     of matrices that are two factors stand on lines of their own, those of equal layers once.
     """
+    from surgeon.checkpoint.belongings import REPORT_FILE
     from surgeon.checkpoint.describe import describe
+    from surgeon.checkpoint.read import locate
+    from surgeon.checkpoint.verify import verify as verify_files
+    from surgeon.named import is_recipe
 
     if output is not None and output.suffix.lower() != ".png":
         raise ValueError(f"the picture is a PNG; give -o a name that ends in .png, not {output.name!r}")
-    verified = _verify(what) if verify else None
+    if verify and is_recipe(what):
+        raise ValueError(f"{what} is a recipe, which has no files to verify; name a folder that surgeon export wrote")
+    verified = None
+    if verify:
+        folder = locate(what)
+        verified = verify_files(folder, folder / REPORT_FILE)
     found = describe(what)
     for label, text in facts(found):
         print(textwrap.fill(text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL))
@@ -57,18 +66,6 @@ def show(
         title = f"{found.name}: effective depth {found.depth:g} of {found.num_layers}, {syncs}"
         draw_program(found.program, found.num_layers, found.steps_per_layer, title, output)
         print(f"{'picture':<{LABEL}}{output}")
-
-
-def _verify(what: str) -> int:
-    from surgeon.checkpoint.belongings import REPORT_FILE
-    from surgeon.checkpoint.read import locate
-    from surgeon.checkpoint.verify import verify
-    from surgeon.named import is_recipe
-
-    if is_recipe(what):
-        raise ValueError(f"{what} is a recipe, which has no files to verify; name a folder that surgeon export wrote")
-    folder = locate(what)
-    return verify(folder, folder / REPORT_FILE)
 
 
 def facts(found: Surgery) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ import yaml
 
 from surgeon.cost.fit import PRODUCTS, Figures, Fit, rising
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.samples import Round, Typical, measure_ranks, merged, steps_of_measuring
+from surgeon.cost.samples import Round, Typical, loads, measure_ranks, merged
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
@@ -61,9 +61,8 @@ class MachineCalibration:
     @property
     def steps(self) -> int:
         """How often `measure` calls `advance`."""
-        return sum(
-            steps_of_measuring(ranks, self.ways, self.rounds, plan.max_tokens) for ranks, plan in self.plans.items()
-        )
+        exchanges = len(self.ways) * sum(ranks > 1 for ranks in self.plans)
+        return self.rounds * (exchanges + sum(len(loads(plan.max_tokens)) for plan in self.plans.values()))
 
     def measure(self, advance: Callable[[float], None]) -> dict[int, list[Round]]:
         """Everything, by number of ranks."""

@@ -20,20 +20,56 @@ may stand in a file, which `surgeon.cost.hardware_file` reads by them; what is m
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import inf
+from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPydanticSchema, Strict, WrapValidator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from surgeon.cost.figure import Figure
 from surgeon.errors import did_you_mean, shown
 
 Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number for every size, by a table in ascending order; one point stands for a constant.
+
+    Between two sizes it is read on a straight line over the logarithm of the size, beyond the ends it stays as it is.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes[0] <= 0 or any(a >= b for a, b in pairwise(sizes)):
+            raise ValueError(f"a table needs one or more sizes above 0, in ascending order, not {sizes}")
+
+    @classmethod
+    def constant(cls, value: float) -> Figure:
+        """The same number everywhere."""
+        return cls(((1.0, value),))
+
+    def times(self, factor: float) -> Figure:
+        """The same with every number so many times as large."""
+        return Figure(tuple((size, factor * number) for size, number in self.points))
+
+    def at(self, size: float) -> float:
+        """The number for this size."""
+        sizes = [each for each, _ in self.points]
+        place = bisect_left(sizes, size)
+        if place == 0:
+            return self.points[0][1]
+        if place == len(sizes):
+            return self.points[-1][1]
+        (low, first), (high, second) = self.points[place - 1 : place + 1]
+        return first + (second - first) * math.log(size / low) / math.log(high / low)
 
 
 def number_in(value: Any) -> float | None:
@@ -48,7 +84,7 @@ def number_in(value: Any) -> float | None:
 
 def _at_least_zero(value: Any) -> float:
     number = number_in(value)
-    if number is None or not 0 <= number < inf:
+    if number is None or not 0 <= number < math.inf:
         raise PydanticCustomError("number", "a number of at least 0")
     return number
 

@@ -94,11 +94,6 @@ def loads(max_tokens: int) -> list[tuple[str, Workload]]:
     return found + [(SHORT, Workload(batch, PROMPT, NEW)) for batch in SHORT_BATCHES]
 
 
-def steps_of_measuring(ranks: int, ways: Sequence[str], rounds: int, max_tokens: int) -> int:
-    """How often `measure_ranks` calls `advance`."""
-    return rounds * (len(loads(max_tokens)) + (len(ways) if ranks > 1 else 0))
-
-
 def measure_ranks(
     plan: Plan, device: str, ways: Sequence[str], rounds: int, typical: Typical, advance: Callable[[float], None]
 ) -> list[Round]:
@@ -107,7 +102,7 @@ def measure_ranks(
     Args:
         plan: of the unedited model, for so many ranks.
         ways: in which ranks can be connected; the first one is used for the passes.
-        advance: called with 1 after each piece of work.
+        advance: called with 1 after each of the `loads`, and of the ways of several ranks, in every round.
     """
     found = [Round() for _ in range(rounds)]
     with Ranks(RankOptions(plan.ranks, device, ways[0])) as ranks:

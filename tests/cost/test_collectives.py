@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from surgeon.cost.collectives import Operation, Wiring, best
-from surgeon.cost.figure import Figure
-from surgeon.cost.hardware import Algorithm, Host, Interconnect, Kind
+from surgeon.cost.hardware import Algorithm, Figure, Host, Interconnect, Kind
 from surgeon.runtime.comm.link import Link
 
 HOST = Host(launch=0.0, graph=0.25, collective=2.0, forward=Figure.constant(0.0), asynchronous=True)
