@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,29 +136,24 @@ def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
         FileNotFoundError, OSError: if the file cannot be read.
         ValueError: if there are none, the file is not text, or a row of it has none.
     """
-    prompts = {f"--prompt {number}": prompt for number, prompt in enumerate(given, start=1)}
-    if file is not None:
-        prompts |= dict(_prompts_of(file))
-    if not prompts:
-        raise ValueError("there is nothing to go on from; give --prompt TEXT or --prompts FILE")
-    return prompts
-
-
-def _prompts_of(path: Path) -> Iterator[tuple[str, str]]:
     from surgeon.quality.tables import is_table, read_table
     from surgeon.quality.text_files import read_pieces
 
-    if is_table(path):
-        for number, (where, text) in enumerate(read_table(path, "prompt"), start=1):
+    prompts = {f"--prompt {number}": prompt for number, prompt in enumerate(given, start=1)}
+    if file is not None and is_table(file):
+        for number, (where, text) in enumerate(read_table(file, "prompt"), start=1):
             if text is None:  # to leave it out would shift what is written for the others
                 raise ValueError(f"{where}: the row has no 'prompt'; every row needs one")
-            yield f"{path}: prompt {number}", text
-        return
-    lines = "".join(read_pieces(path)).split("\n")
-    found = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise ValueError(f"{path} is empty; write one prompt on each line")
-    yield from found
+            prompts[f"{file}: prompt {number}"] = text
+    elif file is not None:
+        lines = "".join(read_pieces(file)).split("\n")
+        found = {f"{file}:{number}": line for number, line in enumerate(lines, 1) if line.strip()}
+        if not found:
+            raise ValueError(f"{file} is empty; write one prompt on each line")
+        prompts |= found
+    if not prompts:
+        raise ValueError("there is nothing to go on from; give --prompt TEXT or --prompts FILE")
+    return prompts
 
 
 def _json_line(text: GeneratedText, drafting: bool) -> str:

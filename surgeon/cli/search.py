@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from surgeon.cli.grouped import grouped
 from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
-
-if TYPE_CHECKING:
-    from surgeon.library.search import SearchResult
 
 _WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
 _FIXED = "\N{NO-BREAK SPACE}"
@@ -177,11 +174,7 @@ def search(
     from surgeon.library.search import search as run_search
 
     options = vars(asked) | vars(use) | vars(last) | vars(work) | vars(text)
-    _print_found(run_search(model, data, output, trials, **options, memory=memory))
-
-
-def _print_found(found: SearchResult) -> None:
-    """Print what was found, a few lines."""
+    found = run_search(model, data, output, trials, **options, memory=memory)
     question, winner, trial = found.question, found.winner, found.winner.trial
     pricing, measured = question.budget.pricing, trial.measured
     edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)

@@ -30,6 +30,7 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import choose_device
 from surgeon.threads import threads_per_rank, usable_cores
+from surgeon.words import plural
 
 DIGITS, WIDTH = 4, 120
 SHORTEST = 64  # tokens: texts are so long that attention over a cache can be told from the rest
@@ -139,9 +140,8 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
 def _head(calibration: MachineCalibration) -> str:
     plan = calibration.plans[1]
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
-    threads = ", ".join(
-        f"{count} rank{'s' * (count > 1)} with {threads_per_rank(count)}" for count in sorted(calibration.plans)
-    )
+    ranks = sorted(calibration.plans)
+    threads = ", ".join(f"{plural(count, 'rank')} with {threads_per_rank(count)}" for count in ranks)
     said = (
         f"Measured by `{command_line()}`, every figure: from the medians of {calibration.rounds} rounds; under "
         f"intervals, what single rounds give at least and at most. {platform.machine()}, {usable_cores()} cores, "

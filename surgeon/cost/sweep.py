@@ -19,6 +19,7 @@ from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.memory import show_size
 from surgeon.results.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
+from surgeon.words import plural
 
 MOST_RANKS = 64  # that are looked at for those that have room
 MOST_TEXTS = 1 << 16  # likewise
@@ -105,6 +106,7 @@ def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
     prediction, workload = cell.prediction, cell.workload
     assert prediction is not None
     needed, plan = prediction.memory, prediction.plan
+    ranks = plural(plan.ranks, "rank")
     amounts = (
         f"{show_size(needed.needed)} (weights {show_size(needed.weights)}, cache {show_size(needed.cache)}, "
         f"activations {show_size(needed.activations)})"
@@ -112,12 +114,12 @@ def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
     ways = []
     fewer = most_texts(cell.candidate.model.shapes, plan, hardware, workload.prompt, MOST_TEXTS)
     if fewer:
-        ways.append(f"at most {fewer} {'text fits' if fewer == 1 else 'texts fit'} on {_ranks(plan.ranks)}")
+        ways.append(f"at most {fewer} {'text fits' if fewer == 1 else 'texts fit'} on {ranks}")
     enough = next(ranks_with_room(cell, hardware), None)
     if enough:
-        ways.append(f"{_ranks(enough)} would do for batch {workload.batch}")
+        ways.append(f"{plural(enough, 'rank')} would do for batch {workload.batch}")
     return (
-        f"{cell.candidate.name} in {plan.dtype} on {_ranks(plan.ranks)} with batch {workload.batch} and texts of "
+        f"{cell.candidate.name} in {plan.dtype} on {ranks} with batch {workload.batch} and texts of "
         f"{plan.max_tokens} tokens needs {amounts} on each, and {hardware.name} has {show_size(needed.there)} for it; "
         f"{'; '.join(ways) or f'no number of ranks up to {MOST_RANKS} would do'}"
     )
@@ -139,10 +141,6 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
             continue
         if room(shapes, plan, hardware, cell.workload.batch, cell.workload.prompt).fits:
             yield ranks
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:

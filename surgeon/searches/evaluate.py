@@ -108,7 +108,13 @@ class Evaluator:
         if most is not None and most < 1:
             raise ValueError(f"a program is measured on one window at least, not on {most}")
         wanted = list(dict.fromkeys(programs))
-        leader = None if best is None else self._values_of(best)
+        leader, count = None, len(self.windows.ids)
+        if best is not None:
+            if not best.whole or len(best.divergences) != count or len(best.nll) != count:
+                raise ValueError(
+                    f"programs are raced against one measured on all {count} windows, not on {len(best.divergences)}"
+                )
+            leader = np.array(best.nll), np.array(best.divergences)
         parts: dict[Program, list[Quality]] = defaultdict(list)
         lost: set[Program] = set()
 
@@ -183,14 +189,6 @@ class Evaluator:
             return max(0, int(KEPT_SHARE * (self.memory - resident_bytes())))
         free = gpu_free_bytes(device.index or 0) if device.type == "cuda" else free_bytes()
         return int(KEPT_SHARE * free)
-
-    def _values_of(self, best: MeasuredProgram) -> tuple[Values, Values]:
-        count = len(self.windows.ids)
-        if not best.whole or len(best.divergences) != count or len(best.nll) != count:
-            raise ValueError(
-                f"programs are raced against one measured on all {count} windows, not on {len(best.divergences)}"
-            )
-        return np.array(best.nll), np.array(best.divergences)
 
     def _summary(self, parts: list[Quality], leader: tuple[Values, Values] | None) -> MeasuredProgram:
         nll, divergence = joined(parts)

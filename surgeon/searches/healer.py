@@ -167,31 +167,21 @@ class CandidateHealer:
         return f"healed for {settings.steps:,} steps ({settings.method}) on {tokens:,} tokens of {text.source}"
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What healed programs depend on beside the program, as JSON values."""
-        texts = self.texts
-        return {
+    def key(self) -> str:
+        """What healed programs depend on beside the program, in a few letters."""
+        identity = {
             "format": FORMAT,
             "original": self.model_hash,
             "settings": self.settings.to_json(),
-            "data": texts.training.digest,
-            "held_out": texts.held_out.digest,
+            "data": self.texts.training.digest,
+            "held_out": self.texts.held_out.digest,
         }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def record(self) -> dict[str, Any]:
         """What a search's record says of it, as JSON values."""
-        text, settings = self.texts.training, self.settings
-        return {
-            "steps": settings.steps,
-            **text.record(),
-            "settings": settings.to_json(),
-        }
-
-    @property
-    def key(self) -> str:
-        """The same in a few letters."""
-        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
+        return {"steps": self.settings.steps, **self.texts.training.record(), "settings": self.settings.to_json()}
 
     def __call__(self, program: Program) -> HealedProgram:
         """Heal a program and measure it on held-out text.

@@ -11,6 +11,7 @@ from surgeon.language.program import Program
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect, aspect_of
 from surgeon.searches.trial import MeasuredProgram
+from surgeon.words import plural
 
 _LIMIT = re.compile(r"(?P<name>[^=<>@\s]+)\s*(?P<sign>=|<=|>=)\s*(?P<amount>[^@\s]*)\s*(?:@\s*(?P<on>.+))?")
 _NEAR = 1e-9  # in parts of a limit: what sums round
@@ -110,8 +111,7 @@ class SearchBudget:
     def __post_init__(self) -> None:
         for limit in self.of_programs:
             if self.dense(limit) == 0:
-                ranks = self.pricing.deployment.ranks
-                on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+                on = plural(self.pricing.deployment.ranks, "rank")
                 raise ValueError(f"budget {limit}: the unedited model has {limit.aspect} 0 on {on}")
 
     def __str__(self) -> str:
