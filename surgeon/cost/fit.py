@@ -105,11 +105,6 @@ class Fit:
         """All passes through the model's own program."""
         return [one for one in self.measured.passes if one.layers == WHOLE]
 
-    @property
-    def long(self) -> PassSample:
-        """The pass over the long prompt."""
-        return max((one for one in self.whole if one.texts == 1), key=lambda one: one.new)
-
     def kernels(self, kind: str, sample: PassSample) -> dict[str, Kernel]:
         """A sublayer's, by what their time was noted under; what has no name there is "rest"."""
         forward = Forward(sample.texts, sample.new, round(sample.cached))
@@ -181,10 +176,11 @@ class Fit:
         return max(0.0, self.part(ATTENDING, self.sample(1, 1)) - self._per_text())
 
     def _attention(self) -> Figures:
-        some, long = self.sample(8, PROMPT), self.long
+        some, near = self.sample(8, PROMPT), self.sample(1, 1)
         per_chunk = max(0.0, self.part(ATTENDING, some) - self._fixed_attention()) / some.texts
-        far = min((one for one in self.whole if one.decode and one.texts == 1), key=lambda one: -one.cached)
-        near = self.sample(1, 1)
+        alone = [one for one in self.whole if one.texts == 1]
+        long = max(alone, key=lambda one: one.new)  # the prompt
+        far = max((one for one in alone if one.decode), key=lambda one: one.cached)
         read = self.timed("A", ATTENDING, far).kernel.moved - self.timed("A", ATTENDING, near).kernel.moved
         longer = _beyond(self.part(ATTENDING, far), self.part(ATTENDING, near))
         flops = self.timed("A", ATTENDING, long).kernel.flops

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import BaseJournalBackend
@@ -183,19 +182,12 @@ def _open_sqlite(path: Path, pace: Pace) -> StudyStorage:
             backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
     except exc.DatabaseError as error:
         raise OSError(f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file") from error
-    _take_turns(backend.engine)
+    # Every transaction locks the file from its beginning. By default SQLite locks it at the first change, and Python's
+    # module begins none before: two workers could both find a trial waiting, and both take it.
+    backend.engine.dispose()  # of connections that began otherwise
+    event.listen(backend.engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(backend.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     return StudyStorage(backend, f"sqlite:///{path}", file=path, pace=pace)
-
-
-def _take_turns(engine: sqlalchemy.Engine) -> None:
-    """Let every transaction lock the file from its beginning.
-
-    By default SQLite locks it at the first change, and Python's module begins none before: two workers could both find
-    a trial waiting, and both take it.
-    """
-    engine.dispose()  # of connections that began otherwise
-    event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
 
 
 def _open_server(url: URL, pace: Pace) -> StudyStorage:
