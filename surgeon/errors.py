@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of an error message about an unknown word: the nearest known one, or all of them."""
     known = list(known)
-    near = difflib.get_close_matches(word, known, n=1)
+    near = difflib.get_close_matches(str(word), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 

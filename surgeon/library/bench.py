@@ -16,7 +16,7 @@ from surgeon.benchmarks.trace import Wires, chrome_trace
 from surgeon.cost.candidates import open_candidates
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
-from surgeon.library.opening import as_list, as_range
+from surgeon.library.opening import as_list, as_range, check_counts
 from surgeon.opened import Model
 from surgeon.processes.files import write_text
 from surgeon.processes.torchrun import read_environment
@@ -86,10 +86,13 @@ def bench(
         FileNotFoundError, ValueError: if one of them cannot be used or cannot run so, or there can be no trace.
         RankFailed: if a rank fails.
     """
-    ranks = RankOptions(ranks, "auto") if isinstance(ranks, int) else ranks
+    ranks = ranks if isinstance(ranks, RankOptions) else RankOptions(ranks, "auto")
     if data is not None and ranks.compression is None:
         raise ValueError(f"{data} is for measuring what compressed reductions change; have them compressed, too")
-    loads = [Workload(size, prompt, new, seed) for size in ([batch] if isinstance(batch, int) else batch)]
+    check_counts(rounds=rounds)
+    if not (sizes := [batch] if isinstance(batch, int) else batch):
+        raise ValueError("batch is empty; give how many texts are computed together, one number or several")
+    loads = [Workload(size, prompt, new, seed) for size in sizes]
     candidates = open_candidates(model, as_list(compare), program, as_range(layers), weights=True)
     needs = Needs(ranks.ranks, prompt + new, ranks.device, dtype, decoding, low_rank, kv)
     plans, unconnected = plan_candidates(candidates, needs), {one.name for one in candidates if not one.connected}
@@ -119,10 +122,10 @@ def bench(
     if costs:
         settings["compression"] = compression_record(costs, data or RANDOM)
     files = () if traced is None else (traced,)
-    found = Benchmark(bench_table(results), results, costs, record=settings, files=files)
+    name = model.name if isinstance(model, Model) else str(model)
+    found = Benchmark(bench_table(results), results, costs, record=settings | {"model": name}, files=files)
     if folder is None:
         return found
-    name = model.name if isinstance(model, Model) else str(model)
     record = provenance(name, candidates[0].model.hash, **settings, results=bench_record(results))
     return replace(found, record=record).save(folder)
 

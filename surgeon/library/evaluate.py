@@ -53,6 +53,9 @@ class Evaluation:
                 rows.append({"task": "text", "metric": metric, "value": value, "low": low, "high": high})
         return pd.DataFrame([*rows, *map(asdict, found)])
 
+    def _repr_html_(self) -> str:
+        return self.table().to_html(index=False)
+
     def __str__(self) -> str:
         tasks = "" if self.tasks is None else table(scores(self.tasks))
         return "\n".join(filter(None, ["" if self.text is None else self.text.line(), tasks]))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgeon.checkpoint.generation_defaults import Defaults, read_defaults
+from surgeon.errors import shown
 from surgeon.named import is_recipe
 from surgeon.runtime.batching.request import Event, Sampling
 from surgeon.runtime.worker.options import RankOptions
@@ -65,12 +66,7 @@ def generate(
             prompt is empty, too long, or not text, or there is none.
         RankFailed: if a rank fails.
     """
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if not prompts:
-        raise ValueError("there is nothing to go on from; give at least one prompt")
-    if not isinstance(prompts, Mapping):
-        prompts = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
+    prompts = _by_place(prompts)
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
         from surgeon.opened import open_model
 
@@ -81,7 +77,7 @@ def generate(
         temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop), **chosen
     )
     _warn(sampling, defaults)
-    ranks = RankOptions(ranks, "auto") if isinstance(ranks, int) else ranks
+    ranks = ranks if isinstance(ranks, RankOptions) else RankOptions(ranks, "auto")
     with early_ranks(ranks) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
         from surgeon.library.generation import GeneratedText, Generation
@@ -115,6 +111,20 @@ def generate(
                     if on_event is not None:
                         on_event(text, event)
             return Generation(tuple(texts), service.plan, ranks, service.figures())
+
+
+def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
+    """The prompts, by what errors call the place of each."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not prompts:
+        raise ValueError("there is nothing to go on from; give at least one prompt")
+    if not isinstance(prompts, Mapping):
+        prompts = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
+    for place, prompt in prompts.items():
+        if not isinstance(prompt, str):
+            raise ValueError(f"{place}: a prompt is text, not {type(prompt).__name__} {shown(prompt)}")
+    return prompts
 
 
 def _warn(sampling: Sampling, defaults: Defaults) -> None:

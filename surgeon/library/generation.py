@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
+
 from surgeon.language.program import Program
 from surgeon.runtime.batching.request import Usage
 from surgeon.runtime.comm.collectives import Counts
@@ -13,6 +15,7 @@ from surgeon.runtime.model.program import Phase
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.stream import Answer
 from surgeon.runtime.worker.options import RankOptions
+from surgeon.words import plural
 
 
 @dataclass(kw_only=True)
@@ -28,7 +31,7 @@ class GeneratedText(Answer):
         return (usage.new - 1) / usage.seconds if usage.seconds else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Generation:
     """Texts that go on from prompts; as text, what it took to write them.
 
@@ -43,6 +46,27 @@ class Generation:
     plan: Plan
     ranks: RankOptions
     figures: Sequence[Figures]
+
+    def table(self) -> pd.DataFrame:
+        """One row per text: its prompt, what was written, and what that took."""
+        rows = [
+            {
+                "prompt": text.prompt,
+                "text": text.text,
+                "prompt_tokens": text.usage.prompt,
+                "new_tokens": text.usage.new,
+                "finish_reason": text.finish_reason,
+                "tokens_per_second": text.tokens_per_second,
+            }
+            for text in self.texts
+        ]
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        return f"<Generation: {plural(len(self.texts), 'text')} on {plural(self.plan.ranks, 'rank')}>"
+
+    def _repr_html_(self) -> str:
+        return self.table().to_html(max_rows=12, index=False)
 
     def __str__(self) -> str:
         plan, usages, first = self.plan, [text.usage for text in self.texts], self.figures[0]

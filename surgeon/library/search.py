@@ -14,6 +14,7 @@ import pandas as pd
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
+from surgeon.errors import shown
 from surgeon.language.program import Program
 from surgeon.library.opening import check_counts, warn
 from surgeon.memory import free_bytes
@@ -118,9 +119,9 @@ def search(
     output: str | Path,
     trials: int = 60,
     *,
-    space: str = "pair",
-    budget: str | None = None,
-    objective: str = "divergence",
+    space: str | Sequence[str] = "pair",
+    budget: str | Sequence[str] | None = None,
+    objective: str | Sequence[str] = "divergence",
     ranks: int = 2,
     batch: int = 1,
     prompt: int | None = None,
@@ -147,9 +148,9 @@ def search(
         output: folder for recipe.yaml, trials.csv, terms.csv, search.json and pictures; without a budget, or with
             several objectives, a recipe for each point of the front, too.
         trials: how many programs to try in all.
-        space: what may change, one or several by commas: "pair:4,rank"; docs/searching.md has all.
-        budget: what to come down to, several limits by commas: "depth=12"; None: how deep is the model really?
-        objective: what to make small, several by commas give a front.
+        space: what may change, one or several, also by commas: "pair:4,rank"; docs/searching.md has all.
+        budget: what to come down to, one limit or several: "depth=12"; None: how deep is the model really?
+        objective: what to make small, several give a front.
         ranks, batch, prompt, new, link_delay: what tracks and times are of, as `SearchSettings` has them.
         holdout: tokens held out from the search, to measure the winner and the runners-up on again, by default as many
             as are searched on; 0: none.
@@ -167,12 +168,17 @@ def search(
             was not found; or if the study is of something else.
         OSError: if the folder or the storage cannot be written to.
     """
-    check_counts(trials=trials, heal=heal, workers=workers)
+    check_counts(trials=trials, heal=heal, workers=workers, ranks=ranks, batch=batch)
+    asked = (
+        _as_text("space", space),
+        None if budget is None else _as_text("budget", budget),
+        _as_text("objective", objective),
+    )
     options = SearchOptions(
         str(data),
         str(output),
         trials,
-        SearchSettings(space, budget, objective, ranks, batch, prompt, new, link_delay),
+        SearchSettings(*asked, ranks, batch, prompt, new, link_delay),
         tokens,
         window,
         separator,
@@ -187,6 +193,14 @@ def search(
     found = join_search(model, options, worker=0)
     assert found is not None
     return found
+
+
+def _as_text(name: str, given: str | Sequence[str]) -> str:
+    """One or several, as a text with commas."""
+    several = [given] if isinstance(given, str) else given
+    if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
+        raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
+    return ",".join(several)
 
 
 def join_search(model: str | Path | Model, options: SearchOptions, worker: int) -> SearchResult | None:

@@ -90,9 +90,11 @@ def serve(
     """
     if api_key is not None and not api_key.strip():
         raise ValueError("the API key is empty; give one, or none at all (SURGEON_API_KEY may be set to nothing)")
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
     origins = tuple(map(check_origin, cors_origins))
     options = ServiceOptions(
-        RankOptions(ranks, "auto") if isinstance(ranks, int) else ranks,
+        ranks if isinstance(ranks, RankOptions) else RankOptions(ranks, "auto"),
         program,
         max_batch=max_batch,
         max_tokens=max_tokens,

@@ -30,7 +30,7 @@ def spectrum(
     *,
     layers: range | str | None = None,
     weights: Sequence[str] | str | None = None,
-    ranks: str = "1/8,1/4,1/2,3/4",
+    ranks: str | float | Sequence[str | float] = "1/8,1/4,1/2,3/4",
     method: Literal["whitened", "plain"] = "whitened",
     damage: bool = True,
     keep: float | None = None,
@@ -72,7 +72,7 @@ def spectrum(
         opened.config,
         layers=as_range(layers),
         weights=parse_weights(weights) if isinstance(weights, str) else weights,
-        ranks=parse_ranks(ranks) if damage else (),
+        ranks=parse_ranks(_as_text(ranks)) if damage else (),
         method=method,
     )
     share = _share(opened, keep, budget, allocation, damage)
@@ -94,6 +94,11 @@ def spectrum(
             chosen = share.ranks(found.curves)
         files.append(write_recipe(folder, subject, found, share, chosen, named))
     return replace(found, files=tuple(files))
+
+
+def _as_text(ranks: str | float | Sequence[str | float]) -> str:
+    """Ranks as a text with commas."""
+    return ",".join(map(str, [ranks] if isinstance(ranks, str | int | float) else ranks))
 
 
 def _share(model: Model, keep: float | None, budget: str | None, allocation: Allocation, damage: bool) -> Share | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 
 import surgeon
@@ -93,6 +95,8 @@ def test_texts_are_those_of_the_command(tiny_checkpoint: Path, capfd: pytest.Cap
         f"==> {number} of 2: {text.prompt} <==\n{text.text}\n" for number, text in enumerate(found.texts, start=1)
     )
     assert str(found).splitlines()[0] == err.splitlines()[0] == "ranks    1 (cpu, shm, float32)"
+    assert repr(found) == "<Generation: 2 texts on 1 rank>"
+    assert list(found.table()["text"]) == [text.text for text in found.texts]
     for text in found.texts:
         assert "".join(piece for prompt, piece in events if prompt == text.prompt) == text.text
         assert text.usage.new == len(text.tokens)
@@ -237,4 +241,31 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
         surgeon.evaluate(model, tasks=tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match="unknown operation 'prun' to scan; did you mean 'prune'"):
         surgeon.scan(model, "demo", there, operations="prun")
+    for name, wrong, said in (
+        ("budget", 13, "budget is a text, or several of them, not 13"),
+        ("budget", {"depth": 3}, "budget is a text"),
+        ("space", ["pair", "pears"], "unknown space 'pears'"),
+        ("ranks", 0, "ranks must be at least 1, not 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            surgeon.search(model, "demo", there, **cast("Any", {name: wrong}))
+    with pytest.raises(ValueError, match="rank 1.5 is above the full rank"):
+        surgeon.spectrum(model, "demo", there, ranks=[0.5, 1.5])
+    for ranks, said in (
+        (0, "ranks must be at least 1, not 0"),
+        ("2", "ranks must be a number, or RankOptions, not '2'"),
+    ):
+        for run in (surgeon.bench, surgeon.serve, partial(surgeon.generate, prompts="the")):
+            with pytest.raises(ValueError, match=said):
+                cast("Any", run)(model, ranks=ranks)
+    with pytest.raises(ValueError, match="prompt 2: a prompt is text, not int 3"):
+        surgeon.generate(model, cast("Any", ["the", 3]))
+    with pytest.raises(ValueError, match="port must be at least 0, .* not 99999"):
+        surgeon.serve(model, port=99999)
+    with pytest.raises(ValueError, match="batch is empty"):
+        surgeon.bench(model, batch=[])
+    with pytest.raises(ValueError, match="rounds must be at least 1, not 0"):
+        surgeon.bench(model, rounds=0)
+    with pytest.raises(ValueError, match="unknown dtype torch.bfloat16; did you mean 'bfloat16'"):
+        surgeon.export(model, there, dtype=cast("Any", torch.bfloat16))
     assert not there.exists()

@@ -26,7 +26,8 @@ class RankOptions:
         compression: send the reductions of the program's steps as integers of this many bits.
 
     Raises:
-        ValueError: if the collectives do not fit the device, or the link or compression do not fit them.
+        ValueError: if there is no rank, the collectives do not fit the device, or the link or compression do not fit
+            them.
     """
 
     ranks: int = 1
@@ -36,6 +37,10 @@ class RankOptions:
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ranks, int):
+            raise ValueError(f"ranks must be a number, or RankOptions, not {self.ranks!r}")
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1, not {self.ranks}")
         if self.device == "auto":
             object.__setattr__(self, "device", choose_device("auto", self.ranks))
         object.__setattr__(self, "collectives", choose_collectives(self.collectives, self.device))
