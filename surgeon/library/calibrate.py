@@ -8,6 +8,7 @@ from pathlib import Path
 from surgeon.cost.calibrate import calibrate as measure
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
+from surgeon.library.opening import check_counts
 from surgeon.opened import Model
 from surgeon.processes.files import write_text
 
@@ -16,7 +17,7 @@ def calibrate(
     model: str | Path | Model,
     output: str | Path,
     *,
-    ranks: Sequence[int] = (1, 2),
+    ranks: int | Sequence[int] = (1, 2),
     rounds: int = 5,
     device: str = "auto",
     dtype: str = "auto",
@@ -35,7 +36,8 @@ def calibrate(
         FileNotFoundError, ValueError: if the model cannot be run by these ranks here, or the file is none for hardware.
         OSError: if it cannot be written.
     """
-    path = Path(output)
+    check_counts(rounds=rounds)
+    path, ranks = Path(output), [ranks] if isinstance(ranks, int) else ranks
     if path.suffix.lower() != ".yaml":
         raise ValueError(f"{path} must end in .yaml, by which hardware files are known")
     if path.exists():

@@ -33,7 +33,7 @@ from surgeon.opened import Model
 from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.results.best import BestRun
-from surgeon.results.prediction import PredictRun, words_of
+from surgeon.results.prediction import AXES, PredictRun, words_of
 
 _SHORT: dict[Metric, str] = {
     "token": "time per token",
@@ -89,7 +89,7 @@ def predict(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     candidates = open_candidates(model, as_list(compare), program, as_range(layers))
     deployment = _deployment(ranks, machine, candidates[0])
-    axes = {"batch": [batch] if isinstance(batch, int) else [*batch], **_axes(sweep)}
+    axes = {**_axes({"batch": batch}), **_axes(sweep)}
     folder = None if output is None else Path(output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,8 @@ def predict(
             if cell.refused:
                 raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
     said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": sweep is not None}
-    found = Predictions(prediction_table(cells), cells, record=said)
+    name = model.name if isinstance(model, Model) else str(model)
+    found = Predictions(prediction_table(cells), cells, record=said | {"model": name})
     return found if folder is None else replace(found, record=_record(model, machine, cells, said)).save(folder)
 
 
@@ -207,5 +208,13 @@ def _deployment(ranks: int | Deployment, hardware: Hardware, first: Candidate) -
     return replace(deployment, dtype=deployment.dtype or hardware.dtype(first.model.shapes.dtype))
 
 
-def _axes(sweep: str | Mapping[str, Sequence[int]] | None) -> dict[str, list[int]]:
-    return parse_sweep(sweep) if isinstance(sweep, str) else {name: [*values] for name, values in (sweep or {}).items()}
+def _axes(sweep: str | Mapping[str, int | Sequence[int]] | None) -> dict[str, list[int]]:
+    if isinstance(sweep, str):
+        return parse_sweep(sweep)
+    axes = {name: [values] if isinstance(values, int) else [*values] for name, values in (sweep or {}).items()}
+    for name, values in axes.items():
+        if name not in AXES:
+            raise ValueError(f"there is no {name!r} to sweep; {did_you_mean(name, AXES)}")
+        if not values:
+            raise ValueError(f"there are no values of {name} to predict for; give at least one")
+    return axes

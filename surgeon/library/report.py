@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from surgeon.library.opening import as_list
 from surgeon.reports.page import Chapter, write_page
+from surgeon.words import plural
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ReportPage:
     """A page that was written.
 
@@ -32,6 +34,12 @@ class ReportPage:
         ]
         return pd.DataFrame(rows, columns=["model", "about", "finding", "figure"])
 
+    def __repr__(self) -> str:
+        return f"<ReportPage {self.file}: {plural(len(self.chapters), 'model')}>"
+
+    def _repr_html_(self) -> str:
+        return self.table().to_html(index=False)
+
     def __str__(self) -> str:
         return f"{self.file}: {self.file.stat().st_size / 2**20:.2f} MB"
 
@@ -48,5 +56,6 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
         ValueError: if a folder holds no known record, or a file is damaged, naming it.
         OSError: if the page cannot be written.
     """
-    paths = [runs] if isinstance(runs, str | Path) else runs
+    if not (paths := as_list(runs)):
+        raise ValueError("there are no runs to report on; give the folders that passes wrote")
     return ReportPage(Path(output), write_page(map(Path, paths), Path(output)))

@@ -227,9 +227,8 @@ class RunResult:
         return written
 
     def table(self) -> pd.DataFrame:
-        """The main table, as in its CSV file."""
-        rows: pd.DataFrame = getattr(self, next(iter(self.TABLES)))
-        return rows
+        """The main table, as in its CSV file; no rows where there is none."""
+        return next((getattr(self, name) for name in self.TABLES), pd.DataFrame())
 
     def pictures(self) -> dict[str, Figure]:
         """Every picture that there is to make, by the name of its file without ending; the main one first."""

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 import surgeon
 from surgeon.cli.app import main
 from surgeon.language.recipe import parse_recipe
+from surgeon.results.exported import ExportRun
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
 TEXT = {"tokens": 128, "window": 32}
@@ -153,6 +154,10 @@ def test_whatever_a_model_is_can_be_exported(tiny_checkpoint: Path, tmp_path: Pa
     ]
     assert {(one.form, str(one.program), one.depth) for one in found} == {("fused", PAIRED, 3)}
     assert all(one.proof.exact < 1e-4 and "Proof: on 128 random tokens" in str(one) for one in found)
+    page = surgeon.report([one.folder for one in found[1:3]], tmp_path / "page.html")
+    assert repr(page) == f"<ReportPage {tmp_path / 'page.html'}: {len(page.chapters)} model>"
+    assert "<table" in page._repr_html_()
+    assert repr(ExportRun.read(found[1].folder)).startswith("<ExportRun of ")
     weights = [(one.folder / "model.safetensors").read_bytes() for one in found]
     assert weights == weights[:1] * 4
     with pytest.raises(ValueError, match="program is of no use for a model in memory"):
@@ -260,6 +265,18 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
                 cast("Any", run)(model, ranks=ranks)
     with pytest.raises(ValueError, match="prompt 2: a prompt is text, not int 3"):
         surgeon.generate(model, cast("Any", ["the", 3]))
+    with pytest.raises(ValueError, match="rounds must be at least 1, not 0"):
+        surgeon.calibrate(model, tmp_path / "here.yaml", ranks=1, rounds=0)
+    with pytest.raises(ValueError, match="there are no runs to report on"):
+        surgeon.report([], there)
+    for sweep, said in (
+        ({"rank": [1]}, "there is no 'rank' to sweep; did you mean 'ranks'"),
+        ({"batch": []}, "no values"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            surgeon.predict("demo", "h100-sxm", sweep=cast("Any", sweep))
+    predicted = surgeon.predict("demo", "h100-sxm", prompt=8, new=8, sweep=cast("Any", {"ranks": 2}))
+    assert repr(predicted) == "<Predictions of demo: 1 row>"
     with pytest.raises(ValueError, match="port must be at least 0, .* not 99999"):
         surgeon.serve(model, port=99999)
     with pytest.raises(ValueError, match="batch is empty"):
