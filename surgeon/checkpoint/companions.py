@@ -82,7 +82,7 @@ class Companions:
         return {"carried": sorted(self.files), "model_code": sorted(self.model_code), "left_behind": self.left}
 
 
-def companions_of(folder: Path, own: Collection[str] = ()) -> Companions:
+def companions_of(folder: Path, own: Collection[str]) -> Companions:
     """What lies beside a model's configuration and weights.
 
     Code is never run. What of it goes on is what a configuration names in its `auto_map`, with the files that those

@@ -16,9 +16,8 @@ from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.offline import fetching
-from surgeon.checkpoint.read import DEMO, Checkpoint, read_json
+from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
 from surgeon.checkpoint.training import is_no_source
-from surgeon.demo import demo_model
 from surgeon.errors import shown
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
@@ -113,16 +112,14 @@ def _of_source(path: Path) -> tuple[Any, Program]:
 
 def _find(what: str | Path) -> Path:
     name, there = str(what), on_disk(what)
-    if there is not None:
-        if not there.is_dir() and there.suffix.lower() != ".json":
+    if there is not None and not there.is_dir():
+        if there.suffix.lower() != ".json":
             raise FileNotFoundError(
                 f"{there} is no {CONFIG}; give one, a folder with one, a name on the hub, or a recipe"
             )
-        return there / CONFIG if there.is_dir() else there
-    if name == DEMO:
-        return demo_model() / CONFIG
-    if not is_hub_name(name):
-        raise FileNotFoundError(f"there is no model folder {name}")
+        return there
+    if there is not None or name == DEMO or not is_hub_name(name):
+        return locate(what) / CONFIG
     advice = "check the name and the connection, or give the path of a config.json"
     with fetching(name, "its configuration ", advice):
         from huggingface_hub import hf_hub_download

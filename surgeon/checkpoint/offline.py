@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-SECONDS = 5.0
+SECONDS = 5.0  # that a connection may take
 
 
 @contextmanager
@@ -51,13 +51,13 @@ def without_retries() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = False, before
 
 
-def hub_answers(address: str, seconds: float = SECONDS) -> bool:
+def hub_answers(address: str) -> bool:
     """Whether a connection to the address is accepted; behind a proxy, which has to be asked, it may be."""
     url = urlsplit(address)
     if url.scheme in getproxies() or url.hostname is None:
         return True
     try:
-        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), seconds).close()
+        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), SECONDS).close()
     except OSError:
         return False
     return True

@@ -30,8 +30,8 @@ from surgeon.training.texts import TrainTexts
 
 def open_to_heal(
     what: str | Path | Recipe | Model | EditedModel,
-    program: Program | str | None = None,
-    teacher: str | Path | Model | None = None,
+    program: Program | str | None,
+    teacher: str | Path | Model | None,
 ) -> tuple[EditedModel, EditedModel | None]:
     """What is to be healed, and its original, None where that is not known; weights are read only for their hashes.
 

@@ -111,9 +111,7 @@ class TeacherLogits:
         return TopLogits(*(torch.cat(each) for each in zip(*rows, strict=True)))
 
 
-def keep_logits(
-    teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: TeacherIdentity, at_once: int = 1
-) -> TeacherLogits:
+def keep_logits(teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: TeacherIdentity) -> TeacherLogits:
     """Run the teacher on every training window and keep its largest logits; goes on where it was killed.
 
     Of several processes that call this at once, one makes them, and the others wait for it.
@@ -122,7 +120,6 @@ def keep_logits(
         teacher: unedited; it is left in evaluation mode.
         ids: (windows, tokens), all training windows.
         folder: is made if it is not there.
-        at_once: windows that the teacher runs on at a time.
 
     Raises:
         ValueError: if the folder holds another teacher's, or those of another text or another number of them, or the
@@ -141,22 +138,19 @@ def keep_logits(
                 part.unlink()
             missing = [windows for windows in identity.files if not _is_whole(_path(folder, windows), identity)]
             if missing:  # or another process has made them meanwhile
-                _make(teacher, ids, folder, identity, missing, at_once)
+                _make(teacher, ids, folder, identity, missing)
     return TeacherLogits(folder, identity)
 
 
-def _make(
-    teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: TeacherIdentity, missing: list[range], at_once: int
-) -> None:
+def _make(teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: TeacherIdentity, missing: list[range]) -> None:
     left = sum(map(len, missing))
     teacher.eval()
     with progress("the teacher's logits", identity.windows, "windows", identity.windows - left) as advance:
         for windows in missing:
             parts = []
-            for first in windows[::at_once]:
-                some = ids[first : min(first + at_once, windows.stop)]
-                parts.append(_top_of(teacher, some, identity, first))
-                advance(len(some))
+            for window in windows:
+                parts.append(_top_of(teacher, ids, window, identity))
+                advance(1)
             tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
             shaped = {name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()}
             try:
@@ -171,14 +165,11 @@ def _make(
 
 
 @torch.inference_mode()
-def _top_of(teacher: PreTrainedModel, ids: Tensor, identity: TeacherIdentity, first: int) -> TopLogits:
-    """Of some windows, the first of which has this number."""
-    logits = teacher(input_ids=ids.to(teacher.device), use_cache=False).logits.flatten(0, 1)
+def _top_of(teacher: PreTrainedModel, ids: Tensor, window: int, identity: TeacherIdentity) -> TopLogits:
+    logits = teacher(input_ids=ids[window : window + 1].to(teacher.device), use_cache=False).logits[0]
     parts = [TopLogits.of(logits[rows], identity.kept, identity.temperature) for rows in blocks(logits)]
     found, log_p, rest = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in _TENSORS)
     if not log_p.isfinite().all():
-        row = int((~log_p.isfinite()).any(-1).nonzero()[0])
-        window = first + row // identity.window
         raise ValueError(f"the teacher's logits are not finite in training window {window}; are its weights damaged?")
     return TopLogits(found.int(), log_p, rest)
 

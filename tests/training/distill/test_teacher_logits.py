@@ -57,10 +57,8 @@ def text() -> Tensor:
     return torch.randint(2, models.VOCABULARY, (WINDOWS, WINDOW), generator=torch.Generator().manual_seed(3))
 
 
-def make(
-    teacher: CountedTeacher, folder: Path, identity: TeacherIdentity = IDENTITY, at_once: int = 1
-) -> TeacherLogits:
-    return keep_logits(teacher.model, text(), folder, identity, at_once)
+def make(teacher: CountedTeacher, folder: Path, identity: TeacherIdentity = IDENTITY) -> TeacherLogits:
+    return keep_logits(teacher.model, text(), folder, identity)
 
 
 @pytest.fixture
@@ -80,9 +78,8 @@ def plainly(model: Any, index: list[int]) -> Tensor:
     return torch.log_softmax(logits / TEMPERATURE, -1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_what_is_kept(teacher: CountedTeacher, tmp_path: Path, at_once: int) -> None:
-    kept = make(teacher, tmp_path / "kept", at_once=at_once)
+def test_what_is_kept(teacher: CountedTeacher, tmp_path: Path) -> None:
+    kept = make(teacher, tmp_path / "kept")
     index = [6, 0, 3, 2, 0]
     wanted = plainly(teacher.model, index)
     found = kept.read(torch.tensor(index))
