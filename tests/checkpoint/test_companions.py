@@ -116,7 +116,8 @@ def test_a_plain_checkpoint_runs_with_the_models_own_code(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    elsewhere = [place for place in sys.path if not (Path(place) / "transformers_modules").is_dir()]
+    monkeypatch.setattr(sys, "path", elsewhere)
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         monkeypatch.delitem(sys.modules, name)  # which lies where another test has put it
     with pytest.warns(UserWarning, match=r"code goes along \(configuration_own.py, layers_own.py, modeling_own.py\)"):
