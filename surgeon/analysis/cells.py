@@ -140,11 +140,6 @@ def check_operations(names: Sequence[str]) -> list[str]:
     return [name for name in HEATMAPS if name in names or ALL in names]
 
 
-def stretches(num_layers: int) -> Iterator[range]:
-    """Every contiguous stretch of layers, by first and then by last layer."""
-    return select((), num_layers).stretches()
-
-
 def permutation_seeds(seed: int, count: int) -> tuple[int, ...]:
     """The seeds of a cell's permutations: the scan's own, then others drawn from it. More begin with fewer."""
     return seed, *(random.Random(f"{seed}:{number}").getrandbits(31) for number in range(1, count))

@@ -19,7 +19,7 @@ from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import Job, measure_in_workers
 from surgeon.analysis.subject import Subject
-from surgeon.analysis.tables import Base, Outcome, cell_values, cells_table, permutations_table
+from surgeon.analysis.tables import Outcome, cell_values, cells_table, permutations_table
 from surgeon.checkpoint.read import read_json
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
@@ -28,7 +28,7 @@ from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
-from surgeon.quality.summary import Values, perplexity
+from surgeon.quality.summary import Values, perplexity, perplexity_interval
 from surgeon.results.scan import Scan
 
 JOURNAL = "journal.jsonl"
@@ -125,11 +125,12 @@ def scan(
         earlier = [other.to_json() for other in journal.finished if other != selection]
         if earlier:
             record["earlier"] = earlier
-        base = run.base
-        table = cells_table(outcomes, base, run.values)
-        record |= {"base_perplexity": perplexity(base.nll), "base_interval": base.interval} | work.counts(table)
-        permutations = permutations_table(outcomes, base, run.values)
-        found = Scan(table, perplexity(base.nll), permutations, record=record)
+        base, predicted = journal.values(program, range(len(windows.ids)))[0], windows.ids.shape[1] - 1
+        table = cells_table(outcomes, base, predicted, run.values)
+        record |= {"base_perplexity": perplexity(base), "base_interval": perplexity_interval(base)}
+        record |= work.counts(table)
+        permutations = permutations_table(outcomes, base, predicted, run.values)
+        found = Scan(table, perplexity(base), permutations, record=record)
         found.write(folder)
         return found
 
@@ -202,12 +203,6 @@ class _Run:
     journal: ScanJournal
     workers: int
     batch: int | None
-
-    @property
-    def base(self) -> Base:
-        """The unedited model on all windows."""
-        windows, tokens = self.subject.windows.ids.shape
-        return Base(self.journal.values(self.work.dense, range(windows))[0], tokens - 1)
 
     def values(self, program: Program, windows: Sequence[int]) -> tuple[Values, Values]:
         """Negative log-likelihood and divergence of a cell's program, (windows,) each."""

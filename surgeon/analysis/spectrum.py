@@ -25,7 +25,6 @@ from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matr
 from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.subject import Subject
-from surgeon.analysis.tables import Base
 from surgeon.errors import shown
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program, Sublayer
@@ -35,7 +34,7 @@ from surgeon.models.weights.decompose import Decomposition, decompose, truncate
 from surgeon.models.weights.whitening import SecondMoment, Whitening, whiten
 from surgeon.progress import Advance, progress
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import perplexity
+from surgeon.quality.summary import perplexity, perplexity_interval
 from surgeon.results.spectrum import Spectrum, TargetRank, parse_ranks
 
 Method = Literal["whitened", "plain"]
@@ -244,12 +243,12 @@ def _write(
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
     matrices, values = spectrum_table(spectra), values_table(spectra)
     truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
-    assert journal.base_nll is not None
-    base = Base(journal.base_nll, windows.ids.shape[1] - 1)
+    base = journal.base_nll
+    assert base is not None
     measured = {truncation: journal.damage[truncation] for truncation in truncations}
-    damage = damage_table(measured, spectra, base)
-    value = perplexity(base.nll)
-    record = record | work.wanted.to_json() | {"base_perplexity": value, "base_interval": base.interval}
+    damage = damage_table(measured, spectra, windows.predicted)
+    value = perplexity(base)
+    record = record | work.wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
     curves = curves_of(spectra, measured, work.wanted.method)
     found = MeasuredSpectrum(matrices, damage, values, value, curves, record=record)
     files = (*found.write(folder), folder / found.RECORD)

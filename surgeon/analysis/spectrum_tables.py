@@ -10,7 +10,6 @@ import pandas as pd
 from surgeon.analysis.factors.allocation import effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
-from surgeon.analysis.tables import Base
 from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate
 from surgeon.results.spectrum import METHODS
 
@@ -66,14 +65,18 @@ def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
 
 
 def damage_table(
-    damage: Mapping[Truncation, WindowQuality], spectra: Mapping[Matrix, SingularValues], base: Base
+    damage: Mapping[Truncation, WindowQuality], spectra: Mapping[Matrix, SingularValues], predicted: int
 ) -> pd.DataFrame:
-    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval."""
+    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval.
+
+    Args:
+        predicted: how many tokens of the text are predicted in all.
+    """
     rows = []
     for truncation, quality in damage.items():
         matrix, size = truncation.matrix, spectra[truncation.matrix].size
         kept = kept_parameters(*size, truncation.rank)
         about = (matrix.layer, matrix.role, truncation.method, truncation.rank, min(size), kept)
         numbers = estimate(quality.nll, quality.divergence).numbers
-        rows.append((*about, *numbers, len(base.nll) * base.tokens))
+        rows.append((*about, *numbers, predicted))
     return pd.DataFrame(rows, columns=DAMAGE_COLUMNS)

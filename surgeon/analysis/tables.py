@@ -11,25 +11,12 @@ import pandas as pd
 from surgeon.analysis.cells import Cell
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import ATTENTION, Program
-from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity_interval
+from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate
 
 COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, "tokens", "sublayers_run"]
 PERMUTATION_COLUMNS = ["operation", "first", "last", "seed", "order", "perplexity", "divergence", "tokens"]
 
 Lookup = Callable[[Program, Sequence[int]], tuple[Values, Values]]  # nll and divergence of a program on some windows
-
-
-@dataclass(frozen=True)
-class Base:
-    """The unedited model's negative log-likelihood on every window, and how many tokens a window predicts."""
-
-    nll: Values
-    tokens: int
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the perplexity, if it can be told."""
-        return perplexity_interval(self.nll)
 
 
 @dataclass(frozen=True)
@@ -47,15 +34,19 @@ def cell_values(cell: Cell, windows: Sequence[int], lookup: Lookup) -> tuple[Val
     return np.mean(nll, axis=0), np.mean(divergence, axis=0)
 
 
-def cells_table(outcomes: Iterable[Outcome], base: Base, lookup: Lookup) -> pd.DataFrame:
-    """One row per cell, with the columns of `cells.csv`; a parameter that maps vary has a column behind the layers."""
+def cells_table(outcomes: Iterable[Outcome], base: Values, predicted: int, lookup: Lookup) -> pd.DataFrame:
+    """One row per cell, with the columns of `cells.csv`; a parameter that maps vary has a column behind the layers.
+
+    Args:
+        base: the unedited model's negative log-likelihood on every window.
+        predicted: how many tokens of a window are predicted.
+    """
     rows, values = [], []
     for one in outcomes:
         cell, windows = one.cell, one.windows
         nll, divergence = cell_values(cell, windows, lookup)
-        numbers = estimate(nll, divergence, base.nll, windows).numbers
-        tokens = len(windows) * base.tokens
-        rows.append((cell.operation, cell.first, cell.last, *numbers, tokens, one.sublayers_run))
+        numbers = estimate(nll, divergence, base, windows).numbers
+        rows.append((cell.operation, cell.first, cell.last, *numbers, len(windows) * predicted, one.sublayers_run))
         values.append((HEATMAPS[cell.operation].varied, cell.value))
     table = pd.DataFrame(rows, columns=COLUMNS)
     for place, name in enumerate(sorted({varied for varied, _ in values if varied is not None}), start=3):
@@ -63,14 +54,14 @@ def cells_table(outcomes: Iterable[Outcome], base: Base, lookup: Lookup) -> pd.D
     return table
 
 
-def permutations_table(outcomes: Iterable[Outcome], base: Base, lookup: Lookup) -> pd.DataFrame:
-    """One row per random permutation of a cell, with the columns of `permutations.csv`."""
+def permutations_table(outcomes: Iterable[Outcome], base: Values, predicted: int, lookup: Lookup) -> pd.DataFrame:
+    """One row per random permutation of a cell, with the columns of `permutations.csv`; arguments as `cells_table`."""
     rows = []
     for one in outcomes:
         cell, windows = one.cell, one.windows
         for seed, program in zip(cell.seeds, cell.programs, strict=False):
-            found = estimate(*lookup(program, windows), base.nll, windows)
-            numbers = (found.perplexity, found.divergence, len(windows) * base.tokens)
+            found = estimate(*lookup(program, windows), base, windows)
+            numbers = (found.perplexity, found.divergence, len(windows) * predicted)
             rows.append((cell.operation, cell.first, cell.last, seed, order_of(program, cell.layers), *numbers))
     return pd.DataFrame(rows, columns=PERMUTATION_COLUMNS)
 

@@ -23,8 +23,7 @@ from surgeon.opened import Model, open_model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
-from surgeon.quality.data import DEFAULT_TOKENS, Windows
-from surgeon.quality.held_out import held_out
+from surgeon.quality.data import DEFAULT_TOKENS, Windows, held_out
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.evaluate import KEPT_SHARE, Evaluator

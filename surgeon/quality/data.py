@@ -13,12 +13,14 @@ from torch import Tensor
 from surgeon.quality.sources import DEMO, DEMO_TRAINING, Text, documents
 from surgeon.quality.text_files import Reading
 
-__all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "load_windows", "window_for"]
+__all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "held_out", "load_windows", "window_for"]
 
 DEFAULT_TOKENS = 8192
 DEFAULT_WINDOW = 512
 _MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer packs into a token of ordinary text
+LEAST_HELD_OUT = 2  # windows: one has no interval
+_HOLD_OUT_ADVICE = "search on fewer tokens so that text is left, hold out other text, or hold out none"
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,53 @@ def shared_windows(one: Windows, other: Windows) -> int:
     """How many windows of one text are windows of another, too: a model is not judged by what it was chosen by."""
     seen = {row.tobytes() for row in other.ids.numpy()}
     return sum(row.tobytes() in seen for row in one.ids.numpy())
+
+
+def held_out(
+    tokenizer: Any, searched: Windows, tokens: int | None = None, other: str | None = None, between: int = 0
+) -> Windows:
+    """Text that a search has not seen: what follows the searched windows in their data, or else another text.
+
+    Its windows have the length of those searched on; what the search found is measured again on them.
+
+    Args:
+        tokenizer: the one that the searched windows were made with.
+        searched: the first windows of their data.
+        tokens: how many are wanted, by default as many as were searched on and at least two windows; where there are
+            fewer, a note says so.
+        other: text to use in the place of what follows, as `load_windows` takes it.
+        between: tokens, whole windows, that follow the searched ones and have been used for something else.
+
+    Raises:
+        FileNotFoundError: if there is no such other text.
+        ValueError: if there are not two windows of it, or it holds windows that were searched on.
+    """
+    window, separator = searched.ids.shape[1], searched.separator
+    wanted = max(searched.ids.numel(), LEAST_HELD_OUT * window) if tokens is None else tokens
+    if wanted < LEAST_HELD_OUT * window:
+        raise ValueError(
+            f"held-out text of {wanted} tokens is less than {LEAST_HELD_OUT} windows of {window}, without which there "
+            f"is no interval; hold out {LEAST_HELD_OUT * window} or more"
+        )
+    if other is None:
+        used = searched.ids.numel() + between
+        try:
+            found = load_windows(tokenizer, searched.source, window, wanted, separator, after=used)
+        except ValueError as error:
+            raise ValueError(f"nothing is left to hold out: {error}; {_HOLD_OUT_ADVICE}") from error
+    else:
+        found = load_windows(tokenizer, other, window, wanted, separator)
+        if again := shared_windows(found, searched):
+            raise ValueError(
+                f"{again} of the {len(found.ids)} windows of {found.source} are among those that the search saw; hold "
+                "out other text"
+            )
+    if len(found.ids) < LEAST_HELD_OUT:
+        raise ValueError(
+            f"{found.source} has only {len(found.ids)} window of {window} tokens to hold out, and an interval needs "
+            f"{LEAST_HELD_OUT}; {_HOLD_OUT_ADVICE}"
+        )
+    return found
 
 
 def window_for(config: Any, window: int | None) -> int:

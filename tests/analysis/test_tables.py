@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from surgeon.analysis.tables import Base
-from surgeon.quality.summary import estimate
+from surgeon.quality.summary import estimate, perplexity_interval
 
 GENERATOR = np.random.default_rng(0)
 BASE = GENERATOR.normal(2.5, 0.6, 40)  # windows differ by far more than programs do
@@ -82,5 +81,5 @@ def test_divergence_is_never_below_zero() -> None:
 
 def test_the_base_has_an_interval_too() -> None:
     low, high = stats.ttest_1samp(BASE, 0).confidence_interval(0.95)
-    assert Base(BASE, 127).interval == pytest.approx((math.exp(low), math.exp(high)))
-    assert Base(BASE[:1], 127).interval is None
+    assert perplexity_interval(BASE) == pytest.approx((math.exp(low), math.exp(high)))
+    assert perplexity_interval(BASE[:1]) is None

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.quality.data import DEMO, load_windows
-from surgeon.quality.held_out import held_out
+from surgeon.quality.data import DEMO, held_out, load_windows
 from tests.tiny_models import TEXT, tiny_tokenizer
 
 

@@ -7,7 +7,7 @@ import math
 import pandas as pd
 from matplotlib.figure import Figure
 
-from surgeon.analysis.cells import stretches
+from surgeon.analysis.cells import select
 from surgeon.results.scan import MOST_LINES, Scan
 
 BASE = 10.0
@@ -18,7 +18,7 @@ def table(num_layers: int, *operations: str) -> pd.DataFrame:
     rows = [
         (name, s.start, s.stop - 1, BASE * (1 + 0.001 * len(s) + 0.0001 * s.stop))
         for name in operations
-        for s in stretches(num_layers)
+        for s in select((), num_layers).stretches()
     ]
     return pd.DataFrame(rows, columns=["operation", "first", "last", "perplexity"])
 

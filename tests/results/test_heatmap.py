@@ -13,7 +13,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from surgeon.analysis.cells import HEATMAPS, stretches
+from surgeon.analysis.cells import HEATMAPS, select
 from surgeon.reports.blocks import Map
 from surgeon.reports.sections.scan_maps import heatmaps
 from surgeon.results.maps import CAP
@@ -28,7 +28,7 @@ def table(num_layers: int, operations: tuple[str, ...] = ("prune",), worst: floa
     """A longer stretch is worse; the whole model is the worst cell."""
     rows = []
     for name in operations:
-        for stretch in stretches(num_layers):
+        for stretch in select((), num_layers).stretches():
             perplexity = BASE + (worst - BASE) * (len(stretch) / num_layers) ** 2
             rows.append((name, stretch.start, stretch.stop - 1, perplexity))
     return pd.DataFrame(rows, columns=["operation", "first", "last", "perplexity"])

@@ -98,12 +98,25 @@ class SharedPlan:
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> SharedPlan:
         """The plan of these tasks, in this order."""
-        frees, sublayers, since = last_uses(tasks), dict[Program, int](), 0
-        for task in tasks:
+        read_later: set[int] = set()
+        frees: list[tuple[int, ...]] = []
+        for task in reversed(tasks):
+            frees.append(tuple(register for register in reads(task) if register not in read_later))
+            read_later.update(frees[-1])
+        frees.reverse()
+        sublayers, since = dict[Program, int](), 0
+        held, peak = {0: 1}, 1  # tensors of the stream's size, by register
+        for task, freed in zip(tasks, frees, strict=True):
             since += sublayers_in(task)
             if isinstance(task, Reach):
                 sublayers[task.program], since = since, 0
-        return cls(tuple(tasks), frees, sublayers, peak_tensors(tasks, frees))
+            else:
+                waits = isinstance(task, RunStep | Join | Take) and not task.land
+                held[task.target] = 2 if waits else 1  # the stream, and an output that is not yet added to it
+            peak = max(peak, sum(held.values()))
+            for register in freed:
+                del held[register]
+        return cls(tuple(tasks), tuple(frees), sublayers, peak)
 
     @property
     def programs(self) -> list[Program]:
@@ -224,28 +237,3 @@ def reads(task: Task) -> list[int]:
         return []
     total = task.total if isinstance(task, Extend | Join) else None
     return [task.source] if total is None else [task.source, total]
-
-
-def last_uses(tasks: Sequence[Task]) -> tuple[tuple[int, ...], ...]:
-    """For each task, the registers that no later one reads."""
-    seen: set[int] = set()
-    frees = []
-    for task in reversed(tasks):
-        fresh = [register for register in reads(task) if register not in seen]
-        seen.update(fresh)
-        frees.append(tuple(fresh))
-    return tuple(reversed(frees))
-
-
-def peak_tensors(tasks: Sequence[Task], frees: tuple[tuple[int, ...], ...]) -> int:
-    """The most tensors of the stream's size that are held at one time."""
-    held = {0: 1}
-    peak = 1
-    for task, freed in zip(tasks, frees, strict=True):
-        if not isinstance(task, Reach):
-            waits = isinstance(task, RunStep | Join | Take) and not task.land
-            held[task.target] = 2 if waits else 1  # the stream, and an output that is not yet added to it
-        peak = max(peak, sum(held.values()))
-        for register in freed:
-            del held[register]
-    return peak

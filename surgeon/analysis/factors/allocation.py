@@ -109,11 +109,6 @@ def parameters(curve: Curve, rank: int | None) -> float:
     return outputs * inputs if rank is None else rank * (outputs + inputs)
 
 
-def number_bytes(size: int, numbers: Cost) -> Cost:
-    """What that many numbers take at so many bytes each."""
-    return lambda curve, rank: size * numbers(curve, rank)
-
-
 def wire_values(curve: Curve, rank: int | None) -> float:
     """How many values a matrix puts on the wire for each token under tensor parallelism (DeInfer, table 1).
 

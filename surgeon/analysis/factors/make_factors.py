@@ -243,7 +243,13 @@ class _Work:
         for matrix in matrices:
             making = self.plan.makings[matrix]
             if making.method == "fisher" or making not in ways:  # gradients are each matrix's own
-                ways[making] = decomposer(making.method, self._statistics(matrix, known), making.alpha)
+                gradients = [self.gradients[stored] for stored in _stored(matrix) if stored in self.gradients]
+                statistics = Statistics(
+                    None if known is None else known.moment,
+                    None if known is None else known.size / known.samples,
+                    torch.stack(gradients).mean(0) if gradients else None,
+                )
+                ways[making] = decomposer(making.method, statistics, making.alpha)
             stored = weights.matrix(replace(matrix.sublayer, ranks=()), matrix.role)
             values = stored.whole(torch.promote_types(stored.dtype, torch.float32))
             if not values.isfinite().all():
@@ -277,14 +283,6 @@ class _Work:
             loss = truncation_loss(values.cpu(), factors, moment) / whole if whole > 0 else None
         samples = 0 if known is None else known.samples
         return factors, FactorFacts(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
-
-    def _statistics(self, matrix: Matrix, known: InputSums | None) -> Statistics:
-        gradients = [self.gradients[stored] for stored in _stored(matrix) if stored in self.gradients]
-        return Statistics(
-            None if known is None else known.moment,
-            None if known is None else known.size / known.samples,
-            torch.stack(gradients).mean(0) if gradients else None,
-        )
 
 
 def _stored(matrix: Matrix) -> list[Matrix]:

@@ -21,7 +21,6 @@ from surgeon.analysis.factors.allocation import (
     allocate,
     corrected,
     foreseen_damage,
-    number_bytes,
     parameters,
     total_cost,
     wire_values,
@@ -82,11 +81,10 @@ class RankBudget:
     @property
     def cost(self) -> Cost:
         """What it counts."""
-        return {
-            "params": parameters,
-            "weight_bytes": number_bytes(self.size, parameters),
-            "wire_bytes": number_bytes(self.size, wire_values),
-        }[self.quantity]
+        if self.quantity == "params":
+            return parameters
+        numbers = parameters if self.quantity == "weight_bytes" else wire_values
+        return lambda curve, rank: self.size * numbers(curve, rank)
 
     def amount(self, curves: Sequence[Curve]) -> float:
         """How much there may be of it."""

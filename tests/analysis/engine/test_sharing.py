@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, stretches
+from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select
 from surgeon.analysis.engine.sharing import (
     Extend,
     Join,
@@ -133,7 +133,7 @@ def test_cells_are_all_stretches_with_both_ends_included() -> None:
     cells = scan_cells(["prune"], 3, seed=0)
     assert [(cell.first, cell.last) for cell in cells] == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
     assert str(cells[3].program) == "A0 F0 A2 F2"
-    assert len(list(stretches(32))) == 528
+    assert len(list(select((), 32).stretches())) == 528
 
 
 def test_cells_of_two_parallel_leave_an_odd_layer_sequential() -> None:

@@ -18,7 +18,6 @@ from surgeon.analysis.factors.allocation import (
     energy_rank,
     foreseen_damage,
     kept_parameters,
-    number_bytes,
     parameters,
     total_cost,
     wire_values,
@@ -118,7 +117,8 @@ def test_uniform_and_equal_energy() -> None:
 
 def test_budgets_in_bytes_and_on_the_wire() -> None:
     half = 0.5 * sum(out * inside for out, inside in (one.size for one in CURVES))
-    assert allocate(CURVES, "damage", 2 * half, number_bytes(2, parameters)) == allocate(CURVES, "damage", half)
+    in_two_bytes = allocate(CURVES, "damage", 2 * half, lambda curve, rank: 2 * parameters(curve, rank))
+    assert in_two_bytes == allocate(CURVES, "damage", half)
     down, others = CURVES[3], CURVES[:3]
     assert wire_values(down, None) == 2 * 12
     assert wire_values(down, 5) == 2 * 5
