@@ -9,7 +9,7 @@ import torch
 
 from surgeon.checkpoint.companions import AUTO_MAP, Companions, companions_of
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.checkpoint.forms import PROGRAM, Layout, PlannedTensor, lay_out
+from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
 from surgeon.language.operations.within import runs_whole_layers
@@ -131,8 +131,7 @@ def plan_export(
         FileNotFoundError: as `companions_of`.
     """
     check_exportable(original)
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; {did_you_mean(dtype, DTYPES)}")
+    check_storage(form, dtype)
     original.check(program)
     if original.own is not None and form == "auto":
         form = PROGRAM.name  # what else its config.json says is of its own program
@@ -145,3 +144,14 @@ def plan_export(
     if layout.form.shipped is not None:
         companions = companions.without_model_code()
     return ExportPlan(original, program, layout, tensors, companions, dtype, kept)
+
+
+def check_storage(form: str, dtype: str | None) -> None:
+    """Refuse a form or a dtype that nothing is stored in, before any work.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for what, given, known in (("form", form, ("auto", *FORMS)), ("dtype", dtype, tuple(DTYPES))):
+        if given is not None and given not in known:
+            raise ValueError(f"unknown {what} {given!r}; {did_you_mean(given, known)}")

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from surgeon.analysis.factors.recipe_factors import with_factors
+from surgeon.errors import shown
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.exports.export import DTYPES
+from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
@@ -86,7 +88,10 @@ def heal(
     if settings is None or isinstance(settings, str):
         values = {"scope": "edited" if racks is None else "all"} if settings is None else preset(settings).values
         settings = TrainSettings(**values)
+    if not isinstance(settings, TrainSettings):
+        raise ValueError(f"settings are TrainSettings(...), or a paper's by name, not {shown(settings)}")
     target = Path(output)
+    check_storage(form, dtype)
     check_target(target, overwrite)
     processes, where = join_processes(device)
     folder = run_folder(target)

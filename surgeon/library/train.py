@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.training import Training, no_source
+from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
 from surgeon.library.training import announce, say, say_proof, say_stages
 from surgeon.named import public
@@ -59,6 +60,7 @@ def train(
         OSError: if the output is in the way or cannot be written, or the disk is too full.
     """
     target = Path(output)
+    check_storage(form, dtype)
     check_target(target, overwrite)
     read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
     plan = blueprint(read.with_settings(steps=steps, seed=seed, arguments=arguments or {}))

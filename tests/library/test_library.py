@@ -286,3 +286,14 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
     with pytest.raises(ValueError, match="unknown dtype torch.bfloat16; did you mean 'bfloat16'"):
         surgeon.export(model, there, dtype=cast("Any", torch.bfloat16))
     assert not there.exists()
+
+
+def test_how_a_trained_model_is_stored_is_checked_before_it_is_trained(tmp_path: Path) -> None:
+    for call in (surgeon.heal, surgeon.train):
+        for wrong, said in (({"form": "fusd"}, "unknown form 'fusd'"), ({"dtype": "int3"}, "unknown dtype 'int3'")):
+            given = ("demo", "demo:train") if call is surgeon.heal else ("none.yaml",)
+            with pytest.raises(ValueError, match=said):
+                cast("Any", call)(*given, tmp_path / "no", **wrong)
+    with pytest.raises(ValueError, match=r"settings are TrainSettings\(...\), or a paper's by name"):
+        surgeon.heal("demo", "demo:train", tmp_path / "no", settings=cast("Any", {"steps": 2}))
+    assert not list(tmp_path.iterdir())
