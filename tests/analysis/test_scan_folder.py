@@ -225,11 +225,11 @@ def test_an_output_folder_that_is_a_file(windows: Windows, tmp_path: Path) -> No
 KILLED = """
 import sys, time
 from surgeon.analysis.scan import ScanJournal
-slow = ScanJournal.add
-def add(self, *measured):
-    slow(self, *measured)
+slow = ScanJournal.keep
+def keep(self, *lines):
+    slow(self, *lines)
     time.sleep(0.02)
-ScanJournal.add = add
+ScanJournal.keep = keep
 from surgeon.cli.app import main
 raise SystemExit(main(sys.argv[1:]))
 """
