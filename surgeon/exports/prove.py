@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -218,12 +218,11 @@ def prove(
     checkpoint = Checkpoint(folder)
     model, match = _written_model(open_stored(checkpoint), form)
     rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
-    used = (parameter.rpartition(".")[0] for parameter, name in match.names.items() if name in rounded)
     versions = _Versions(checkpoint, rounded, wait)
     logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
     if not rounded:
         exact = written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
-    elif all(isinstance(model.get_submodule(module), nn.Linear) for module in used):
+    elif _only_linear(model, match, rounded):
         # One run in which each half of the batch has one version: most of the work is to read and fold the weights.
         tokens, twice = reference.tokens.repeat(2, 1), lambda size: advance(2 * size)
         exact, written = map(reference.difference, logits_of(tokens, rows=versions.both, advance=twice).chunk(2))
@@ -305,6 +304,12 @@ def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, M
         shape = written.checkpoint.shape(stored)
         raise NotProven(f"the {form} form has a tensor of a wrong shape: {stored}, {shape}")
     return model, match
+
+
+def _only_linear(model: PreTrainedModel, match: Match, stored: Collection[str]) -> bool:
+    """Whether some stored tensors, as far as the model has any use for them, belong to linear maps."""
+    used = (parameter.rpartition(".")[0] for parameter, name in match.names.items() if name in stored)
+    return all(isinstance(model.get_submodule(module), nn.Linear) for module in used)
 
 
 @_quiet()
