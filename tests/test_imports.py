@@ -6,9 +6,12 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 
@@ -260,3 +263,31 @@ def test_every_public_name_is_there() -> None:
     assert set(surgeon.__all__) <= set(dir(surgeon))
     with pytest.raises(AttributeError, match="no attribute 'laod'"):
         _ = surgeon.laod
+
+
+def requirements_of(package: str, extra: str = "") -> set[str]:
+    """What is installed with a package, by the names that packages have in their metadata."""
+    found: set[str] = set()
+    waiting = [(package, extra)]
+    while waiting:
+        name, chosen = waiting.pop()
+        for text in requires(name) or []:
+            requirement = Requirement(text)
+            needed = requirement.marker is None or requirement.marker.evaluate({"extra": chosen})
+            if needed and (name := canonicalize_name(requirement.name)) not in found:
+                found.add(name)
+                waiting += [(name, each) for each in ("", *requirement.extras)]
+    return found
+
+
+def test_what_is_imported_is_installed_with_surgeon() -> None:
+    """Not only with the tools of developers, as in the environment of these tests."""
+    installed, homes = requirements_of("surgeon", "serve"), packages_distributions()
+    for path in modules():
+        if part_of(path) in ("testing", "vllm_plugin"):  # for those who have pytest, or vLLM
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"surgeon"}:
+                assert {canonicalize_name(home) for home in homes[top]} & installed, f"{path} imports {top}"
