@@ -24,7 +24,7 @@ import pytest
 from optuna.trial import TrialState
 
 from surgeon.results.edit import Edit, as_choice
-from surgeon.searches.study.rounds import RoundStudy
+from surgeon.searches.study.rounds import RoundStudy, divergence_alone
 from surgeon.searches.study.storage import open_storage
 from surgeon.searches.study.trial_queue import BEAT, this_process
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
@@ -279,9 +279,9 @@ def test_a_result_that_comes_after_its_trial_was_given_up_counts_once(
                 taken = other.queue.take([other.queue.read()[proposals[0].key]], most=1)
                 assert taken
             if meanwhile == "told":
-                other._measure(taken, earlier, measure)
+                other._measure(taken, earlier, measure, divergence_alone)
             if meanwhile == "taken":
-                threading.Timer(0.5, lambda: other._measure(taken, earlier, measure)).start()
+                threading.Timer(0.5, lambda: other._measure(taken, earlier, measure, divergence_alone)).start()
         return measure(proposals, earlier)
 
     made, other = study(address, tmp_path), study(address, tmp_path)
