@@ -80,5 +80,5 @@ def test_the_command_under_torchrun(tmp_path: Path, tiny_checkpoint: Path, tiny_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "healed")
-    assert done.stderr.count("healed    perplexity") == 1
+    assert done.stderr.count("healed   perplexity") == 1
     assert (tmp_path / "healed" / "surgeon.json").is_file()
