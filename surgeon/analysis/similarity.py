@@ -32,6 +32,7 @@ from surgeon.analysis.subject import Subject
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
+from surgeon.processes.files import make_folder
 from surgeon.progress import progress
 from surgeon.results.similarity import Similarity
 
@@ -93,7 +94,7 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
         if program != program_of(model):
             record["program"] = str(program)
         whole = sum(map(len, runs_of(program, family_of(model.config).steps_per_layer)))
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with progress("similarity", 6 * whole * len(ids), "sublayers x windows") as ran:
             streams = compare_streams(model, program, ids, ran, subject.memory)
             cka = counterfactual_cka(model, program, ids, ran, subject.memory)

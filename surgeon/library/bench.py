@@ -18,7 +18,7 @@ from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range, check_counts
 from surgeon.opened import Model
-from surgeon.processes.files import write_text
+from surgeon.processes.files import make_folder, write_text
 from surgeon.processes.torchrun import read_environment
 from surgeon.progress import progress
 from surgeon.provenance import provenance
@@ -86,7 +86,7 @@ def bench(
         FileNotFoundError, ValueError: if one of them cannot be used or cannot run so, or there can be no trace.
         RankFailed: if a rank fails.
     """
-    ranks = ranks if isinstance(ranks, RankOptions) else RankOptions(ranks, "auto")
+    ranks = RankOptions.of(ranks)
     if data is not None and ranks.compression is None:
         raise ValueError(f"{data} is for measuring what compressed reductions change; have them compressed, too")
     check_counts(rounds=rounds)
@@ -100,7 +100,7 @@ def bench(
     if traced is not None:
         _check_trace(traced, ranks)
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     kind = None if ranks.ranks == 1 else ranks.compression
     sending = {name: plan for name, plan in plans.items() if kind is not None and name not in unconnected}
     windows = windows_of(sending, data, prompt + new, COMPARED_TOKENS, seed)

@@ -20,7 +20,7 @@ from surgeon.library.opening import as_list, warn
 from surgeon.models.edit import edit, restore
 from surgeon.models.weights import TruncatedSVD
 from surgeon.opened import EditedModel, Model, choose_device, open_edited
-from surgeon.processes.files import write_json
+from surgeon.processes.files import make_folder, write_json
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
 from surgeon.quality.tasks import TaskSettings, run_tasks
 from surgeon.quality.tasks_load import Seeds, Tasks, load_tasks, split_names
@@ -114,7 +114,7 @@ def evaluate(
     choose_device(device)
     candidate = open_edited(model, program)
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     # What is wrong with the text or the tasks is said before anything is measured.
     windows = None
     if data is not None:

@@ -77,7 +77,7 @@ def generate(
         temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop), **chosen
     )
     _warn(sampling, defaults)
-    ranks = ranks if isinstance(ranks, RankOptions) else RankOptions(ranks, "auto")
+    ranks = RankOptions.of(ranks)
     with early_ranks(ranks) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
         from surgeon.library.generation import GeneratedText, Generation

@@ -30,6 +30,7 @@ from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range
 from surgeon.opened import Model
+from surgeon.processes.files import make_folder
 from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.results.best import BestRun
@@ -92,7 +93,7 @@ def predict(
     axes = {**_axes({"batch": batch}), **_axes(sweep)}
     folder = None if output is None else Path(output)
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     with progress("predict", len(candidates) * prod(map(len, axes.values())), "predictions") as advance:
         cells = _sweep(candidates, machine, deployment, Workload(1, prompt, new), axes, advance)
     if sweep is None:
@@ -189,7 +190,7 @@ def best_programs(
     known = known_programs(first.model, allowance or Allowance(), as_range(layers))
     folder = None if output is None else Path(output)
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     links = 1 if deployment.link else max(1, len(machine.links))
     with progress("predict", len(known) * links * prod(map(len, axes.values())), "predictions") as advance:
         choices = survey(known, machine, deployment, load, axes, by, advance)

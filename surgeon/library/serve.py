@@ -94,7 +94,7 @@ def serve(
         raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
     origins = tuple(map(check_origin, cors_origins))
     options = ServiceOptions(
-        ranks if isinstance(ranks, RankOptions) else RankOptions(ranks, "auto"),
+        RankOptions.of(ranks),
         program,
         max_batch=max_batch,
         max_tokens=max_tokens,

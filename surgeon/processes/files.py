@@ -40,6 +40,19 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those that it lies in, where they are not there yet.
+
+    Raises:
+        NotADirectoryError: if a file is in the way, which it names.
+        OSError: if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(f"{folder} cannot be a folder: a file is in the way ({error.filename})") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file that is whole or not there."""
     with whole_file(path) as beside:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from surgeon.processes.files import sync
+from surgeon.processes.files import make_folder, sync
 from surgeon.processes.locks import lock
 
 MARK = "surgeon-partial"
@@ -38,15 +38,11 @@ def scratch(target: Path) -> Iterator[Path]:
     """
     target = Path.cwd() / target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         remove_stale(target)
         folder, held = _partial_folder(target)
     except PermissionError as error:
         raise PermissionError(f"no permission to write in {target.parent}; choose another folder") from error
-    except (FileExistsError, NotADirectoryError) as error:
-        raise NotADirectoryError(
-            f"{target.parent} cannot be a folder: a file is in the way ({error.filename})"
-        ) from error
     try:
         yield folder
     finally:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from surgeon.errors import naming
+from surgeon.processes.files import make_folder
 from surgeon.processes.locks import lock
 
 # What messages call the entries of an identity; others are called by their own names.
@@ -49,7 +50,7 @@ class Journal(ABC):
         self.path, self.work = path, work
         self._file: BinaryIO | None = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             self._file = path.open("a+b")
         try:
             if path is not None and self._file is not None and not lock(self._file.fileno()):

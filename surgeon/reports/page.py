@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 import surgeon
 from surgeon.named import public
-from surgeon.processes.files import write_text
+from surgeon.processes.files import make_folder, write_text
 from surgeon.reports.blocks import Block, Finding
 from surgeon.reports.inline import inline_svg, legend_keys
 from surgeon.reports.runs import Run, read_runs
@@ -86,7 +86,7 @@ def write_page(paths: Iterable[Path], output: Path) -> list[Chapter]:
         raise ValueError(f"{output} is a folder; give a file to write, such as {output / 'report.html'}")
     chapters = chapters_of(paths)
     html = render(chapters)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(output.parent)
     write_text(output, html)
     return chapters
 

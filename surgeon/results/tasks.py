@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.processes.files import write_text
+from surgeon.processes.files import make_folder, write_text
 from surgeon.results.result import RunResult
 
 PROVENANCE_KEY = "surgeon"
@@ -163,7 +163,7 @@ def write_results(
     def dumps(value: Any, indent: int | None = None) -> str:
         return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     moment = datetime.now().isoformat().replace(":", "-")
     asked: dict[str, list[dict[str, Any]]] = results["samples"]
     for task, rows in asked.items() if with_samples else ():

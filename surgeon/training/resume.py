@@ -14,7 +14,7 @@ from accelerate import PartialState
 
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import shown
-from surgeon.processes.files import write_json
+from surgeon.processes.files import make_folder, write_json
 from surgeon.processes.locks import lock
 from surgeon.training.checkpoints import checkpoints_of, newest_checkpoint, remove_checkpoint, remove_partial
 
@@ -42,7 +42,7 @@ def alone(folder: Path, device: str) -> Iterator[None]:
     if not PartialState(cpu=device == "cpu").is_main_process:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         mine = True
@@ -68,7 +68,7 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
         ValueError: if the folder has a run of something else, naming the difference, or what is there is not whole.
         OSError: if it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     record = folder / RECORD_FILE
     identity = json.loads(json.dumps(identity))
     if record.is_file():

@@ -297,3 +297,12 @@ def test_how_a_trained_model_is_stored_is_checked_before_it_is_trained(tmp_path:
     with pytest.raises(ValueError, match=r"settings are TrainSettings\(...\), or a paper's by name"):
         surgeon.heal("demo", "demo:train", tmp_path / "no", settings=cast("Any", {"steps": 2}))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_where_a_folder_is_to_be_is_named(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for run in (surgeon.scan, surgeon.similarity):
+        with pytest.raises(NotADirectoryError, match=f"cannot be a folder: a file is in the way .*{tmp_path / 'file'}"):
+            run(tiny_checkpoint, tiny_text, tmp_path / "file", **TEXT)  # type: ignore[operator]
+    with pytest.raises(NotADirectoryError, match="cannot be a folder: a file is in the way"):
+        surgeon.predict("demo", "h100-sxm", prompt=8, new=8, output=tmp_path / "file" / "deeper")

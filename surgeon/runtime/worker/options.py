@@ -36,6 +36,11 @@ class RankOptions:
     link: Link | None = None
     compression: Compression | None = None
 
+    @classmethod
+    def of(cls, ranks: int | RankOptions) -> RankOptions:
+        """As given; of a number alone, on GPUs where there is one for each."""
+        return ranks if isinstance(ranks, RankOptions) else cls(ranks, "auto")
+
     def __post_init__(self) -> None:
         if not isinstance(self.ranks, int):
             raise ValueError(f"ranks must be a number, or RankOptions, not {self.ranks!r}")

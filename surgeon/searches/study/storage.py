@@ -21,6 +21,7 @@ from sqlalchemy import URL, event, exc, make_url
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 
 from surgeon.errors import did_you_mean, first_line, full_disk, is_full_disk, naming
+from surgeon.processes.files import make_folder
 from surgeon.processes.locks import locked
 from surgeon.provenance import without_password
 
@@ -154,7 +155,7 @@ def open_storage(address: str | None, output: Path, pace: Pace | None = None) ->
     """
     pace = pace or Pace()
     if address is None:
-        output.mkdir(parents=True, exist_ok=True)
+        make_folder(output)
         return _open_journal(output / JOURNAL_FILE, pace)  # of which a trial costs a 20th of what it costs SQLite
     kind, _, rest = address.partition(":")
     if kind == "journal":

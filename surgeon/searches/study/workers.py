@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from surgeon.processes.children import Child, when_parent_ends
+from surgeon.processes.files import make_folder
 from surgeon.searches.study.storage import Say, say_aside
 from surgeon.threads import threads_per_rank
 
@@ -53,7 +54,7 @@ class WorkerProcesses:
     def __enter__(self) -> Self:
         if self.count > 1:
             torch.set_num_threads(threads_per_rank(self.count))
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
         try:
             for index in range(1, self.count):
                 self._start(index)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.processes.files import HALF_WRITTEN
+from surgeon.processes.files import HALF_WRITTEN, make_folder
 from surgeon.processes.locks import locked
 from surgeon.progress import progress
 from surgeon.quality.identified import UNREADABLE, open_identified, write_identified
@@ -131,7 +131,7 @@ def keep_logits(teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: T
             f"kept logits of {identity.windows} windows of {identity.window} tokens cannot be made from "
             f"{' x '.join(map(str, ids.shape))} tokens; give all training windows"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if any(not _is_whole(_path(folder, windows), identity) for windows in identity.files):
         with locked(folder / _LOCK):
             for part in folder.glob(HALF_WRITTEN):  # which a process that was killed has left
