@@ -10,7 +10,7 @@ from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant,
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.named import is_program, is_recipe
-from surgeon.opened import Model, open_model
+from surgeon.opened import EditedModel, Model, open_model
 
 _LONGEST_NAME = 18  # so that tables fit a terminal
 
@@ -34,7 +34,7 @@ class Candidate:
 
 
 def open_candidates(
-    model: str | Path | Model,
+    model: str | Path | Model | EditedModel,
     compared: Sequence[str] = (),
     program: Program | str | None = None,
     layers: range | None = None,
@@ -43,7 +43,7 @@ def open_candidates(
     """The model first, then what is compared with it, all under different names.
 
     Args:
-        model: as `open_model` takes it, a recipe, or a model that is open.
+        model: as `open_model` takes it, a recipe, or a model that is open, edited or not.
         compared: any of these, programs, or names of variants of the model's unedited program.
         program: of the model, instead of its own.
         layers: that variants change; all but the first and last two by default.
@@ -66,13 +66,17 @@ def open_candidates(
     return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
 
 
-def _open(what: str | Path | Model, weights: bool, program: Program | str | None = None) -> Candidate:
-    if isinstance(what, str | Path) and is_recipe(what):
-        if program is not None:
-            raise ValueError(f"{what} is a recipe and has a program of its own; give a program with a model")
-        recipe = read_recipe(Path(what))
+def _open(what: str | Path | Model | EditedModel, weights: bool, program: Program | str | None = None) -> Candidate:
+    path = Path(what) if isinstance(what, str | Path) and is_recipe(what) else None
+    if program is not None and (path is not None or isinstance(what, EditedModel)):
+        given = f"{path} is a recipe and" if path is not None else f"{what!r}"
+        raise ValueError(f"{given} has a program of its own; give a program with a model")
+    if isinstance(what, EditedModel):
+        return replace(_fixed(what.model.label, what.model, what.program), recipe=what.recipe)
+    if path is not None:
+        recipe = read_recipe(path)
         model = open_model(recipe.model, weights)
-        return replace(_fixed(Path(what).stem, model, model.program_of(recipe)), recipe=recipe)
+        return replace(_fixed(path.stem, model, model.program_of(recipe)), recipe=recipe)
     model = what if isinstance(what, Model) else open_model(what, weights)
     parsed = Program.parse(program) if isinstance(program, str) else program
     return _fixed(model.label, model, model.program if parsed is None else parsed)

@@ -17,7 +17,7 @@ from surgeon.cost.candidates import open_candidates
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range, check_counts
-from surgeon.opened import Model
+from surgeon.opened import EditedModel, Model
 from surgeon.processes.files import make_folder, write_text
 from surgeon.processes.torchrun import read_environment
 from surgeon.progress import progress
@@ -45,7 +45,7 @@ class Benchmark(BenchSpeeds):
 
 
 def bench(
-    model: str | Path | Model,
+    model: str | Path | Model | EditedModel,
     *,
     compare: str | Path | Program | Sequence[str | Path | Program] = (),
     layers: range | str | None = None,
@@ -67,7 +67,7 @@ def bench(
     """Measure how fast programs run on ranks; all are loaded by the same ranks and measured in turns.
 
     Args:
-        model: a checkpoint's folder, a hub name, "demo", a recipe (.yaml), or a model that is open.
+        model: a checkpoint's folder, a hub name, "demo", a recipe (.yaml), or a model that is open, edited or not.
         compare: more checkpoints, recipes, programs, or variants of the model by name ("lp", "upper-bound").
         layers: that variants change; "4:30" is layers 4 to 29. All but the first and last two by default.
         program: of the model, instead of its own.
@@ -122,7 +122,7 @@ def bench(
     if costs:
         settings["compression"] = compression_record(costs, data or RANDOM)
     files = () if traced is None else (traced,)
-    name = model.name if isinstance(model, Model) else str(model)
+    name = model.name if isinstance(model, Model | EditedModel) else str(model)
     found = Benchmark(bench_table(results), results, costs, record=settings | {"model": name}, files=files)
     if folder is None:
         return found

@@ -46,12 +46,8 @@ class Evaluation:
     def table(self) -> pd.DataFrame:
         """One row per number: of the text, then of each task and metric, as a `Score` has them."""
         found = [] if self.tasks is None else scores(self.tasks)
-        rows: list[dict[str, Any]] = []
-        for metric in ("perplexity", "divergence") if self.text is not None else ():
-            if (value := getattr(self.text, metric)) is not None:
-                low, high = getattr(self.text, f"{metric}_interval") or (None, None)
-                rows.append({"task": "text", "metric": metric, "value": value, "low": low, "high": high})
-        return pd.DataFrame([*rows, *map(asdict, found)])
+        text = [] if self.text is None else self.text.table().assign(task="text").to_dict("records")
+        return pd.DataFrame([*text, *map(asdict, found)])
 
     def _repr_html_(self) -> str:
         return self.table().to_html(index=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from torch import nn
 
 from surgeon.analysis.factors.recipe_factors import with_factors
@@ -63,6 +64,12 @@ class Exported:
         assert report is not None
         program, depth = Program.parse(report["program"]), report["effective_depth"]
         return cls(folder, report["form"], report["reason"], program, depth, stored.size, proof)
+
+    def table(self) -> pd.DataFrame:
+        """One row: the folder, and what `surgeon show` says of it first."""
+        syncs, program = self.program.sync_points(2), str(self.program)
+        row = {"folder": str(self.folder), "form": self.form, "depth": self.depth, "syncs": syncs, "bytes": self.size}
+        return pd.DataFrame([row | {"program": program}])
 
     def __str__(self) -> str:
         return (

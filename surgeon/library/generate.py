@@ -19,11 +19,11 @@ from surgeon.runtime.worker.ranks import early_ranks
 if TYPE_CHECKING:
     from surgeon.language.program import Program
     from surgeon.library.generation import GeneratedText, Generation
-    from surgeon.opened import Model
+    from surgeon.opened import EditedModel, Model
 
 
 def generate(
-    model: str | Path | Model,
+    model: str | Path | Model | EditedModel,
     prompts: str | Sequence[str] | Mapping[str, str],
     *,
     max_new_tokens: int = 64,
@@ -48,7 +48,8 @@ def generate(
     """Continue texts; they are the same for any number of ranks.
 
     Args:
-        model: a checkpoint's folder, edited or not, a hub name, "demo", or a model that is open.
+        model: a checkpoint's folder, edited or not, a hub name, "demo", or a model that is open, edited
+            (`surgeon.edit`) or not.
         prompts: one text, or several; a mapping's keys say in errors where each stands.
         max_new_tokens: to add to each at most.
         temperature: 0 takes the most likely token each time; this and what else chooses tokens is as of `Sampling`.
@@ -68,8 +69,10 @@ def generate(
     """
     prompts = _by_place(prompts)
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
+        from surgeon.library.opening import stored_model
         from surgeon.opened import open_model
 
+        model, program = stored_model(model, program)
         model = open_model(model)
     defaults = read_defaults(model if isinstance(model, str | Path) else model.folder)
     chosen = defaults.applied() | ({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty})

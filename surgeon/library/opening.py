@@ -1,4 +1,4 @@
-"""What the functions of the library have in common: how they take layers, and warn."""
+"""What the functions of the library have in common: how they take models, layers and results, and warn."""
 
 from __future__ import annotations
 
@@ -7,9 +7,35 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.errors import shown
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
+from surgeon.opened import EditedModel, Model
+from surgeon.results.result import RunResult
+
+
+def stored_model(
+    model: str | Path | Model | EditedModel, program: Program | str | None
+) -> tuple[str | Path | Model, Program | str | None]:
+    """What ranks are given: a model as it is stored, and the program to run in place of its own, if any.
+
+    Raises:
+        ValueError: if an edited model is given a program, too, or has factors that do not follow from its matrices
+            alone.
+    """
+    if not isinstance(model, EditedModel):
+        return model, program
+    if program is not None:
+        raise ValueError(f"{model.name} was edited, and has a program of its own; give the program with its model")
+    if model.factors is not None or (
+        model.recipe is not None and plan_factors(model.recipe, model.model).is_calibrated
+    ):
+        raise ValueError(
+            f"{model.name} was edited to have factors that its matrices alone do not tell; export it, and give the "
+            "folder"
+        )
+    return model.model, model.asked
 
 
 def as_range(layers: range | str | None) -> range | None:
@@ -30,6 +56,19 @@ def as_range(layers: range | str | None) -> range | None:
 def as_list(given: str | Path | Program | Sequence[Any]) -> list[str]:
     """What may be given as one, or as several, as texts."""
     return [str(one) for one in ([given] if isinstance(given, str | Path | Program) else given)]
+
+
+def as_folder(found: str | Path | RunResult) -> Path:
+    """The folder of a pass, given by its path or by what the pass has returned.
+
+    Raises:
+        ValueError: if it was written to no folder.
+    """
+    if not isinstance(found, RunResult):
+        return Path(found)
+    if not found.files:
+        raise ValueError(f"{found!r} was written to no folder; give the output folder of a run")
+    return found.files[0].parent
 
 
 def check_counts(**counts: int | None) -> None:

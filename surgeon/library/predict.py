@@ -29,7 +29,7 @@ from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range
-from surgeon.opened import Model
+from surgeon.opened import EditedModel, Model
 from surgeon.processes.files import make_folder
 from surgeon.progress import progress
 from surgeon.provenance import provenance
@@ -55,7 +55,7 @@ class Predictions(PredictRun):
 
 
 def predict(
-    model: str | Path | Model,
+    model: str | Path | Model | EditedModel,
     hardware: str | Path | Hardware,
     *,
     compare: str | Path | Program | Sequence[str | Path | Program] = (),
@@ -71,7 +71,8 @@ def predict(
     """Predict what programs cost; nothing runs, and no weights are needed.
 
     Args:
-        model: a config.json or a folder with one, a hub name, "demo", a recipe (.yaml), or a model that is open.
+        model: a config.json or a folder with one, a hub name, "demo", a recipe (.yaml), or a model that is open,
+            edited or not.
         hardware: a name such as "h100-sxm", a file as `surgeon calibrate` writes it, or one that is read.
         compare: more models, recipes, programs, or variants of the model by name ("lp", "upper-bound").
         layers: that variants change; "4:30" is layers 4 to 29. All but the first and last two by default.
@@ -101,9 +102,9 @@ def predict(
             if cell.refused:
                 raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
     said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": sweep is not None}
-    name = model.name if isinstance(model, Model) else str(model)
+    name = model.name if isinstance(model, Model | EditedModel) else str(model)
     found = Predictions(prediction_table(cells), cells, record=said | {"model": name})
-    return found if folder is None else replace(found, record=_record(model, machine, cells, said)).save(folder)
+    return found if folder is None else replace(found, record=_record(name, machine, cells, said)).save(folder)
 
 
 def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
@@ -123,9 +124,7 @@ def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
 
 
-def _record(
-    model: str | Path | Model, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]
-) -> dict[str, Any]:
+def _record(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:
     programs = {
         cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
         for cell in reversed(cells)
@@ -137,7 +136,7 @@ def _record(
         "hardware": hardware.name,
         "hardware_file": write_hardware(hardware),
     }
-    return provenance(model.name if isinstance(model, Model) else str(model), "", **settings)
+    return provenance(name, "", **settings)
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from surgeon.library.opening import as_list
+from surgeon.library.opening import as_folder
 from surgeon.reports.page import Chapter, write_page
+from surgeon.results.result import RunResult
 from surgeon.words import plural
 
 
@@ -44,11 +45,14 @@ class ReportPage:
         return f"{self.file}: {self.file.stat().st_size / 2**20:.2f} MB"
 
 
-def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report.html") -> ReportPage:
+def report(
+    runs: str | Path | RunResult | Sequence[str | Path | RunResult], output: str | Path = "report.html"
+) -> ReportPage:
     """Put what was measured into one HTML page that needs no network and no other file.
 
     Args:
-        runs: folders that passes wrote, or single records (.json) in them; runs of the same weights go together.
+        runs: folders that passes wrote, single records (.json) in them, or what the passes have returned; runs of the
+            same weights go together.
         output: the page; a file of that name is replaced once the new one is whole.
 
     Raises:
@@ -56,6 +60,7 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
         ValueError: if a folder holds no known record, or a file is damaged, naming it.
         OSError: if the page cannot be written.
     """
-    if not (paths := as_list(runs)):
+    paths = [as_folder(run) for run in ([runs] if isinstance(runs, str | Path | RunResult) else runs)]
+    if not paths:
         raise ValueError("there are no runs to report on; give the folders that passes wrote")
-    return ReportPage(Path(output), write_page(map(Path, paths), Path(output)))
+    return ReportPage(Path(output), write_page(paths, Path(output)))

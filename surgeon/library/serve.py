@@ -10,8 +10,9 @@ from pathlib import Path
 import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
 from surgeon.checkpoint.generation_defaults import read_defaults
 from surgeon.language.program import Program
+from surgeon.library.opening import stored_model
 from surgeon.memory import parse_size
-from surgeon.opened import Model, open_model
+from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.plan.memory import Capacity
 from surgeon.runtime.service import Service, ServiceOptions
 from surgeon.runtime.worker.options import RankOptions
@@ -43,7 +44,7 @@ class Serving:
 
 
 def serve(
-    model: str | Path | Model,
+    model: str | Path | Model | EditedModel,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -68,7 +69,8 @@ def serve(
     """Answer requests until SIGTERM, which finishes those that are open, or Ctrl-C, which ends at once.
 
     Args:
-        model: a checkpoint's folder, edited or not, a hub name, "demo", or a model that is open.
+        model: a checkpoint's folder, edited or not, a hub name, "demo", or a model that is open, edited
+            (`surgeon.edit`) or not.
         host: the address to listen at; "0.0.0.0" lets other machines in.
         port: 0 takes any that is free.
         api_key: what clients have to send; None lets everybody in.
@@ -93,6 +95,7 @@ def serve(
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
     origins = tuple(map(check_origin, cors_origins))
+    stored, program = stored_model(model, program)
     options = ServiceOptions(
         RankOptions.of(ranks),
         program,
@@ -108,7 +111,7 @@ def serve(
         draft=draft,
         draft_tokens=draft_tokens,
     )
-    opened = open_model(model)
+    opened = open_model(stored)
     tokenizer, defaults = opened.tokenizer, read_defaults(opened.folder)
     if complaint := defaults.complaint():
         warnings.warn(f"{complaint}; requests have to say so themselves", stacklevel=2)

@@ -9,8 +9,10 @@ from typing import Any
 from surgeon.analysis.proxies import correlate, damages, read_scan
 from surgeon.analysis.similarity import similarity as measure_similarity
 from surgeon.analysis.subject import open_subject
+from surgeon.library.opening import as_folder
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
+from surgeon.results.scan import Scan
 from surgeon.results.sensitivity import Sensitivity
 from surgeon.results.similarity import Similarity
 
@@ -20,8 +22,8 @@ def similarity(
     data: str | Path,
     output: str | Path,
     *,
-    scan: str | Path | None = None,
-    sensitivity: str | Path | None = None,
+    scan: str | Path | Scan | None = None,
+    sensitivity: str | Path | Sensitivity | None = None,
     tokens: int = DEFAULT_TOKENS,
     window: int | None = None,
     separator: str | None = None,
@@ -33,8 +35,8 @@ def similarity(
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset (docs/texts.md), or "demo".
         output: folder for similarity.csv, distances.csv, similarity.json and pictures.
-        scan: folder of a finished scan of this model, with whose heatmaps every measure is correlated (proxies.csv).
-        sensitivity: with `scan`: folder of a finished sensitivity of this model, whose bounds are correlated too.
+        scan: a finished scan of this model, or its folder: every measure is correlated with its heatmaps (proxies.csv).
+        sensitivity: with `scan`: a finished sensitivity of this model, or its folder, whose bounds are correlated too.
         tokens: of the text, in windows of `window`; documents are apart at `separator`.
         memory: the most that the process may take, in bytes or as text ("2GB").
 
@@ -47,12 +49,15 @@ def similarity(
     folder = Path(output)
     subject = open_subject(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
     # What is wrong with the folders is said before any work begins.
-    measured = None if scan is None else read_scan(Path(scan), subject.opened.hash)
-    pairs = None if sensitivity is None else Sensitivity.read(Path(sensitivity), subject.opened.hash).pairs
-    inputs: dict[str, Any] = {} if sensitivity is None else {"sensitivity": str(sensitivity)}
-    if measured is not None:
+    inputs: dict[str, Any] = {}
+    measured = pairs = None
+    if sensitivity is not None:
+        inputs["sensitivity"] = str(as_folder(sensitivity))
+        pairs = Sensitivity.read(as_folder(sensitivity), subject.opened.hash).pairs
+    if scan is not None:
+        measured = read_scan(as_folder(scan), subject.opened.hash)
         text = {name: measured.record.get(name) for name in ("data", "data_hash", "window", "tokens")}
-        inputs["scan"] = {"folder": str(scan)} | text
+        inputs["scan"] = {"folder": str(as_folder(scan))} | text
     found = measure_similarity(subject, folder, inputs)
     if measured is not None:
         found = replace(found, proxies=correlate(damages(measured), found, pairs))

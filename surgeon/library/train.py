@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,14 @@ from surgeon.training.arguments import join_processes
 from surgeon.training.model import TrainedModel, train_model
 from surgeon.training.resume import run_folder
 from surgeon.training.scratch.build import Blueprint, blueprint
-from surgeon.training.scratch.config import ScratchConfig, read_config_file
+from surgeon.training.scratch.config import ScratchConfig, parse_config, read_config_file
 from surgeon.training.texts import TrainTexts
 
 _PROGRAM_SHOWN = 60  # characters
 
 
 def train(
-    config: str | Path | ScratchConfig,
+    config: str | Path | Mapping[str, Any] | ScratchConfig,
     output: str | Path,
     *,
     steps: int | None = None,
@@ -42,7 +43,7 @@ def train(
     A run that was killed goes on where it was.
 
     Args:
-        config: a YAML file, as recipes/train/ has them, or what was read of one.
+        config: a YAML file, as recipes/train/ has them, what was read of one, or its keys as a mapping.
         output: folder of the checkpoint; its run lies beside it, in `output.run`.
         steps, seed: in place of the configuration's.
         arguments: of transformers' TrainingArguments, beside the configuration's or in their place.
@@ -62,7 +63,10 @@ def train(
     target = Path(output)
     check_storage(form, dtype)
     check_target(target, overwrite)
-    read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
+    if isinstance(config, Mapping):  # JSON is YAML
+        read = parse_config(json.dumps(config))
+    else:
+        read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
     plan = blueprint(read.with_settings(steps=steps, seed=seed, arguments=arguments or {}))
     processes, where = join_processes(device)
     texts = plan.texts()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,6 +36,15 @@ class TextQuality:
     divergence: float | None
     divergence_interval: tuple[float, float] | None
     tokens: int
+
+    def table(self) -> pd.DataFrame:
+        """A row for each number that there is, with the ends of its interval."""
+        rows = []
+        for metric in ("perplexity", "divergence"):
+            if (value := getattr(self, metric)) is not None:
+                low, high = getattr(self, f"{metric}_interval") or (None, None)
+                rows.append({"metric": metric, "value": value, "low": low, "high": high})
+        return pd.DataFrame(rows)
 
     def line(self) -> str:
         """For people, in one line."""

@@ -187,7 +187,7 @@ class RunResult:
                 )
         texts = {name: read_text(folder / text) for name, text in cls.TEXTS.items() if (folder / text).is_file()}
         with named(file, cls.COMMAND):
-            return cls(**found | texts | cls.facts(record, file), record=record)
+            return cls(**found | texts | cls.facts(record, file), record=record, files=(file,))
 
     @classmethod
     def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003

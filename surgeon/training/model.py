@@ -50,6 +50,10 @@ class RackOptions:
     ahead: Annotated[int, Strict(), Field(ge=1)] = 4
     replicas: Annotated[int, Strict(), Field(ge=1)] = 1
 
+    def __post_init__(self) -> None:
+        if isinstance(self.ranges, str):
+            raise ValueError(f'the ranges of racks are several, as ["0:4", "4:8"], not {self.ranges!r}')
+
     def cut(self, program: Program) -> Racks:
         """The racks of a program, in the numbers of the unedited model's layers.
 

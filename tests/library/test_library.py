@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -56,9 +57,18 @@ def test_a_scan_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: Pat
 
 
 def test_a_pass_goes_on_from_another(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
-    surgeon.scan(tiny_checkpoint, tiny_text, tmp_path / "scan", operations=["prune"], **TEXT)
-    found = surgeon.similarity(tiny_checkpoint, tiny_text, tmp_path / "alike", scan=tmp_path / "scan", **TEXT)
+    scan = surgeon.scan(tiny_checkpoint, tiny_text, tmp_path / "scan", operations=["prune"], **TEXT)
+    found = surgeon.similarity(tiny_checkpoint, tiny_text, tmp_path / "alike", scan=scan, **TEXT)
+    again = surgeon.similarity(tiny_checkpoint, tiny_text, tmp_path / "alike", scan=tmp_path / "scan", **TEXT)
     assert isinstance(found.proxies, pd.DataFrame)
+    assert found.proxies.equals(again.proxies)
+    assert found.record["scan"] == again.record["scan"]
+    pages = [
+        surgeon.report(runs, tmp_path / "page.html").table() for runs in ([scan, found], [tmp_path / "scan", found])
+    ]
+    assert pages[0].equals(pages[1])
+    with pytest.raises(ValueError, match="was written to no folder"):
+        surgeon.report(replace(scan, files=()))
     assert all(path.is_file() for path in found.files)
     with pytest.raises(ValueError, match="sensitivity is used with scan only"):
         surgeon.similarity(tiny_checkpoint, tiny_text, tmp_path / "x", sensitivity=tmp_path / "none")
@@ -101,6 +111,27 @@ def test_texts_are_those_of_the_command(tiny_checkpoint: Path, capfd: pytest.Cap
     for text in found.texts:
         assert "".join(piece for prompt, piece in events if prompt == text.prompt) == text.text
         assert text.usage.new == len(text.tokens)
+
+
+def test_an_edited_model_runs_on_ranks_and_is_predicted(tiny_checkpoint: Path) -> None:
+    model = surgeon.open(tiny_checkpoint)
+    edited = surgeon.edit(model, pair="1:3")
+    texts = [surgeon.generate(one, "The fox", max_new_tokens=6).texts[0].tokens for one in (edited, model)]
+    assert texts[0] == surgeon.generate(model, "The fox", max_new_tokens=6, program=PAIRED).texts[0].tokens
+    assert texts[0] != texts[1]
+    found = surgeon.predict(edited, "h100-sxm", prompt=8, new=4)
+    assert found.cells[0].prediction is not None
+    assert found.cells[0].prediction.plan.program == PAIRED
+    whitened = surgeon.edit(
+        model, lowrank={"layers": "0:4", "keep": 0.5, "method": "whitened", "calibration": {"data": "demo"}}
+    )
+    for call in (partial(surgeon.generate, prompts="the"), surgeon.serve):
+        with pytest.raises(ValueError, match="factors that its matrices alone do not tell; export it"):
+            call(whitened)
+        with pytest.raises(ValueError, match="was edited, and has a program of its own"):
+            call(edited, program=PAIRED)
+    with pytest.raises(ValueError, match="has a program of its own"):
+        surgeon.bench(edited, program=PAIRED)
 
 
 def test_a_prompt_that_is_none_is_named(tiny_checkpoint: Path) -> None:
@@ -154,6 +185,7 @@ def test_whatever_a_model_is_can_be_exported(tiny_checkpoint: Path, tmp_path: Pa
     ]
     assert {(one.form, str(one.program), one.depth) for one in found} == {("fused", PAIRED, 3)}
     assert all(one.proof.exact < 1e-4 and "Proof: on 128 random tokens" in str(one) for one in found)
+    assert found[0].table().loc[0, ["form", "depth", "syncs", "program"]].tolist() == ["fused", 3, 6, PAIRED]
     page = surgeon.report([one.folder for one in found[1:3]], tmp_path / "page.html")
     assert repr(page) == f"<ReportPage {tmp_path / 'page.html'}: {len(page.chapters)} model>"
     assert "<table" in page._repr_html_()
@@ -202,9 +234,12 @@ def test_what_is_no_model_is_said_by_every_function(tiny_checkpoint: Path, tmp_p
         lambda model: surgeon.bench(model, rounds=1),
     ]
     for call in functions:
-        for wrong, said in ((edited, "was edited, and this takes"), (loaded, "not by LlamaForCausalLM"), (3, "int 3")):
+        for wrong, said in ((loaded, "not by LlamaForCausalLM"), (3, "int 3")):
             with pytest.raises(ValueError, match=said):
                 call(wrong)
+    for call in functions[:3]:
+        with pytest.raises(ValueError, match="was edited, and this takes"):
+            call(edited)
     for call in functions[:5]:
         with pytest.raises(ValueError, match="is a recipe, which is applied to a model"):
             call(recipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 import surgeon
 from surgeon.cli.app import main
@@ -42,3 +43,9 @@ def test_a_model_from_scratch(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert found is not None
     assert (found.record["steps"], list(found.table()["step"])) == (2, [0, 2])
     assert surgeon.open(found.files[0]).num_layers == 2
+    keys = yaml.safe_load(config.read_text())
+    again = surgeon.train(keys, tmp_path / "again", steps=2, arguments={"weight_decay": 0.1})
+    assert again is not None
+    assert list(again.table()["perplexity"]) == list(found.table()["perplexity"])
+    with pytest.raises(ValueError, match="unknown key 'mode'; did you mean 'model'"):
+        surgeon.train({**keys, "mode": 1}, tmp_path / "no")
