@@ -1,4 +1,4 @@
-"""Squared gradients of the loss by the weights of each input of a model's matrices (the empirical Fisher information).
+"""Sums over windows of text of what there is to know of the loss's gradients by a model's matrices.
 
 They need the whole model, and its gradients, in memory.
 """
@@ -29,19 +29,21 @@ _IDENTITY = "identity"  # in the file's metadata
 _KEPT_EVERY = 16  # windows
 
 
-def squared_gradients(
+def summed_gradients(
     model: PreTrainedModel,
     ids: Tensor,
     matrices: Collection[Matrix],
+    of: Callable[[Tensor], Tensor],
     kept: Path | None = None,
     identity: Mapping[str, Any] | None = None,
     ran: Callable[[float], Any] = lambda _: None,
 ) -> dict[Matrix, Tensor]:
-    """By matrix: squares of the gradients of each window's loss, summed over windows and outputs, (in,), float64.
+    """By matrix: something of the gradient of each window's loss, summed over windows.
 
     Args:
         model: unedited; its parameters are left as they are.
         ids: (windows, tokens); the loss is the mean negative log-likelihood of the tokens of a window.
+        of: what is summed up, of a gradient, (out, in).
         kept: a file with what was summed up so far, to go on with; a damaged one, or one of another identity, is not.
         identity: what the sums depend on, as JSON values.
         ran: called with the number of windows done.
@@ -51,12 +53,12 @@ def squared_gradients(
     """
     if streamed_layers(model) is not None:
         raise ValueError(
-            "the method fisher needs gradients through the whole model, which has to fit into memory; use whitened, "
-            "or a machine with more memory"
+            "gradients go through the whole model, which has to fit into memory; choose what does without them "
+            "(whitened factors, importance by activation), or a machine with more memory"
         )
     reader, done = Matrices(model), 0
     reader.check(list(matrices))
-    sums = {one: torch.zeros(reader.read(one).shape[1], dtype=torch.float64) for one in matrices}
+    sums: dict[Matrix, Tensor] = {}
     about = {_IDENTITY: json.dumps(identity, sort_keys=True)}
     if kept is not None and kept.exists():
         try:
@@ -68,17 +70,18 @@ def squared_gradients(
         except (OSError, SafetensorError, ValueError) as error:
             reason = first_line(error)
             warnings.warn(f"{kept} cannot be gone on with ({reason}); gradients are summed again", stacklevel=2)
-            done, sums = 0, {one: torch.zeros_like(total) for one, total in sums.items()}
+            done, sums = 0, {}
     for window in range(done, len(ids)):
         for matrix, gradient in _gradients(model, ids[window : window + 1].to(model.device), reader, matrices):
             if not gradient.isfinite().all():
                 raise ValueError(f"the loss's gradient by {matrix} holds NaN or infinity; check the model's weights")
-            sums[matrix] += (gradient.double() ** 2).sum(0).cpu()
+            found = of(gradient)
+            sums[matrix] = sums[matrix].add_(found) if matrix in sums else found
         ran(1)
         if kept is not None and ((window + 1) % _KEPT_EVERY == 0 or window + 1 == len(ids)):
             with whole_file(kept) as beside:
-                found = {_WINDOWS: torch.tensor(window + 1)} | {str(one): sums[one] for one in matrices}
-                save_file(found, beside, metadata=about)
+                tensors = {_WINDOWS: torch.tensor(window + 1)} | {str(one): sums[one] for one in matrices}
+                save_file(tensors, beside, metadata=about)
     return sums
 
 

@@ -27,7 +27,7 @@ from surgeon.analysis.factors.factor_folder import (
     notes_on,
 )
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
-from surgeon.analysis.factors.gradients import squared_gradients
+from surgeon.analysis.factors.gradients import summed_gradients
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, Renaming, matrices_in
 from surgeon.checkpoint.factor_cache import FactorCache, write_factors
@@ -165,7 +165,8 @@ class _Work:
                 assert self.windows is not None
                 wanted = sorted({stored for matrix in fisher for stored in _stored(matrix)})
                 kept, identity = self.journal.folder / GRADIENTS, self.journal.identity
-                self.gradients = squared_gradients(self.model, self.windows.ids, wanted, kept, identity)
+                ids = self.windows.ids
+                self.gradients = summed_gradients(self.model, ids, wanted, _squared, kept, identity)
             run, whole = self._run(), self._run() if self.update else None
             for place in range(places[-1] + 1):
                 before = len(self.missing)
@@ -283,6 +284,11 @@ class _Work:
             loss = truncation_loss(values.cpu(), factors, moment) / whole if whole > 0 else None
         samples = 0 if known is None else known.samples
         return factors, FactorFacts(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
+
+
+def _squared(gradient: Tensor) -> Tensor:
+    """Its squares summed over outputs, (in,): the empirical Fisher information of each input's weights."""
+    return (gradient.double() ** 2).sum(0).cpu()
 
 
 def _stored(matrix: Matrix) -> list[Matrix]:

@@ -1,0 +1,202 @@
+"""How much each KV group of an attention, and each neuron of a feed-forward, matters: what width is cut by.
+
+A KV group is a KV head with all query heads that share it. With X the inputs of a sublayer's output projection W,
+(out, in), over the tokens of a text, in the unedited model, a unit's importance is
+
+    activation   the mean over tokens of the size of what the unit gives: of each head's part of x the L2 norm, summed
+                 over the group's heads; of a neuron's |x| (Minitron, Muralidharan et al. 2024, section 2.2)
+    wanda        the sum over the unit's columns j of W of |W_ij| |X_j| (Wanda, Sun et al. 2023, equation 1)
+    taylor       the sum over all of the unit's weights w, of every matrix, of |w dL/dw|, L the mean negative
+                 log-likelihood of the text (LLM-Pruner, Ma et al. 2023, equation 5, first order)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgeon.analysis.factors.gradients import summed_gradients
+from surgeon.analysis.factors.matrices import Matrices, Matrix
+from surgeon.analysis.factors.program_run import ProgramRun, matrices_in
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, WRITING, Program, Sublayer
+from surgeon.memory import stay_below
+from surgeon.models.edit import as_stored, program_of
+from surgeon.models.families import family_of
+from surgeon.models.weights import ModelWeights
+from surgeon.processes.journal import Journal
+from surgeon.progress import progress
+from surgeon.provenance import FORMAT
+from surgeon.quality.data import Windows
+
+Criterion = Literal["activation", "taylor", "wanda"]
+Part = tuple[str, int]  # a layer's attention or feed-forward: (kind, layer)
+Importance = dict[Part, Tensor]  # of each unit, (KV groups,) or (neurons,), float64
+
+WRITES = {ATTENTION: "o", FEED_FORWARD: "down"}
+JOURNAL, GRADIENTS = "importance.jsonl", "importance.gradients.safetensors"
+
+
+def unit_importance(
+    model: PreTrainedModel,
+    wanted: Mapping[Part, Criterion],
+    windows: Windows,
+    folder: Path | None = None,
+    *,
+    model_hash: str = "",
+    memory: int | None = None,
+) -> Importance:
+    """The importance of the units of some sublayers on a text; what the folder has already is taken from there.
+
+    Args:
+        model: in memory or streamed; it is left as it is. One that runs a program of its own is measured in that.
+        wanted: by which criterion, for each of them.
+        windows: the text.
+        folder: where to keep what is found; None to keep nothing.
+        memory: a limit in bytes on the memory of the whole process.
+
+    Raises:
+        ValueError: if numbers are not finite (naming layer and matrix), the memory limit is too small, the folder holds
+            what was found on another text or model, a sublayer is not run, or gradients are needed and the model is
+            streamed or runs a program of its own.
+        OSError: if the folder cannot be written to, or another process is writing to it.
+    """
+    identity = {
+        "format": FORMAT,
+        "model_hash": model_hash,
+        "calibration": windows.digest,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    with as_stored(model) as own, _Kept(folder, identity) as kept:
+        left = {part: by for part, by in wanted.items() if (by, part) not in kept.found}
+        by_gradients = [part for part, by in left.items() if by == "taylor"]
+        if by_gradients:
+            if own != program_of(model):
+                raise ValueError(
+                    "taylor goes by gradients through layers one after the other, and the model runs a program of its "
+                    "own; use activation"
+                )
+            file = None if folder is None else folder / GRADIENTS
+            for part, found in _by_gradients(model, by_gradients, windows.ids, file, identity):
+                kept.add("taylor", part, found)
+            if file is not None:
+                file.unlink()  # it is as large as the model
+        by_inputs = {part: by for part, by in left.items() if by != "taylor"}
+        for part, found in _by_inputs(model, own, windows.ids, by_inputs, memory) if by_inputs else ():
+            kept.add(by_inputs[part], part, found)
+        return {part: kept.found[by, part] for part, by in wanted.items()}
+
+
+class _Kept(Journal):
+    """What a folder has of a model and a text, by criterion and sublayer."""
+
+    def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
+        self.found: dict[tuple[str, Part], Tensor] = {}
+        super().__init__(None if folder is None else folder / JOURNAL, "importance", identity)
+
+    def add(self, by: Criterion, part: Part, importance: Tensor) -> None:
+        self.keep({"by": by, "sublayer": f"{part[0]}{part[1]}", "importance": importance.tolist()})
+
+    def take(self, line: Any) -> None:
+        (sublayer,) = Program.parse(line["sublayer"]).sublayers()
+        self.found[line["by"], sublayer.parts[0]] = torch.tensor(line["importance"], dtype=torch.float64)
+
+
+class _Inputs:
+    """Sums over the inputs of an output projection, (tokens, units' features).
+
+    Attributes:
+        sizes: of the L2 norms of each head's features, or of |x| of each neuron, (heads or neurons,).
+        squares: of each feature, (in,).
+    """
+
+    def __init__(self, features: int, width: int, device: torch.device) -> None:
+        self.width, self.samples = width, 0
+        self.sizes = torch.zeros(features // width, dtype=torch.float64, device=device)
+        self.squares = torch.zeros(features, dtype=torch.float64, device=device)
+
+    def add(self, inputs: Tensor) -> None:
+        rows = inputs.detach().flatten(0, -2).double()
+        self.sizes += rows.unflatten(1, (-1, self.width)).norm(dim=2).sum(0)
+        self.squares += rows.square().sum(0)
+        self.samples += len(rows)
+
+
+def _by_inputs(
+    model: PreTrainedModel, own: Program, ids: Tensor, wanted: Mapping[Part, Criterion], memory: int | None
+) -> Iterator[tuple[Part, Tensor]]:
+    """By what output projections get, in one walk through the program, up to the last sublayer that is wanted."""
+    places = {
+        Matrix(replace(sublayer, piece=None), WRITES[sublayer.kind]): place
+        for place, node in enumerate(own.nodes)
+        for sublayer in Program((node,)).sublayers()
+        if len(sublayer.layers) == 1 and sublayer.parts[0] in wanted
+    }
+    lost = wanted.keys() - {matrix.sublayer.parts[0] for matrix in places}
+    if lost:
+        kind, layer = min(lost)
+        raise ValueError(
+            f"the model does not run {kind}{layer} whole, so that its units cannot be told apart by a text"
+        )
+    sums: dict[Matrix, _Inputs] = {}
+    run = ProgramRun(model, own, ids, memory=memory)
+    weights = run.parts[0].machine.layers.weights()
+
+    def seen(matrix: Matrix, inputs: Tensor) -> None:
+        if matrix not in sums:
+            sums[matrix] = _Inputs(inputs.shape[-1], weights.width(matrix.sublayer.kind), inputs.device)
+        sums[matrix].add(inputs)
+
+    with progress("importance", len(places), "sublayers") as ran:
+        for place, node in enumerate(own.nodes[: max(places.values()) + 1]):
+            matrices = matrices_in(node, places)
+            run.step([run.see(part, matrices, seen) for part in run.parts])
+            stay_below(memory)
+            for matrix in matrices:
+                if places[matrix] == place:  # a layer that occurs again has more inputs there
+                    part = matrix.sublayer.parts[0]
+                    yield part, _of_inputs(sums.pop(matrix), matrix, weights, wanted[part])
+                    ran(1)
+
+
+def _of_inputs(sums: _Inputs, matrix: Matrix, weights: ModelWeights, by: Criterion) -> Tensor:
+    if by == "activation":
+        by_head = sums.sizes / sums.samples
+    else:
+        columns = weights.matrix(matrix.sublayer, matrix.role).whole().abs().double().sum(0)
+        by_head = columns.to(sums.squares.device) * sums.squares.sqrt()
+    return _by_unit(by_head, matrix.sublayer, weights)
+
+
+def _by_gradients(
+    model: PreTrainedModel, parts: Collection[Part], ids: Tensor, kept: Path | None, identity: Mapping[str, Any]
+) -> Iterator[tuple[Part, Tensor]]:
+    """By gradients of the loss, those of all windows summed before their sizes are taken."""
+    reader, family = Matrices(model), family_of(model.config)
+    roles = {kind: [projection.role for projection in family.spec(kind).projections] for kind in KINDS}
+    matrices = [Matrix.of(layer, role) for kind, layer in sorted(parts) for role in roles[kind]]
+    with progress("importance", len(ids), "windows") as ran:
+        gradients = summed_gradients(model, ids, matrices, _whole, kept, identity, ran)
+    for kind, layer in parts:
+        sublayer = Sublayer(kind, (layer,))
+        importance = torch.zeros(())
+        for role in roles[kind]:
+            salience = (reader.read(Matrix.of(layer, role)).double().cpu() * gradients[Matrix.of(layer, role)]).abs()
+            importance = importance + _by_unit(salience.sum(0 if role in WRITING else 1), sublayer, reader.weights)
+        yield (kind, layer), importance / len(ids)
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.float().cpu().contiguous()
+
+
+def _by_unit(values: Tensor, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
+    """Values of features, heads or neurons, those of a unit one after the other, summed: (units,)."""
+    units = weights.units(sublayer)
+    count = units.get("kv_heads", units["heads"]) if sublayer.kind == ATTENTION else units["neurons"]
+    return values.double().view(count, -1).sum(1)
