@@ -97,7 +97,7 @@ class _Kept(Journal):
 
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
         self.found: dict[tuple[str, Part], Tensor] = {}
-        super().__init__(None if folder is None else folder / JOURNAL, "importance", identity)
+        super().__init__(None if folder is None else folder / JOURNAL, "ranking of units", identity)
 
     def add(self, by: Criterion, part: Part, importance: Tensor) -> None:
         self.keep({"by": by, "sublayer": f"{part[0]}{part[1]}", "importance": importance.tolist()})

@@ -96,7 +96,7 @@ def test_what_a_folder_has_is_not_found_again(tmp_path: Path, monkeypatch: pytes
     again = importance(model, "wanda", tmp_path)
     assert len(seen) == 3
     assert all(np.array_equal(again[part], found[part]) for part in PARTS)
-    with pytest.raises(ValueError, match="holds a importance of another model"):
+    with pytest.raises(ValueError, match="holds a ranking of units of another model"):
         importance(model, "wanda", tmp_path, model_hash="another")
 
 

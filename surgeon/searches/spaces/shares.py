@@ -1,0 +1,91 @@
+"""What spaces have in common in which attentions and MLPs keep a share of what they are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.program import Program
+from surgeon.results.edit import Edit
+from surgeon.searches.spaces.base import HALVES, Claim, Space, claims_of_ranks, from_every_layer, joined
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
+
+KEEPING = ("attention", "mlp")
+
+
+class ShareSpace(Space):
+    """A space of attentions and MLPs that keep a share: mlp:0.6. Numbers behind the colon say which (rank:0.9/0.5).
+
+    Attributes:
+        usual: the shares where none are named.
+        of_what: they are shares, for messages.
+        shares: those that are searched, the largest first.
+    """
+
+    usual: ClassVar[tuple[float, ...]]
+    of_what: ClassVar[str]
+
+    def __init__(self, shares: Sequence[float] | None = None, ranks: int = 2) -> None:
+        super().__init__(ranks)
+        self.shares = tuple(sorted(set(shares or self.usual), reverse=True))
+
+    @classmethod
+    def read(cls, argument: str) -> dict[str, Any]:
+        if not argument:
+            return {}
+        try:
+            shares = [float(part) for part in argument.split("/")]
+        except ValueError:
+            shares = []
+        if not shares or not all(0 < share < 1 for share in shares):
+            raise ValueError(
+                f"{cls.name}:{argument} should name the shares of {cls.of_what} that are kept, more than 0 and less "
+                f"than 1, as in {cls.name}:0.9/0.7/0.5"
+            )
+        return {"shares": shares}
+
+    @abstractmethod
+    def kept(self, model: Model, kind: str, share: float) -> Hashable:
+        """What a share comes to, equal for shares that come to the same; what is false where nothing is saved.
+
+        Args:
+            kind: "attention" or "mlp".
+        """
+
+    @abstractmethod
+    def of_share(self, layers: tuple[range, ...], kind: str, share: float, model: Model) -> AppliedOperation:
+        """The operation that leaves the attentions or MLPs of some layers a share."""
+
+    def options(self, model: Model) -> Iterator[str]:
+        for kind in KEEPING:
+            # Of shares that come to the same, the largest.
+            largest = {self.kept(model, kind, share): share for share in reversed(self.shares)}
+            yield from (f"{kind}:{share!r}" for kept, share in reversed(largest.items()) if kept)
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_ranks(edit, HALVES[_read(edit)[0]][0])
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        """One for attentions and one for MLPs, of each share."""
+        found = []
+        for kind, share in sorted({_read(edit) for edit in edits}):
+            layers = joined(edit.layers for edit in edits if _read(edit) == (kind, share))
+            found.append(self.of_share(layers, kind, share, model))
+        return tuple(found)
+
+    def stretches(self, model: Model) -> Iterator[list[Edit]]:
+        """One share for all, from every layer on: of attentions, of MLPs, and of both."""
+        edits = [(edit, *_read(edit)) for edit in self.edits(model)]
+        for wanted in dict.fromkeys(share for _, _, share in edits):
+            for kinds in (("attention",), ("mlp",), KEEPING):
+                yield from from_every_layer(edit for edit, kind, share in edits if share == wanted and kind in kinds)
+
+
+def _read(edit: Edit) -> tuple[str, float]:
+    """An edit's kind and share."""
+    kind, _, share = edit.option.partition(":")
+    return kind, float(share)
