@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.forms import FORMS, PROGRAM, Inexpressible, Layout, form_of
+from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import open_stored
 from surgeon.errors import NotProven
 from surgeon.exports.in_memory import export, logits_of
@@ -104,15 +104,14 @@ def _without_adapter(base: nn.Module, lora: dict[str, Any]) -> Iterator[None]:
 
 
 def _layout_of(base: PreTrainedModel) -> Layout:
-    """How the model is stored with its modules as they are: plain where that is exact."""
+    """How the model is stored with its modules as they are, in a form that keeps them."""
     stock = stock_layers_of(base)
     with stock_model(base, stock):
-        for form in (FORMS["plain"], PROGRAM):
-            try:
-                return form.lay_out(stock.program, family_of(base.config), base.config)
-            except Inexpressible as refusal:
-                reason = str(refusal)
-    raise ValueError(f"the model cannot be written with its modules as they are ({reason}); {_MERGE}")
+        try:
+            return lay_out(stock.program, family_of(base.config), base.config, among=("plain", "program"))
+        except ValueError as refusal:
+            reason = str(refusal)
+    raise ValueError(f"the model cannot be written with its modules as they are: {reason}; {_MERGE}")
 
 
 def _written_names(path: str, layout: Layout, family: Family) -> list[str]:

@@ -9,6 +9,7 @@ add to it. Everything surgeon does to a model is an edit of that list, written i
     F4@up64,down96    two factors in place of a matrix: up of rank 64, down of rank 96, the others whole
     [A4 A5]           a step whose sublayers read the same x; the sum of their outputs is added
     >A4  >[A4 A5]     a late step: it reads x as it was before the previous step's output was added
+    A4 F4 A4 F4       a layer that runs twice, with the same weights, and caches of its own each time
     {A4 F4 | A5 F5}   a fork: each branch starts from x and keeps a stream of its own; what all of them added is added
 
 `Program.parse(text)` and `str(program)` are inverses. Programs are frozen and hashable. This module knows nothing of
@@ -220,6 +221,11 @@ class Program:
     def sublayers(self) -> Iterator[Sublayer]:
         """Every sublayer in program order, once per occurrence."""
         return (sublayer for step in steps_of(self.nodes) for sublayer in step.sublayers)
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Those whose weights it has."""
+        return frozenset(layer for sublayer in self.sublayers() for layer in sublayer.layers)
 
     @property
     def attended(self) -> int:

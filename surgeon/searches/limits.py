@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from surgeon.language.program import Program
@@ -42,7 +42,8 @@ class Limit:
 def parse_limits(text: str) -> tuple[Limit, ...]:
     """The limits that a user writes, with commas between them.
 
-    `=` is a limit like `<=`, or for a speedup like `>=`; behind a number, `x` is in parts of the unedited model's.
+    `=` is a limit like `<=`, or for a speedup like `>=`; behind a number, `x` is in parts of the unedited model's. A
+    depth may have both: `depth>=20` is for a model that is to be deeper.
 
     Raises:
         ValueError: if one cannot be read, its quantity is unknown, it limits nothing, or one is limited twice.
@@ -61,6 +62,7 @@ def _limit(text: str) -> Limit:
         raise ValueError(f"budget {text!r} should be a quantity and a value, as in depth=12 or latency=12ms@h100-sxm")
     name, sign, amount, on = match.group("name", "sign", "amount", "on")
     aspect = aspect_of(name, on, text)
+    aspect = replace(aspect, deep=aspect.name == "depth" and sign == ">=")
     if sign == ("<=" if aspect.quantity.upward else ">="):
         raise ValueError(
             f"budget {text!r} is no limit to what a search may spend; write {name}{'>=' if sign == '<=' else '<='}"
@@ -74,7 +76,7 @@ def _limit(text: str) -> Limit:
 
 def _read(aspect: Aspect, amount: str, text: str) -> Limit:
     quantity = aspect.quantity
-    if quantity.upward:
+    if quantity.timed and quantity.upward:
         cost = quantity.read(amount)
         if cost >= 1:
             raise ValueError("it should be a number above 1, of times as fast as the unedited model")
@@ -89,7 +91,9 @@ def _read(aspect: Aspect, amount: str, text: str) -> Limit:
         share = math.nan
     if quantity.measured and not 1 <= share < math.inf:
         raise ValueError(f"{amount} of the unedited model's should be at least 1x, such as 1.05x")
-    if not quantity.measured and not 0 < share <= 1:
+    if aspect.deep and not 1 < share < math.inf:
+        raise ValueError(f"{amount} of the unedited model's should be above 1x, such as 1.25x")
+    if not (quantity.measured or aspect.deep) and not 0 < share <= 1:
         raise ValueError(f"{amount} of the unedited model's should be above 0 and at most 1x, such as 0.8x")
     return Limit(aspect, share, relative=True, text=text)
 
@@ -171,17 +175,29 @@ class SearchBudget:
         Raises:
             ValueError: if there are limits on programs, and the unedited model is within all of them.
         """
-        met = [limit for limit in self.of_programs if self.dense(limit) <= self.most(limit) * (1 + _NEAR)]
+        met = [limit for limit in self.of_programs if _within(self.dense(limit), self.most(limit))]
         said = [f"the unedited model has {limit.aspect.show(self.dense(limit))} already" for limit in met]
         if said and len(said) == len(self.of_programs):
-            raise ValueError(f"budget {self}: {' and '.join(said)}; ask for less")
+            raise ValueError(f"budget {self}: {' and '.join(said)}; ask for {' and '.join(map(_more_of, met))}")
         return tuple(
             f"{limit}: {words}; it only keeps programs from needing more"
             for limit, words in zip(met, said, strict=True)
         )
 
 
+def _more_of(limit: Limit) -> str:
+    """What to ask for in the place of a limit that the unedited model is within."""
+    if limit.aspect.deep:
+        return "more"
+    deeper = limit.aspect.name == "depth" and not limit.relative
+    return f"less, or for a deeper model by depth>={limit.amount:g}" if deeper else "less"
+
+
 def _shortfall(cost: float, most: float, dense: float) -> float:
-    if cost <= most * (1 + _NEAR):
+    if _within(cost, most):
         return 0.0
-    return (cost - most) / (dense - most if most < dense < math.inf else most)
+    return (cost - most) / (dense - most if most < dense < math.inf else abs(most))
+
+
+def _within(cost: float, most: float) -> bool:
+    return cost <= most + _NEAR * abs(most)

@@ -120,7 +120,8 @@ class Pricing:
     def _cost(self, aspect: Aspect, program: Program) -> float:
         name, shapes = aspect.name, self.model.shapes
         if name == "depth":
-            return program.effective_depth(shapes.family.steps_per_layer)
+            depth = program.effective_depth(shapes.family.steps_per_layer)
+            return -depth if aspect.deep else depth
         if name == "syncs":
             return program.sync_points(self.deployment.ranks)
         if name in ("params", "weight_bytes"):

@@ -27,7 +27,7 @@ class Quantity:
         show: a cost for people.
         measured: whether it takes running the program; else it follows from the program alone.
         timed: whether it is of some hardware.
-        upward: whether more is better: its cost is its inverse.
+        upward: whether more is better: its cost is its inverse, or of a depth its negative.
         divides: whether limits can be written in parts of the unedited model's.
     """
 
@@ -123,6 +123,7 @@ QUANTITIES = {
 }
 
 
+_DEEP = Quantity("depth", lambda text: -_layers(text), lambda cost: f"{-cost:g}", upward=True)
 ACCURACY = "accuracy"  # of a task; it takes so long that only the best by divergence are measured
 _ACCURACY = Quantity(ACCURACY, _number, "{:.4g}".format, measured=True)
 _UNITS = {"divergence": "divergence from the original (nats/token)", "depth": "effective depth (layers)"}
@@ -135,10 +136,12 @@ class Aspect:
     Attributes:
         name: of the quantity.
         on: the hardware's name or file, or `HERE`; of an accuracy, lm-eval's task.
+        deep: of a depth, whether more is better.
     """
 
     name: str
     on: str | None = None
+    deep: bool = False
 
     def __str__(self) -> str:
         return self.name if self.on is None else f"{self.name}{':' if self.name == ACCURACY else '@'}{self.on}"
@@ -146,6 +149,8 @@ class Aspect:
     @property
     def quantity(self) -> Quantity:
         """What it is."""
+        if self.deep:
+            return _DEEP
         return _ACCURACY if self.name == ACCURACY else QUANTITIES[self.name]
 
     @property
@@ -157,6 +162,8 @@ class Aspect:
         """The number as people know it: accuracy, speedup, or the cost itself."""
         if self.name == ACCURACY:
             return 1 - cost
+        if self.deep:
+            return -cost
         return 1 / cost if self.quantity.upward and cost else cost
 
     @property

@@ -100,7 +100,7 @@ def _by_integers(budget: SearchBudget, mixture: Mixture) -> Choice:
     """The choice of least shortfall if what edits save added up."""
     dense = np.array([budget.dense(limit) for limit in budget.of_programs])
     most = np.array([budget.most(limit) for limit in budget.of_programs])
-    scale = np.where(dense > most, dense - most, most)
+    scale = np.where(dense > most, dense - most, np.abs(most))
     edits, saved = [], []
     for edit in mixture.edits:
         costs = np.array([budget.cost(limit, mixture.program((edit,))) for limit in budget.of_programs])

@@ -143,7 +143,7 @@ def test_shapes_and_dtypes(changed: Callable[..., Comparison]) -> None:
 
 def test_tensors_are_known_by_the_layer_they_come_from(source: Path, tmp_path: Path) -> None:
     """Also where they are stored under another number, or twice."""
-    run_export(source, tmp_path / "pruned", "A0 F0 A3 F3 A4 F4 A3 F3")
+    run_export(source, tmp_path / "pruned", "A0 F0 A3 F3 A4 F4 A3 F3", form="plain")
     run_export(source, tmp_path / "paired", "A0 F0 [A1 A2] [F1 F2] A3 F3 A4 F4")
     found = compare(describe(source), describe(tmp_path / "pruned"))
     assert found.tensors is not None

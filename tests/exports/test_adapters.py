@@ -38,7 +38,8 @@ def put_together(folder: Path) -> Any:
     [
         ("llama", DROPPED_LADDER, "program"),
         ("gpt2", DROPPED_LADDER, "program"),
-        ("llama", "A4 F4 A1 F3 A4 F4", "plain"),  # one layer twice, and one made of two
+        ("llama", "A4 F4 A1 F3 A2 F2", "plain"),  # one layer is made of two
+        ("llama", "A4 F4 A1 F3 A4 F4", "program"),  # one runs twice, and is stored once
         ("llama", "A0 F0 A3@q5,k7 F3 A1~A2 F1", "program"),  # with the adapter on what is stored as it is
     ],
 )

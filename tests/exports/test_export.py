@@ -47,6 +47,8 @@ LADDER = "A0 F0 A1 F1 >A3 >F3 >A4 >F4"
 LADDER_OVER_PAIRS = "A0 F0 >[A1 A2] >[F1 F2] >[A3 A4] >[F3 F4] A5 F5"
 FORK = "A0 F0 {A1 F1 | A2 >F2 | A3~A4 F3~F4} A5 F5"
 TRACKS = "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A1 F5"
+REPEATED = "A0 F0 A1 F1 A2 F2 A1 F1 A2 F2"
+REPEATED_STEPS = "[A0 F0] [A1 F1] [A2 F2] [A1 F1] [A2 F2]"
 PLAIN, FUSED, PROGRAM = (PRUNED, SHUFFLED, MERGED), (PAIRS, TRIPLET, NARROW, MERGED_PAIR), (LADDER, FORK, TRACKS)
 BY_FORM = {"plain": PLAIN, "fused": FUSED, "program": (*PROGRAM, LADDER_OVER_PAIRS)}
 CASES = [(form, program) for form, programs in BY_FORM.items() for program in programs]
@@ -140,6 +142,30 @@ def test_an_attention_that_occurs_twice_has_two_caches(tmp_path: Path) -> None:
     for _ in range(8):
         grown = torch.cat([grown, plain_logits(model, program, grown)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(written.generate(IDS, **options), grown)
+
+
+@pytest.mark.parametrize(("family", "program"), [("llama", REPEATED), ("gpt_neox", REPEATED_STEPS)])
+def test_layers_that_run_twice_are_stored_once_unless_asked_for(family: str, program: str, tmp_path: Path) -> None:
+    model = save_source(tmp_path / "source", family, 4)
+    run_export(tmp_path / "source", tmp_path / "shared", program)
+    run_export(tmp_path / "source", tmp_path / "stock", program, form="plain")
+    shared, stock = (json.loads((tmp_path / name / "surgeon.json").read_text()) for name in ("shared", "stock"))
+    copied = "what runs several times, of layers 1 and 2, is stored as often as it runs"
+    assert (shared["form"], stock["form"]) == ("program", "plain")
+    assert f"not plain or fused, because {copied} there; ask for it if other software is to load" in shared["reason"]
+    assert stock["reason"] == f"the program is a sequence of 5 whole layers, which any software loads; {copied}"
+
+    def numbers(name: str) -> list[int]:
+        return [tensor.numel() for key, tensor in weights_of(tmp_path / name).items() if ".layers." in key]
+
+    assert sum(numbers("stock")) * 3 == sum(numbers("shared")) * 5
+    reference = Reference(model)
+    stream = reference.embed(IDS)
+    for layer in (0, 1, 2, 1, 2):
+        stream = reference.layer(layer, stream)
+    expected = reference.logits(stream)
+    for written in (load_shipped(tmp_path / "shared"), load_written(tmp_path / "stock", "plain")):
+        assert relative_error(logits_of(written), expected) < 1e-5
 
 
 @pytest.mark.parametrize(("family", "program"), [("llama", PAIRS), ("opt", PAIRS), ("qwen2", FACTORS)])

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import surgeon
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.exports.saving import edit
+from surgeon.language.operations import prune, repeat
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_layers, program_of, restore
+from surgeon.models.families import family_of
 from surgeon.models.weights import TruncatedSVD
 from surgeon.quality.text import logits_of
 from tests.pretended import pretended_gpus
@@ -282,6 +284,28 @@ def test_a_repeated_attention_has_a_cache_slot_each(model: PreTrainedModel) -> N
     out = model(input_ids=IDS, use_cache=True)
     assert len(out.past_key_values.layers) == 12
     assert {layer.get_seq_length() for layer in out.past_key_values.layers} == {9}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_repeated_layer_gets_the_gradients_of_all_its_places(family: str) -> None:
+    """As the stock model gives them to layers of their own that have the same weights."""
+    untied = tiny_model(family, 5, dropout=0.0)
+    layers, own = untied.get_submodule(family_of(untied.config).layers), tiny_model(family, 4, dropout=0.0)
+    order = (0, 1, 2, 1, 2)
+    own_layers = own.get_submodule(family_of(own.config).layers)
+    untied.load_state_dict({name: own.state_dict().get(name, value) for name, value in untied.state_dict().items()})
+    for place, layer in enumerate(order):
+        layers[place].load_state_dict(own_layers[layer].state_dict())
+    edit(own, repeat(prune(Program.dense(4), range(3, 4)), range(1, 3)))
+    losses = [model.train()(input_ids=IDS, labels=IDS).loss for model in (untied, own)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    for layer in (0, 1, 2):
+        places = [dict(layers[place].named_parameters()) for place, one in enumerate(order) if one == layer]
+        for name, parameter in own_layers[layer].named_parameters():
+            expected = sum(place[name].grad for place in places)
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_saving_an_edited_model_keeps_its_program(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -85,7 +85,9 @@ def test_several_limits() -> None:
         ("depth=12,", "as in depth=12"),
         ("depth=12,depth<=0.5x", "limits depth twice, by depth=12 and depth<=0.5x; keep one"),
         ("depth=8@l4", "depth is the same on any hardware; leave @l4 out"),
-        ("depth>=8", "no limit to what a search may spend; write depth<=8"),
+        ("params>=8M", "no limit to what a search may spend; write params<=8M"),
+        ("depth>=0.8x", "0.8x of the unedited model's should be above 1x, such as 1.25x"),
+        ("depth>=8,depth>=9", "limits depth twice"),
         ("speedup<=2@l4", "write speedup>=2@l4"),
         ("latency=12ms", "say on which, as in latency=12ms@h100-sxm, or measured on this machine: latency=12ms@here"),
         ("latency=12@l4", "'12' is no delay; write e.g. 1ms"),
@@ -103,6 +105,19 @@ def test_what_is_no_limit(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=".") as caught:
         parse_limits(text)
     assert said in str(caught.value)
+
+
+def test_a_model_that_is_to_be_deeper() -> None:
+    deeper = Program.parse("A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A3 F3 A4 F4 A5 F5")
+    wanted = budget("depth>=10,depth<=12")
+    assert wanted.shortfalls(Program.dense(6)) == (1, 0)
+    assert wanted.shortfalls(deeper) == (0.5, 0)
+    assert budget("depth>=1.25x").shortfalls(deeper) == (0,)
+    assert [limit.aspect.show(wanted.cost(limit, deeper)) for limit in wanted.limits] == ["depth 8", "depth 8"]
+    assert wanted.limits[0].aspect.natural(-8) == 8
+    for text, said in (("depth>=5", "ask for more"), ("depth=8", "ask for less, or for a deeper model by depth>=8")):
+        with pytest.raises(ValueError, match=f"has depth 6 already; {said}"):
+            budget(text).require_work()
 
 
 def test_how_far_programs_are() -> None:

@@ -4,11 +4,15 @@
     fused    steps pair up as [A_i A_j ...] [F_i F_j ...]: k layers are stored as one layer that is k times as wide
     program  everything else: the layers as they are, with the program's text in config.json
 
-The first of them that is exact is the most portable one.
+The first of them that is exact is the most portable one. But layers that run several times have one set of weights,
+which the program form alone stores once, so that a checkpoint is no larger than the model and training goes on with
+shared weights. The others store them as often as they run: for software that knows no programs, if that is asked for.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +26,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.models.families import Family
+from surgeon.words import layer_list
 
 __all__ = [
     "FORMS",
@@ -44,12 +49,13 @@ def form_of(checkpoint: Checkpoint) -> Form:
     return next((form for form in FORMS.values() if form.marks(checkpoint.config)), PLAIN)
 
 
-def lay_out(program: Program, family: Family, config: Any, form: str = "auto") -> Layout:
+def lay_out(program: Program, family: Family, config: Any, form: str = "auto", among: Collection[str] = ()) -> Layout:
     """The most portable form that holds the program exactly, or the form asked for.
 
     Args:
         config: the original's `transformers` configuration, for its widths and per-layer lists.
         form: "auto", or one of FORMS.
+        among: the forms that "auto" looks at, all by default.
 
     Raises:
         ValueError: if there is no such form, or the program does not fit it, with the reason.
@@ -57,15 +63,30 @@ def lay_out(program: Program, family: Family, config: Any, form: str = "auto") -
     if form not in ("auto", *FORMS):
         raise ValueError(f"unknown form {form!r}; {did_you_mean(form, ('auto', *FORMS))}")
     refusals: dict[str, list[str]] = {}  # the forms that cannot hold it, by the reason
-    for one in FORMS.values() if form == "auto" else (FORMS[form],):
+    copying: Layout | None = None
+    for one in map(FORMS.__getitem__, among or FORMS if form == "auto" else (form,)):
         try:
             layout = one.lay_out(program, family, config)
         except Inexpressible as refusal:
             refusals.setdefault(str(refusal), []).append(one.name)
+            continue
+        copies = "" if one.stored_once else _copies(layout)
+        if copies and form == "auto":
+            copying = copying or replace(layout, reason=f"{layout.reason}; {copies}")
+            refusals.setdefault(f"{copies} there; ask for it if other software is to load them", []).append(one.name)
         else:
-            return replace(layout, reason="; ".join([layout.reason, *_explained(refusals)]))
+            return replace(layout, reason="; ".join(filter(None, [layout.reason, copies, *_explained(refusals)])))
+    if copying is not None:
+        return copying
     what = "any form" if form == "auto" else f"the {form} form; leave form out for the most portable form that is exact"
     raise ValueError(f"this program cannot be written in {what} ({'; '.join(_explained(refusals))})")
+
+
+def _copies(layout: Layout) -> str:
+    """What is to be known of a layout that has sublayers several times; nothing if it has none."""
+    stored = Counter(sublayer for layer in layout.layers for sublayer in layer.sublayers)
+    layers = [layer for sublayer, times in stored.items() if times > 1 for layer in sublayer.layers]
+    return f"what runs several times, of layers {layer_list(layers)}, is stored as often as it runs" if layers else ""
 
 
 def _explained(refusals: dict[str, list[str]]) -> list[str]:

@@ -45,6 +45,7 @@ class Form(ABC):
         name: as users give it.
         shipped: the modeling file inside its checkpoints, if they need one.
         widths_differ: whether its layers may differ in width.
+        stored_once: whether sublayers that run several times are stored once.
         why_code: why it needs the modeling file, for people who have to trust it.
         on_vllm: how vLLM runs it, in a sentence; `serving` says it of one checkpoint.
         planner: plans the tensors of its checkpoints.
@@ -53,6 +54,7 @@ class Form(ABC):
     name: str
     shipped: RemoteCode | None = None
     widths_differ = False
+    stored_once = False
     why_code = ""
     on_vllm: str
     planner: type[TensorPlanner] = TensorPlanner

@@ -28,6 +28,7 @@ class ProgramForm(Form):
 
     name = "program"
     shipped = remote_code.PROGRAM
+    stored_once = True
     why_code = "no class of transformers runs its program"
     on_vllm = (
         "With surgeon installed beside vLLM (from a clone or a wheel), which finds surgeon's plugin by itself and "

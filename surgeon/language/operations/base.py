@@ -127,19 +127,20 @@ def operation(
 
 @dataclass(frozen=True)
 class Stretch:
-    """A run of whole, unedited layers in a program, and what stands before and after it.
+    """Whole, unedited layers, wherever a program runs them one after the other.
 
     Attributes:
         layers: the nodes of each layer, in order.
+        around: what stands before them, between the places where they run if there are several, and after them.
     """
 
-    before: tuple[Node, ...]
     layers: tuple[tuple[Node, ...], ...]
-    after: tuple[Node, ...]
+    around: tuple[tuple[Node, ...], ...]
 
     def replaced_by(self, *nodes: Node) -> Program:
-        """The program with other nodes in the stretch's place."""
-        return Program(self.before + nodes + self.after)
+        """The program with other nodes in the stretch's place, everywhere."""
+        before, *others = self.around
+        return Program(before + tuple(node for after in others for node in nodes + after))
 
 
 def find_stretch(program: Program, layers: range) -> Stretch:
@@ -149,12 +150,10 @@ def find_stretch(program: Program, layers: range) -> Stretch:
         ValueError: if the range is empty, out of the program's range, or an earlier operation changed a layer of it.
     """
     for steps_per_layer in (2, 1) if layers else ():
-        wanted = [layer_nodes(layer, steps_per_layer) for layer in layers]
-        flat = tuple(node for nodes in wanted for node in nodes)
-        start = _place(flat[0], program.nodes)
-        end = start + len(flat)
-        if program.nodes[start:end] == flat:
-            return Stretch(program.nodes[:start], tuple(wanted), program.nodes[end:])
+        wanted = tuple(layer_nodes(layer, steps_per_layer) for layer in layers)
+        around = _around(tuple(node for nodes in wanted for node in nodes), program.nodes)
+        if len(around) > 1:
+            return Stretch(wanted, around)
     require_present(program, layers)
     raise ValueError(
         f"layers {show_range(layers)} overlap with what an earlier operation changed: "
@@ -162,12 +161,17 @@ def find_stretch(program: Program, layers: range) -> Stretch:
     )
 
 
-def _place(node: Node, nodes: tuple[Node, ...]) -> int:
-    """Where a node stands first; behind all of them if it is not there."""
-    same = next((place for place, other in enumerate(nodes) if other is node), None)  # which equality is slow to find
-    if same is not None:
-        return same
-    return nodes.index(node) if node in nodes else len(nodes)
+def _around(run: tuple[Node, ...], nodes: tuple[Node, ...]) -> tuple[tuple[Node, ...], ...]:
+    """What stands before, between and after the places where nodes have a run of some; all nodes if there is none."""
+    pieces, place = list[tuple[Node, ...]](), 0
+    while run[0] in nodes[place:]:
+        place = nodes.index(run[0], place)
+        if nodes[place : place + len(run)] == run:
+            pieces.append(nodes[:place])
+            nodes, place = nodes[place + len(run) :], 0
+        else:
+            place += 1
+    return (*pieces, nodes)
 
 
 def require_present(program: Program, layers: range) -> None:
@@ -180,7 +184,7 @@ def require_present(program: Program, layers: range) -> None:
         raise ValueError(
             f"layers {show_range(layers)} are empty: the end comes after the first, as in 4:30 for 4 to 29"
         )
-    present: set[int] = set().union(*(sublayer.layers for sublayer in program.sublayers()))
+    present = program.layers
     last = max(present, default=-1)
     if layers[-1] > last:
         raise ValueError(

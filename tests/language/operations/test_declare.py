@@ -70,6 +70,7 @@ def test_the_tables_are_as_they_were_before_operations_declared_them() -> None:
         "prune-attention",
         "prune-mlp",
         "lowrank",
+        "repeat",
     ]
     assert tuple(HEATMAPS)[:5] == SCANNED
     assert [name for name, heatmap in HEATMAPS.items() if heatmap.seeded] == ["shuffle"]
@@ -186,5 +187,5 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
     assert done.stdout.startswith("shuffle ant-eater ants True True\n")
     text = " ".join(done.stdout.split())
     assert "prune-mlp, lowrank (" in text
-    assert "), ant-eater (eats ants), or all." in text
+    assert ", repeat, ant-eater (eats ants), or all." in text
     assert "desync, ants, upper-bound" in text

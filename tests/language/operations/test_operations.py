@@ -17,6 +17,7 @@ from surgeon.language.operations import (
     parallel,
     prune,
     reorder,
+    repeat,
     shuffle,
     tracks,
 )
@@ -179,6 +180,49 @@ def test_fused_attention_and_feed_forward_are_one_step() -> None:
         fuse_attention_mlp(FUSED, range(0, 2))
 
 
+def test_repeated_layers_run_again_with_the_same_weights() -> None:
+    assert str(repeat(DENSE, range(2, 4))) == "A0 F0 A1 F1 A2 F2 A3 F3 A2 F2 A3 F3 A4 F4 A5 F5"
+    assert str(repeat(FUSED, range(1, 2), times=3)) == "[A0 F0] [A1 F1] [A1 F1] [A1 F1] [A2 F2] [A3 F3]"
+    assert repeat(DENSE, range(2, 4), times=3).effective_depth() == 10
+    assert repeat(repeat(DENSE, range(2, 4)), range(2, 4)) == repeat(DENSE, range(2, 4), times=4)
+    for times in (1, 0, 2000):
+        with pytest.raises(ValueError, match=f"times must be at least 2 and at most 1024, not {times}"):
+            repeat(DENSE, range(0, 2), times=times)
+
+
+def test_what_is_there_of_layers_is_repeated() -> None:
+    assert str(repeat(pair(DENSE, range(2, 4)), range(2, 4))) == (
+        "A0 F0 A1 F1 [A2 A3] [F2 F3] [A2 A3] [F2 F3] A4 F4 A5 F5"
+    )
+    assert str(repeat(ladder(DENSE, range(1, 2)), range(1, 3))) == (
+        "A0 F0 >A1 >F1 A2 F2 >A1 >F1 A2 F2 A3 F3 A4 F4 A5 F5"
+    )
+    assert str(repeat(Program.parse("A0 F0@up4 F1"), range(0, 2))) == "A0 F0@up4 F1 A0 F0@up4 F1"
+    # A fork of these layers alone runs again; with others in it, every branch repeats its own part.
+    assert str(repeat(parallel(DENSE, range(2, 4)), range(2, 4))) == (
+        "A0 F0 A1 F1 {A2 F2 | A3 F3} {A2 F2 | A3 F3} A4 F4 A5 F5"
+    )
+    assert str(repeat(tracks(Program.dense(3), range(0, 3), 2, 3), range(1, 2))) == (
+        "{A0/2:0 F0/2:0 A1/2:0 F1/2:0 A1/2:0 F1/2:0 A2/2:0 F2/2:0 | "
+        "A0/2:1 F0/2:1 A1/2:1 F1/2:1 A1/2:1 F1/2:1 A2/2:1 F2/2:1}"
+    )
+    once_more = repeat(repeat(Program.dense(4), range(0, 3)), range(1, 3))
+    assert str(once_more).split()[::2] == [f"A{layer}" for layer in (0, 1, 2, 1, 2, 0, 1, 2, 1, 2, 3)]
+    with pytest.raises(ValueError, match=r"layers 1:3 cut through \[A2 A3\]; take in all of its layers, or none"):
+        repeat(pair(DENSE, range(2, 4)), range(1, 3))
+    with pytest.raises(ValueError, match="layers 0:2 do not run in a row: layer 1 runs apart from A0"):
+        repeat(reorder(DENSE, range(1, 4), order=[3, 2, 1]), range(0, 2))
+
+
+def test_operations_change_repeated_layers_wherever_they_run() -> None:
+    twice = repeat(Program.dense(5), range(1, 4))
+    assert str(pair(twice, range(1, 3))) == "A0 F0 [A1 A2] [F1 F2] A3 F3 [A1 A2] [F1 F2] A3 F3 A4 F4"
+    assert str(prune(twice, range(2, 3))) == "A0 F0 A1 F1 A3 F3 A1 F1 A3 F3 A4 F4"
+    assert str(pair(twice, range(3, 5))) == "A0 F0 A1 F1 A2 F2 A3 F3 A1 F1 A2 F2 [A3 A4] [F3 F4]"
+    assert pair(twice, range(1, 3)) == repeat(pair(Program.dense(5), range(1, 3)), range(1, 4))
+    assert ladder(twice, range(1, 4)) == repeat(ladder(Program.dense(5), range(1, 4)), range(1, 4))
+
+
 def test_recipes_know_slices() -> None:
     text = 'surgeon: 1\nmodel: demo\noperations:\n  - tracks: {layers: "1:3", count: 2, depth: 2}\n'
     assert parse_recipe(text).program(3) == tracks(Program.dense(3), range(1, 3), count=2, depth=2)
@@ -194,7 +238,7 @@ def test_the_papers_llama_2_7b_configuration() -> None:
 
 
 class TestOperations(OperationContract):
-    @pytest.fixture(params=sorted(set(OPERATIONS) - {"ladder", "lowrank"}))
+    @pytest.fixture(params=sorted(set(OPERATIONS) - {"ladder", "lowrank", "repeat"}))
     def operation(self, request: pytest.FixtureRequest) -> Operation:
         return OPERATIONS[request.param]
 
@@ -209,6 +253,14 @@ class TestLadder(OperationContract):
     @pytest.fixture
     def operation(self) -> Operation:
         return OPERATIONS["ladder"]
+
+
+class TestRepeat(OperationContract):
+    edits_steps = True
+
+    @pytest.fixture
+    def operation(self) -> Operation:
+        return OPERATIONS["repeat"]
 
 
 class TestLowrank(OperationContract):

@@ -80,6 +80,18 @@ def test_one_operation_after_another_in_a_branch() -> None:
         AppliedOperation("reorder", (range(2, 5),), {"order": [3, 2, 4]}).apply(OWN, SHAPES, OWN)
 
 
+def test_layers_that_a_program_of_its_own_repeats() -> None:
+    """Each of the places is changed; in tracks a stretch is repeated within each branch."""
+    own = Program.parse("A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A3 F3")
+    paired = AppliedOperation("pair", (range(1, 3),)).apply(own, SHAPES, own)
+    assert str(paired) == "A0 F0 [A1 A2] [F1 F2] [A1 A2] [F1 F2] A3 F3"
+    again = AppliedOperation("repeat", (range(1, 3),)).apply(own, SHAPES, own)
+    assert len(again) == 2 * (2 + 2 * 4)
+    assert not runs_whole_layers(own, 4)
+    in_tracks = AppliedOperation("repeat", (range(1, 3),)).apply(OWN, SHAPES, OWN)
+    assert str(in_tracks).startswith("{A0 F0 A1 F1 A1 F1 | A2 F2 A2 F2 A3 F3} {A4 ")
+
+
 def test_layers_that_are_one_step() -> None:
     own = Program.parse("{[A0 F0] [A1 F1] | [A2 F2] [A3 F3]}")
     pruned = AppliedOperation("prune", (range(1, 3),)).apply(own, SHAPES, own)

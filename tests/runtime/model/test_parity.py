@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surgeon.exports.saving import edit
-from surgeon.language.operations import desync, fuse_attention_mlp, tracks
+from surgeon.language.operations import desync, fuse_attention_mlp, pair, repeat, tracks
 from surgeon.language.program import Node, Program, Step
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.request import Request, Sampling
@@ -46,6 +46,8 @@ PROGRAMS = {
     "dense": "A0 F0 A1 F1 A2 F2 A3 F3",
     "shuffle and prune": "A0 F0 A3 F3 A1 F1",
     "a layer twice": "A0 F0 A1 F1 A1 F1",
+    "repeated pairs": str(repeat(pair(DENSE, range(0, 2)), range(0, 3))),
+    "repeated in tracks": str(repeat(tracks(DENSE, range(0, 3), count=2, depth=3), range(1, 3))),
     "merge": "A0 F0 A1~A2 F1~F2 A3 F3",
     "LP": "A0 F0 [A1 A2] [F1 F2] A3 F3",
     "three in a step": "A0 F0 [A1 A2 A3] [F1 F2 F3]",

@@ -16,6 +16,7 @@ WITH_ARGUMENTS = [
     "drop:attention",
     "drop:mlp",
     "order:4",
+    "repeat:3",
     "tracks:3",
     "rank:0.9/0.3",
 ]

@@ -45,6 +45,8 @@ EDITS = {
         *("order 0:2 reversed", "order 0:3 first-to-last", "order 0:3 last-to-first", "order 0:3 reversed"),
         "order 1:3 reversed",
     ],
+    "repeat": ["repeat 0:1", "repeat 0:2", "repeat 1:2", "repeat 1:3", "repeat 2:3"],
+    "repeat:1": ["repeat 0:1", "repeat 1:2", "repeat 2:3"],
     "tracks": ["tracks 0:1", "tracks 0:2", "tracks 1:2", "tracks 1:3", "tracks 2:3"],
     "tracks:3": ["tracks 0:1", "tracks 0:2", "tracks 0:3", "tracks 1:2", "tracks 1:3", "tracks 2:3"],
     "tracks:1": ["tracks 0:1", "tracks 1:2", "tracks 2:3"],
@@ -125,6 +127,15 @@ def test_tracks_have_a_slice_for_each_rank() -> None:
     assert program.sync_points(4) == 2
 
 
+def test_neighbours_that_are_repeated_are_repeated_apart() -> None:
+    searching = mixture("repeat,drop:layers")
+    choice = [Edit.parse(text) for text in ("drop 0:1", "repeat 1:2", "repeat 2:4")]
+    *_, repeated = searching.operations(choice)
+    assert repeated.to_yaml() == 'repeat: {layers: ["1:2", "2:4"]}'
+    assert str(searching.program(choice)) == "A1 F1 A1 F1 A2 F2 A3 F3 A2 F2 A3 F3"
+    assert searching.exclude(Edit.parse("drop 1:2"), Edit.parse("repeat 1:2"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -134,6 +145,7 @@ def test_tracks_have_a_slice_for_each_rank() -> None:
         ("ladder:attention", "there is no ladder:attention; write ladder, ladder:sublayers or ladder:ranges"),
         ("drop:layer", "there is no drop:layer; write drop, drop:layers, drop:attention or drop:mlp"),
         ("order:1", "order:1 should say how many layers are moved at most, 2 or more, as in order:4"),
+        ("repeat:0", "repeat:0 should say how many layers are repeated together at most, 1 or more, as in repeat:4"),
         ("tracks:0", "tracks:0 should say how many layers the tracks run at most before they meet, as in tracks:8"),
         ("desync:2", "the space desync takes no argument; write desync, not desync:2"),
         ("fuse:2", "the space fuse takes no argument"),

@@ -1,0 +1,56 @@
+"""Run layers several times."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from surgeon.language.operations.base import operation, require_present, show_range
+from surgeon.language.operations.declare import Heatmap
+from surgeon.language.program import Fork, Node, Program
+
+MOST_TIMES = 1024  # a number beyond is a mistake, which would fill the memory
+
+
+@operation(heatmaps={"repeat": Heatmap("Repeat", place=12)})
+def repeat(program: Program, layers: range, times: int = 2) -> Program:
+    """Run the layers several times in a row, with the same weights: 4 5 4 5 for layers 4 and 5.
+
+    What earlier operations made of the layers runs again as it is: pairs, late steps, factors. Branches of a fork that
+    have other layers, too, such as tracks, repeat their own parts of these.
+
+    Args:
+        times: how often the layers run, 2 or more.
+
+    Raises:
+        ValueError: if `times` is below 2, other layers run between these, or share a step with them.
+    """
+    if not 2 <= times <= MOST_TIMES:
+        raise ValueError(f"times must be at least 2 and at most {MOST_TIMES}, not {times}; 2 runs the layers twice")
+    require_present(program, layers)
+    return Program(_repeated(program.nodes, layers, times))
+
+
+def _repeated(nodes: tuple[Node, ...], layers: range, times: int) -> tuple[Node, ...]:
+    """The nodes of a program or a branch, with every run of these layers as often as that."""
+    wanted = Program(nodes).layers.intersection(layers)
+    made: list[Node] = []
+    beside = (_with_branches(node, layers, times) for node in nodes)
+    for is_inside, group in groupby(tuple(beside), key=lambda node: wanted.issuperset(Program((node,)).layers)):
+        run = tuple(group)
+        if is_inside and (elsewhere := wanted - Program(run).layers):
+            raise ValueError(
+                f"layers {show_range(layers)} do not run in a row: layer {min(elsewhere)} runs apart from {run[0]}; "
+                "give layers that run one after the other"
+            )
+        made += run * times if is_inside else run
+    return tuple(made)
+
+
+def _with_branches(node: Node, layers: range, times: int) -> Node:
+    """A node as it is, but for a fork that has other layers than these: its branches repeat what they have of them."""
+    there = Program((node,)).layers
+    if there.isdisjoint(layers) or there.issubset(layers):
+        return node
+    if isinstance(node, Fork):
+        return Fork(tuple(_repeated(branch, layers, times) for branch in node.branches))
+    raise ValueError(f"layers {show_range(layers)} cut through {node}; take in all of its layers, or none")
