@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from surgeon.errors import did_you_mean, shown
+from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, Heatmap
 from surgeon.language.operations.within import changed_within
@@ -129,15 +130,20 @@ def select(
 
 
 def check_operations(names: Sequence[str]) -> list[str]:
-    """The operations asked for, each once, in the order of `HEATMAPS`; "all" stands for every one.
+    """The maps asked for, each once, in the order of `HEATMAPS`; "all" stands for every one.
+
+    The name of an operation that is no map's own (width) stands for all maps that the operation has.
 
     Raises:
         ValueError: naming the unknown one, and the one that was probably meant.
     """
+    several = {name: one.heatmaps for name, one in OPERATIONS.items() if one.heatmaps and name not in HEATMAPS}
+    known = {name: (name,) for name in HEATMAPS} | several | {ALL: (*HEATMAPS,)}
     for name in names:
-        if name not in (*HEATMAPS, ALL):
-            raise ValueError(f"unknown operation {name!r} to scan; {did_you_mean(name, (*HEATMAPS, ALL))}")
-    return [name for name in HEATMAPS if name in names or ALL in names]
+        if name not in known:
+            raise ValueError(f"unknown operation {name!r} to scan; {did_you_mean(name, known)}")
+    asked = {one for name in names for one in known[name]}
+    return [name for name in HEATMAPS if name in asked]
 
 
 def permutation_seeds(seed: int, count: int) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ class CellArguments:
         list[str] | None,
         typer.Option(
             "--operation",
-            help=f"A heatmap to make; may be repeated. {_PAPER} (the default: these five), {_OTHERS}, or all.",
+            help=f"A heatmap to make; may be repeated. {_PAPER} (the default: these five), {_OTHERS}, or "
+            "all; an operation's name stands for all maps that it has.",
         ),
     ] = None
     layers: Annotated[
