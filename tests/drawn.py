@@ -71,10 +71,15 @@ def programs(draw: st.DrawFn, layers: int, family: Family) -> Program:
         those = draw(st.lists(st.integers(0, layers - 1), min_size=1, max_size=2, unique=True))
         piece = draw(st.sampled_from((None, None, (0, 2), (1, 2)))) if sliceable else None
         kind = draw(st.sampled_from("AF"))
+        width = draw(st.sampled_from((None, 2 if kind == "A" else 12))) if len(those) == 1 else None
+        if width is not None and kind == "A":
+            piece = None  # two heads may be left, which are those of two ranks
         ranks = st.lists(
-            st.tuples(st.sampled_from(roles[kind]), st.integers(1, 12)), max_size=3, unique_by=lambda r: r[0]
+            st.tuples(st.sampled_from(roles[kind]), st.integers(1, 12 if width is None else 8)),
+            max_size=3,
+            unique_by=lambda r: r[0],
         )
-        return Sublayer(kind, tuple(those), piece, tuple(draw(ranks) if draw(st.booleans()) else ()))
+        return Sublayer(kind, tuple(those), piece, tuple(draw(ranks) if draw(st.booleans()) else ()), width)
 
     wholes = st.lists(sublayers(), min_size=1, max_size=3).map(tuple)
     steps = st.builds(Step, wholes, st.booleans())

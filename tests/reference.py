@@ -65,6 +65,7 @@ class Reference:
     attention_norm, mlp_norm = "input_layernorm", "post_attention_layernorm"
     output, up, down = "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
     activation_name = "hidden_act"
+    transposed = False  # whether weights are stored as (in, out)
     one_step = False  # whether a layer's attention and feed-forward read the same stream
 
     def __new__(cls, model: Any) -> Reference:
@@ -73,6 +74,7 @@ class Reference:
     def __init__(self, model: torch.nn.Module) -> None:
         self.w = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         self.config: Any = model.config
+        self.kept: dict[tuple[str, int], Tensor] = {}  # of narrowed sublayers, by kind and layer: columns of o or down
         self.num_heads: int = self.config.num_attention_heads
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
 
@@ -176,6 +178,36 @@ class Reference:
         kept = (left[:, :rank] * values[:rank]) @ right[:rank]
         other.w[name][rows, columns] = torch.from_numpy(kept).to(self.w[name].dtype)
         return other
+
+    def narrowed(self, k: int, kind: str, count: int) -> Reference:
+        """A copy in which only so many KV groups or neurons are not zero, those of the largest weights."""
+        roles = "qkvo" if kind == "A" else [role for role in ("gate", "up", "down") if self.has(k, role)]
+        groups = getattr(self.config, "num_key_value_heads", None) or self.num_heads
+        inputs = {role: self.matrix(k, role) if role in ("o", "down") else self.matrix(k, role).T for role in roles}
+        units = {role: w.reshape(len(w), groups if kind == "A" else w.shape[1], -1) for role, w in inputs.items()}
+        sizes = torch.stack([(one.double() ** 2).sum((0, 2)) for one in units.values()]).sum(0)
+        (kept,) = torch.where(sizes >= sizes.sort(descending=True).values[count - 1])
+        assert len(kept) == count
+        other, left = self.copied(), torch.zeros(1, len(sizes), 1).index_fill(1, kept, 1)
+        for role, one in units.items():
+            path, (rows, columns) = self.place(role)
+            name, zeroed = self.at(k, f"{path}.weight"), (one * left).flatten(1)
+            other.w[name] = other.w[name].clone()
+            # What reads the stream has units in rows, and all of it is the other way round where it is transposed.
+            other.w[name][rows, columns] = zeroed if (role in ("o", "down")) != self.transposed else zeroed.T
+        features = units["o" if kind == "A" else "down"].shape[2]
+        other.kept = self.kept | {(kind, k): (kept[:, None] * features + torch.arange(features)).flatten()}
+        return other
+
+    def has(self, k: int, role: str) -> bool:
+        """Whether a layer has a matrix."""
+        return self.at(k, f"{self.place(role)[0]}.weight") in self.w
+
+    def matrix(self, k: int, role: str) -> Tensor:
+        """A matrix of a layer, (out, in)."""
+        path, (rows, columns) = self.place(role)
+        stored = self.w[self.at(k, f"{path}.weight")][rows, columns]
+        return stored.T if self.transposed else stored
 
     def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
         """Where a matrix is: the module's path in a layer, and rows and columns of its weight as it is stored."""
@@ -307,7 +339,7 @@ class _Gpt2(_Opt):
     layers, embedding, final_norm, positions = "transformer.h", "transformer.wte", "transformer.ln_f", "transformer.wpe"
     attention_norm, mlp_norm, output = "ln_1", "ln_2", "attn.c_proj"
     up, down = "mlp.c_fc", "mlp.c_proj"
-    offset = 0
+    offset, transposed = 0, True
 
     def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
         if role not in "qkv":
@@ -328,7 +360,7 @@ class _Gpt2(_Opt):
 
 
 class _GptNeo(_Gpt2):
-    output = "attn.attention.out_proj"
+    output, transposed = "attn.attention.out_proj", False
     linear = Reference.linear
 
     def place(self, role: str) -> tuple[str, tuple[Any, Any]]:

@@ -14,10 +14,12 @@ from threading import Lock
 
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from surgeon.checkpoint.header import read_header
 from surgeon.language.program import Sublayer
-from surgeon.models.weights import Factors, FactorSource, WeightMatrix
+from surgeon.models.weights import Factors, FactorSource, WeightMatrix, unit_source
+from surgeon.models.weights.units import LayerWeights
 from surgeon.processes.files import whole_file
 
 
@@ -59,6 +61,10 @@ class FactorCache:
             raise ValueError(f"{path} does not hold the two factors of a matrix; remove it, and they are made again")
         with safe_open(path, framework="pt") as file:
             return Factors(*map(file.get_tensor, Factors._fields))
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """As the source has it, or by the weights."""
+        return unit_source(self.source).order(kind, layer, weights)
 
 
 def file_name(sublayer: Sublayer, role: str) -> str:

@@ -133,8 +133,9 @@ class StoredModel:
         """
         numbers, runs = self.parameters, program or self.own
         for sublayer in set(() if runs is None else runs.sublayers()):
-            factorised = program is not None and sublayer.ranks  # its own program's factors are stored
-            if len(sublayer.layers) > 1 or sublayer.piece is not None or factorised:
+            # Its own program's factors and narrow layers are stored.
+            changed = program is not None and (sublayer.ranks or sublayer.width is not None)
+            if len(sublayer.layers) > 1 or sublayer.piece is not None or changed:
                 numbers += sublayer.parameters(self.family.layer_shapes(self.config))
         return numbers * self.compute_dtype(device).itemsize
 

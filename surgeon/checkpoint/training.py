@@ -8,7 +8,7 @@ configuration of a model from scratch, says, with the layers under other numbers
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surgeon.errors import NotProven, shown
@@ -100,8 +100,8 @@ def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
     """Of which of the original's layers each stored sublayer is, if a stored program is the recipe's.
 
     They are the same if one is the other with its layers under other numbers: the same steps and forks, of the same
-    slices and ranks, and no stored sublayer for two of the recipe's. A sublayer that the recipe has twice may be stored
-    twice, as forms of whole layers do, and the order within a step does not count.
+    widths, slices and ranks, and no stored sublayer for two of the recipe's. A sublayer that the recipe has twice may
+    be stored twice, as forms of whole layers do, and the order within a step does not count.
 
     Args:
         recipe: over the original's layers.
@@ -114,7 +114,7 @@ def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
     places: dict[tuple[Any, ...], int] = {}
     for asked, found in _side_by_side(recipe.nodes, stored.nodes):
         (place,), pieces = found.layers, found.piece and found.piece[1]
-        known = place if pieces is None else places.setdefault((asked.kind, asked.layers, pieces, asked.ranks), place)
+        known = place if pieces is None else places.setdefault((replace(asked, piece=None), pieces), place)
         if known != place or whose.setdefault((found.kind, place), asked.layers) != asked.layers:
             raise NotProven(
                 f"the model does not run the recipe's program: where that has {asked}, it has {found}, which stands "
@@ -145,7 +145,7 @@ def _side_by_side(recipe: Sequence[Node], stored: Sequence[Node]) -> Iterator[tu
 
 def _shape(sublayer: Sublayer) -> tuple[Any, ...]:
     """What a sublayer is, whatever its layer."""
-    return sublayer.kind, sublayer.piece or (0, 1), sublayer.ranks
+    return sublayer.kind, sublayer.width or 0, sublayer.piece or (0, 1), sublayer.ranks
 
 
 def _differ(asked: Node, found: Node) -> NotProven:

@@ -23,8 +23,11 @@ FACTOR_ENDINGS = (".first.weight", ".second.weight")
 JSON_ALLOWANCE = 1 << 18  # room for the small files that are written beside the weights, in bytes
 
 
-def check_exportable(model: Model) -> None:
+def check_exportable(model: Model, program: Program | None = None) -> None:
     """Refuse what no export can be made of.
+
+    Args:
+        program: that is to be exported, by default its own.
 
     Raises:
         ValueError: if the model is an edited one, which does not run each of its layers whole and once, its weights are
@@ -40,7 +43,7 @@ def check_exportable(model: Model) -> None:
         raise ValueError(
             f"{folder} has quantized weights, which cannot be folded or proven; export the unquantized model"
         )
-    _, match = original_model(model, buffers=False)
+    _, match = original_model(model, program, buffers=False)
     layers = model.weights.names.layers
     for tensor in match.unexpected:
         if not tensor.startswith(layers):  # further layers may lie idle
@@ -130,7 +133,7 @@ def plan_export(
         ValueError: if the program does not fit the model or the form, or as `check_exportable`.
         FileNotFoundError: as `companions_of`.
     """
-    check_exportable(original)
+    check_exportable(original, program)
     check_storage(form, dtype)
     original.check(program)
     if original.own is not None and form == "auto":

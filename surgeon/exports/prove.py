@@ -37,7 +37,7 @@ from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
-from surgeon.models.weights import FactorSource, make_room_for_factors
+from surgeon.models.weights import FactorSource, make_room
 from surgeon.opened import Model
 from surgeon.progress import Advance
 
@@ -126,7 +126,7 @@ def reference_of(
         ValueError: if a tensor is missing or has another shape than the configuration asks for, or logits are not
             finite.
     """
-    model, match = original_model(original)
+    model, match = original_model(original, program)
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
     edit(model, program, _DerivedWhenRun, factors)
@@ -161,8 +161,13 @@ def require_alike(reference: Reference, alive: Callable[[Tensor], Tensor], dtype
         )
 
 
-def original_model(original: Model, buffers: bool = True) -> tuple[PreTrainedModel, Match]:
+def original_model(
+    original: Model, program: Program | None = None, buffers: bool = True
+) -> tuple[PreTrainedModel, Match]:
     """A model without its weights, and where those are.
+
+    Args:
+        program: that it is to run, by default its own: layers that are stored as narrow as this says are right.
 
     Raises:
         ValueError: if a tensor is missing or has another shape than the configuration asks for.
@@ -170,7 +175,7 @@ def original_model(original: Model, buffers: bool = True) -> tuple[PreTrainedMod
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(original.config)]
     with _quiet():
         model = build_empty(model_class, copy.deepcopy(original.config), buffers)
-    make_room_for_factors(model, original.weights)
+    make_room(model, original.weights, program or original.program)
     match = match_names(model, original)
     shapes = [
         (match.names[name], original.checkpoint.shape(match.names[name]), model.get_parameter(name).shape)

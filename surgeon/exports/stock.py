@@ -78,7 +78,7 @@ def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | Non
         sublayers = [group.sublayer(kind, piece) for piece in pieces]
         parts = [_values_of(sublayer, edited, state) for sublayer in sublayers]
         live = [part for part, sublayer in zip(parts, sublayers, strict=True) if _lives(sublayer, edited)]
-        tensors = packed(_joined(parts, live, f"{kind}{group.layers[0]}"), spec, weights.width(kind))
+        tensors = packed(_joined(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind))
         for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
             made.add_module(name, module)
     return made

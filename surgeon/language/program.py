@@ -5,7 +5,8 @@ add to it. Everything surgeon does to a model is an edit of that list, written i
 
     A4  F4            attention and feed-forward of layer 4 (layers count from 0), each with its own norm inside
     A4~A5             one sublayer with the averaged weights of layers 4 and 5
-    A4/8:0            slice 0 of 8 of the heads (for F, of the neurons)
+    A4#3  F4#344      narrowed: 3 of the KV groups (a KV head with the heads that share it), 344 of the neurons
+    A4/8:0            slice 0 of 8 of the heads (for F, of the neurons) that there are
     F4@up64,down96    two factors in place of a matrix: up of rank 64, down of rank 96, the others whole
     [A4 A5]           a step whose sublayers read the same x; the sum of their outputs is added
     >A4  >[A4 A5]     a late step: it reads x as it was before the previous step's output was added
@@ -28,12 +29,13 @@ FEED_FORWARD = "F"
 KINDS = (ATTENTION, FEED_FORWARD)
 # What each kind's matrices are called, in the order in which a program's text names them.
 ROLES = {ATTENTION: ("q", "k", "v", "o"), FEED_FORWARD: ("gate", "up", "down")}
+UNITS = {ATTENTION: "KV groups", FEED_FORWARD: "neurons"}  # what a narrowed sublayer has fewer of
 WRITING = ("o", "down")  # these write to the stream: a slice has some of their inputs, of the others some outputs
 
 
 @dataclass(frozen=True, order=True)
 class Sublayer:
-    """One sublayer: its kind, the layer (or the layers whose weights are averaged), which slice, and of which ranks.
+    """One sublayer: its kind, layer (or the layers whose weights are averaged), width, which slice, and of which ranks.
 
     Attributes:
         kind: "A" for attention, "F" for feed-forward.
@@ -41,12 +43,16 @@ class Sublayer:
         piece: (index, count), the slice of the heads or neurons, or None for the whole.
         ranks: (role, rank) of every matrix that is the product of two factors, of the whole sublayer's before it is
             sliced, in the order of ROLES; a role that is not named is a whole matrix.
+        width: how many of its layer's KV groups (each a KV head with all heads that share it), or of its neurons, it
+            has; None for all. A slice is of these, and factors are of what they leave of a matrix. Which they are is
+            not said: as the values of factors, that is weights.
     """
 
     kind: str
     layers: tuple[int, ...]
     piece: tuple[int, int] | None = None
     ranks: tuple[tuple[str, int], ...] = ()
+    width: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -55,6 +61,13 @@ class Sublayer:
             raise ValueError(f"a sublayer needs one or more distinct layers from 0, not {self.layers}")
         if self.piece is not None and not 0 <= self.piece[0] < self.piece[1]:
             raise ValueError(f"slice index {self.piece[0]} must lie in 0..{self.piece[1] - 1} (slices count from 0)")
+        if self.width is not None and self.width < 1:
+            raise ValueError(f"a narrowed sublayer keeps at least 1 of its {UNITS[self.kind]}, not {self.width}")
+        if self.width is not None and len(self.layers) > 1:
+            raise ValueError(
+                f"{self} cannot be: {UNITS[self.kind]} are chosen in each layer by itself, and an average would mix "
+                "some that have nothing to do with each other; narrow single layers"
+            )
         self._check_ranks()
         in_order = sorted(self.ranks, key=lambda entry: ROLES[self.kind].index(entry[0]))
         object.__setattr__(self, "ranks", tuple(in_order))  # one text, and one hash, for equal sublayers
@@ -72,6 +85,8 @@ class Sublayer:
 
     def __str__(self) -> str:
         text = "~".join(f"{self.kind}{layer}" for layer in self.layers)
+        if self.width is not None:
+            text += f"#{self.width}"
         if self.piece is not None:
             text += f"/{self.piece[1]}:{self.piece[0]}"
         if self.ranks:
@@ -96,7 +111,8 @@ class Sublayer:
         Norms stay whole in slices; a bias that is added to the stream belongs to slice 0.
 
         Raises:
-            ValueError: if features do not divide into the slices, or a rank is above that of its matrix.
+            ValueError: if features do not divide into the slices, a rank is above that of its matrix, or it has more
+                KV groups or neurons than the layers.
         """
         return shapes.norms.get(self.kind, 0) + sum(
             self._matrix_parameters(role, shapes) for role in ROLES[self.kind] if role in shapes.matrices
@@ -107,8 +123,10 @@ class Sublayer:
         return self.parameters(shapes) * number_bytes
 
     def _matrix_parameters(self, role: str, shapes: LayerShapes) -> int:
-        outputs, inputs = shapes.matrices[role]
+        outputs, inputs = shapes.matrix(self, role)
         rank, bias = self.rank(role), shapes.biases.get(role, 0)
+        if role not in WRITING:
+            bias = bias * outputs // shapes.matrices[role][0]  # of what is left of its outputs
         if rank is not None and rank > min(outputs, inputs):
             raise ValueError(f"{self}: rank {rank} of {role} is above that of a matrix of {outputs} x {inputs}")
         if self.piece is not None:
@@ -131,11 +149,38 @@ class LayerShapes:
         matrices: (out_features, in_features) by role.
         biases: how many numbers a bias has, by role; a role without one may be left out.
         norms: parameters of the norms of a sublayer, by kind.
+        units: how many KV groups an attention has, and neurons a feed-forward, by kind; what may be narrowed needs it.
     """
 
     matrices: Mapping[str, tuple[int, int]]
     biases: Mapping[str, int] = field(default_factory=dict)
     norms: Mapping[str, int] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
+
+    def matrix(self, sublayer: Sublayer, role: str) -> tuple[int, int]:
+        """(out_features, in_features) of a matrix of a sublayer before it is sliced.
+
+        Raises:
+            ValueError: if it has more KV groups or neurons than the layers.
+        """
+        outputs, inputs = self.matrices[role]
+        if sublayer.width is None:
+            return outputs, inputs
+        width, units = sublayer.width, self.units[sublayer.kind]
+        require_width(sublayer, units)
+        return (outputs, inputs * width // units) if role in WRITING else (outputs * width // units, inputs)
+
+
+def require_width(sublayer: Sublayer, units: int) -> None:
+    """Refuse more KV groups or neurons than there are.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if sublayer.width is not None and sublayer.width > units:
+        raise ValueError(
+            f"{sublayer} has more {UNITS[sublayer.kind]} than the {units} of its layer; use at most {units}"
+        )
 
 
 @dataclass(frozen=True)
@@ -344,9 +389,8 @@ def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
 
 
 _RANK = r"[a-z]+\d{1,9}"
-_TOKEN = re.compile(
-    rf"\s*([\[\]{{}}|>]|[AF]\d{{1,9}}(?:~[AF]\d{{1,9}})*(?:/\d{{1,9}}:\d{{1,9}})?(?:@{_RANK}(?:,{_RANK})*)?|$)"
-)
+_PARTS, _WIDTH, _PIECE = r"[AF]\d{1,9}(?:~[AF]\d{1,9})*", r"(?:#\d{1,9})?", r"(?:/\d{1,9}:\d{1,9})?"
+_TOKEN = re.compile(rf"\s*([\[\]{{}}|>]|{_PARTS}{_WIDTH}{_PIECE}(?:@{_RANK}(?:,{_RANK})*)?|$)")
 _DEEPEST = 50  # forks in each other
 
 
@@ -418,7 +462,8 @@ class _Parser:
             found = repr(self.token) if self.token else "the end"
             raise ValueError(f"expected a sublayer such as A4 or F4 before character {self.place}, found {found}")
         named, _, ranks = self.advance().partition("@")
-        whole, _, piece = named.partition("/")
+        wide, _, piece = named.partition("/")
+        whole, _, width = wide.partition("#")
         parts = whole.split("~")
         if len({part[0] for part in parts}) > 1:
             raise ValueError(
@@ -432,4 +477,5 @@ class _Parser:
             layers,
             (int(index), int(count)) if piece else None,
             tuple((pair[1], int(pair[2])) for pair in pairs if pair is not None),
+            int(width) if width else None,
         )

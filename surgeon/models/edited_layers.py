@@ -59,6 +59,7 @@ class EditedLayers(nn.Module):
         self.factors = factors
         self._weights: ModelWeights | None = None
         self._ranks_held: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
+        self._widths_held: dict[tuple[str, int], int] = {}
         self.holds_factors = any(isinstance(module, FactoredLinear) for module in layers.modules())
         self.stream_tap = StreamTap()
         for sublayer in dict.fromkeys(program.sublayers()) if self.keeps_derived else ():
@@ -122,10 +123,19 @@ class EditedLayers(nn.Module):
         return module
 
     def is_derived(self, sublayer: Sublayer) -> bool:
-        """Whether the sublayer has weights that no layer has: an average, a slice, or factors."""
+        """Whether the sublayer has weights that no layer has: an average, some units of it, a slice, or factors."""
         if len(sublayer.layers) > 1 or sublayer.piece is not None:
             return True
-        return self._held_ranks(sublayer.kind, sublayer.layers[0]) != sublayer.ranks
+        kind, (layer,) = sublayer.kind, sublayer.layers
+        if sublayer.width is not None and sublayer.width != self._held_width(kind, layer):
+            return True
+        return self._held_ranks(kind, layer) != sublayer.ranks
+
+    def _held_width(self, kind: str, layer: int) -> int:
+        """How many KV groups or neurons a layer itself has."""
+        if (kind, layer) not in self._widths_held:
+            self._widths_held[kind, layer] = EditedLayers.view_weights(self).stored_width(kind, layer)
+        return self._widths_held[kind, layer]
 
     def _held_ranks(self, kind: str, layer: int) -> tuple[tuple[str, int], ...]:
         """The ranks of the factors that a layer itself has in place of matrices."""
@@ -136,7 +146,7 @@ class EditedLayers(nn.Module):
         return self._ranks_held[kind, layer]
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
-        """A module with the averaged, sliced or factorised weights of this sublayer.
+        """A module with the averaged, narrowed, sliced or factorised weights of this sublayer.
 
         Raises:
             ValueError: as `derive_sublayer`.

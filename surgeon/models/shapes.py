@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from surgeon.language.program import KINDS, LayerShapes, Sublayer
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.weights import unit_bounds
-from surgeon.models.weights.layout import Units
+from surgeon.models.weights.layout import Units, narrowed
 
 
 class MatrixShape(NamedTuple):
@@ -93,10 +93,14 @@ class ModelShapes:
             )
 
     def units(self, sublayer: Sublayer) -> Units:
-        """How many heads and KV heads, or neurons, the whole sublayer has."""
+        """How many heads and KV heads, or neurons, the sublayer has before it is sliced.
+
+        Raises:
+            ValueError: if it is to have more of them than the layers.
+        """
         counts: Units = {"heads": self.heads, "kv_heads": self.kv_heads, "neurons": self.neurons}
         named = {projection.unit for projection in self.family.spec(sublayer.kind).projections}
-        return {unit: count for unit, count in counts.items() if unit in named}
+        return narrowed(sublayer, {unit: count for unit, count in counts.items() if unit in named})
 
     def matrix(self, sublayer: Sublayer, role: str) -> MatrixShape:
         """A matrix of a sublayer, or of a slice of one, whether it is one matrix or the product of two factors."""
@@ -112,7 +116,7 @@ class ModelShapes:
         for kind in KINDS:
             for projection in self.family.spec(kind).projections:
                 found[projection.role] = self.matrix(Sublayer(kind, (0,)), projection.role).shape
-        return LayerShapes(found)
+        return LayerShapes(found, units={ATTENTION: self.kv_heads, FEED_FORWARD: self.neurons})
 
     @property
     def position_rows(self) -> int:

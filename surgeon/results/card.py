@@ -227,6 +227,9 @@ def _legend(program: Program) -> str:
         "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down": any(
             s.ranks for s in sublayers
         ),
+        "`A4#3` has 3 of its KV groups (each a KV head with all heads that share it), `F4#344` 344 of its neurons": any(
+            s.width for s in sublayers
+        ),
         "`A4/2:0` is the first of two slices of the heads (for `F`, of the neurons)": any(s.piece for s in sublayers),
     }
     return "; ".join(text for text, occurs in signs.items() if occurs) + "."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,9 +32,9 @@ class FamilyContract:
             def family_model(self):
                 return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, hidden_size=32, attention_dropout=0.4, ...))
 
-    The model has four layers and at least 90 tokens in its vocabulary and 32 positions. Give it all the architecture
-    can have: fewer KV heads than heads (both even), windows shorter than 11 tokens, biases; dropout in any case; and
-    gains and biases far from 1 and 0, so that taking another layer's gives other numbers.
+    The model has four layers, more than 5 neurons, and at least 90 tokens in its vocabulary and 32 positions. Give it
+    all the architecture can have: fewer KV heads than heads (both even), windows shorter than 11 tokens, biases;
+    dropout in any case; and gains and biases far from 1 and 0, so that taking another layer's gives other numbers.
 
     Attributes:
         drops_out: whether the model drops anything while it trains.
@@ -207,7 +208,7 @@ class FamilyContract:
             own = matrix.features if projection.reads_stream else None
             torch.testing.assert_close(x @ tensors[name].T, got if own is None else got[:, own], rtol=1e-4, atol=1e-5)
             doubled = tensors | {name: tensors[name] * 2}
-            stored = packed(doubled, spec, weights.width(kind))
+            stored = packed(doubled, spec, weights.unit_width(kind))
             there = NamedTensors({f"{family.layers}.1.{path}": tensor for path, tensor in stored.items()})
             for again, tensor in ModelWeights(there, family, head_dim).by_role(whole).items():
                 assert torch.equal(tensor, doubled[again]), again
@@ -227,10 +228,27 @@ class FamilyContract:
         for written in (load(tmp_path / "plain"), stock.eval()):
             _assert_same(_logits(written, ids), expected)
 
-    def test_an_export_with_the_program_loads_again(self, model: PreTrainedModel, ids: Tensor, tmp_path: Path) -> None:
+    def test_layers_that_are_all_as_narrow_are_a_plain_export(
+        self, model: PreTrainedModel, ids: Tensor, tmp_path: Path
+    ) -> None:
+        """Of fewer heads, too, where their width is an entry of its own."""
+        model.save_pretrained(tmp_path / "source")
+        widths = {"F": 5} if family_of(model.config).heads_fill_stream else {"F": 5, "A": 1}
+        narrow = _dense(model).renamed(lambda one: replace(one, width=widths.get(one.kind)))
+        expected = _logits(edit(model, narrow), ids)
+        _export(tmp_path, narrow, "plain")
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+        assert stock.num_parameters() < model.num_parameters()
+        for written in (load(tmp_path / "plain"), stock.eval()):
+            _assert_same(_logits(written, ids), expected)
+
+    @pytest.mark.parametrize("name", ["ladder", "narrow"])
+    def test_an_export_with_the_program_loads_again(
+        self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path
+    ) -> None:
         """Or, for architectures that the modeling file does not know, says so."""
         model.save_pretrained(tmp_path / "source")
-        expected = _logits(_edited(model, "ladder"), ids)
+        expected = _logits(_edited(model, name), ids)
         model_type = model.config.model_type
         if model_type not in CONFIG_MAPPING_NAMES:
             with pytest.raises(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,8 +21,9 @@ from surgeon.language.operations.merge import merge
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.parallel import parallel
 from surgeon.language.operations.prune import prune
-from surgeon.language.program import Program
+from surgeon.language.program import Program, Sublayer
 from surgeon.models.families import SublayerSpec, family_of
+from surgeon.models.weights import ModelWeights, ModuleStore
 
 LAYERS = 4  # of the models under contract
 _STREAM = object()  # stands in an attention's arguments for the normed stream
@@ -55,6 +57,14 @@ class Sublayers(Protocol):
 
     def averaged(self, layers: list[int], into: int) -> Sublayers:
         """A copy in which one layer has the average of several layers' weights."""
+        ...
+
+    def narrowed(self, k: int, kind: str, count: int) -> Sublayers:
+        """A copy in which layer k's attention ("A") or feed-forward ("F") adds nothing of most KV groups or neurons.
+
+        Columns of the projection to the stream are zero for all but the `count` of the largest weights, all matrices of
+        a unit together.
+        """
         ...
 
 
@@ -160,6 +170,24 @@ class OwnSublayers:
             parameter.copy_(torch.stack([one[name] for one in parameters]).mean(0))
         return other
 
+    @torch.no_grad()
+    def narrowed(self, k: int, kind: str, count: int) -> OwnSublayers:
+        other, whole = OwnSublayers(self.model, self.ids), Sublayer(kind, (k,))
+        weights = ModelWeights(ModuleStore(other.model), self.family, self.family.head_dim(self.model.config))
+        projections = self.family.spec(kind).projections
+        (writing,) = (one for one in projections if not one.reads_stream)
+        reading = [weights.matrix(whole, one.role).whole() for one in projections if one.reads_stream]
+        by_unit = [matrix.unflatten(0, (weights.stored_width(kind, k), -1)) for matrix in reading]
+        columns = weights.matrix(whole, writing.role).whole().T.unflatten(0, (weights.stored_width(kind, k), -1))
+        sizes = sum(part.flatten(1).square().sum(1) for part in (*by_unit, columns))
+        assert isinstance(sizes, Tensor)
+        left_out = torch.ones(len(sizes), dtype=torch.bool).index_fill(0, sizes.topk(count).indices, False)
+        columns = columns.clone()
+        columns[left_out] = 0
+        stored = other.layers[k].get_parameter(f"{writing.path}.weight")
+        stored.copy_(columns.flatten(0, 1) if writing.transposed else columns.flatten(0, 1).T)
+        return other
+
 
 def layer(s: Sublayers, k: int, x: Tensor) -> Tensor:
     """The stream after a whole unedited layer."""
@@ -239,6 +267,12 @@ def sliced(program: Program) -> Program:
     return Program.parse("[A0/2:0 A0/2:1] [F0/2:0 F0/2:1] A1 F1")
 
 
+def narrow(program: Program) -> Program:
+    """Layer 1 with one KV group, layer 2 with one and with 5 neurons."""
+    widths = {Sublayer("A", (1,)): 1, Sublayer("A", (2,)): 1, Sublayer("F", (2,)): 5}
+    return program.renamed(lambda one: replace(one, width=widths.get(one)))
+
+
 Edit = tuple[Callable[[Program], Program], Callable[[Sublayers, Tensor], Tensor]]
 # By name: what is made of the dense program, and the stream that it has to end with.
 EDITS: dict[str, Edit] = {
@@ -253,4 +287,8 @@ EDITS: dict[str, Edit] = {
     "attention beside MLP": (lambda _: Program.dense(LAYERS, 1), beside),
     "attention before MLP": (lambda _: Program.dense(LAYERS, 2), one_after_the_other),
     "slices of one layer": (sliced, lambda s, x: sequential(s, x, [0, 1])),
+    "narrow": (
+        narrow,
+        lambda s, x: sequential(s.narrowed(1, "A", 1).narrowed(2, "A", 1).narrowed(2, "F", 5), x, [0, 1, 2, 3]),
+    ),
 }

@@ -98,6 +98,8 @@ def _sublayer(reference: Reference, sublayer: Sublayer, x: Tensor) -> Tensor:
     layer = sublayer.layers[0]
     if len(sublayer.layers) > 1:
         reference = reference.averaged(list(sublayer.layers), into=layer)
+    if sublayer.width is not None:
+        reference = reference.narrowed(layer, sublayer.kind, sublayer.width)
     for role, rank in sublayer.ranks:
         reference = reference.truncated(layer, role, rank)
     if sublayer.piece is not None:
@@ -112,9 +114,9 @@ def _only_slice(reference: Reference, sublayer: Sublayer) -> Reference:
     name = copied.at(sublayer.layers[0], {"A": copied.output, "F": copied.down}[sublayer.kind])
     weight = copied.w[f"{name}.weight"].clone()
     columns = weight.T if copied.config.model_type == "gpt2" else weight  # which stores (in_features, out_features)
-    width = columns.shape[1] // count
-    columns[:, : index * width] = 0
-    columns[:, (index + 1) * width :] = 0
+    there = copied.kept.get((sublayer.kind, sublayer.layers[0]), torch.arange(columns.shape[1]))
+    own = there.chunk(count)[index]
+    columns[:, [column for column in range(columns.shape[1]) if column not in own]] = 0
     copied.w[f"{name}.weight"] = weight
     if index and f"{name}.bias" in copied.w:
         copied.w[f"{name}.bias"] = torch.zeros_like(copied.w[f"{name}.bias"])

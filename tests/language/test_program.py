@@ -15,9 +15,10 @@ def sublayers(draw: st.DrawFn) -> Sublayer:
     kind = draw(st.sampled_from("AF"))
     layers = draw(st.sampled_from(((0,), (3,), (40,), (2, 1), (7, 30, 0))))
     piece = draw(st.sampled_from((None, None, (0, 1), (0, 2), (1, 2), (6, 8))))
+    width = draw(st.sampled_from((None, None, 1, 12))) if len(layers) == 1 else None
     chosen = draw(st.integers(0, 15))
     ranks = tuple((role, 3**place) for place, role in enumerate(ROLES[kind]) if chosen >> place & 1)
-    return Sublayer(kind, layers, piece, ranks[::-1])
+    return Sublayer(kind, layers, piece, ranks[::-1], width)
 
 
 steps = st.builds(Step, st.lists(sublayers(), min_size=1, max_size=3).map(tuple), st.booleans())
@@ -157,6 +158,7 @@ SHAPES = LayerShapes(
     matrices={"q": (32, 24), "k": (16, 24), "v": (16, 24), "o": (24, 32), "up": (48, 24), "down": (24, 48)},
     biases={"q": 32, "o": 24, "up": 48, "down": 24},
     norms={"A": 24, "F": 48},
+    units={"A": 4, "F": 48},
 )
 
 
@@ -167,6 +169,10 @@ def counted(sublayer: Sublayer) -> int:
         if role not in SHAPES.matrices:
             continue
         matrix, bias = torch.empty(SHAPES.matrices[role]), torch.empty(SHAPES.biases.get(role, 0))
+        if sublayer.width is not None:  # a KV group of q has 8 rows, of k and v 4
+            dim, units = int(role in ("o", "down")), 4 if sublayer.kind == "A" else 48
+            matrix = matrix.unflatten(dim, (units, -1)).narrow(dim, 0, sublayer.width).flatten(dim, dim + 1)
+            bias = bias if dim or not len(bias) else bias.view(units, -1)[: sublayer.width].flatten()
         rank = sublayer.rank(role)
         left, right = (matrix, None) if rank is None else (matrix[:, :1].expand(-1, rank), matrix[:1].expand(rank, -1))
         if sublayer.piece is not None:
@@ -196,6 +202,10 @@ def counted(sublayer: Sublayer) -> int:
         "F1@up24",
         "A0/2:1@q3,k4,v5,o6",
         "F0/3:0@down9",
+        "A0#3",
+        "F0#7",
+        "F1#12/2:1@up5",
+        "A0#2/2:0@q7,o16",
     ],
 )
 def test_parameters_follow_from_shapes(text: str) -> None:
@@ -211,6 +221,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     for text, said in (
         ("A0@k17", "A0@k17: rank 17 of k is above that of a matrix of 16 x 24"),
         ("A0/3:0", "32 features of q do not divide into 3 slices"),
+        ("A0#5", "A0#5 has more KV groups than the 4 of its layer; use at most 4"),
+        ("F0#49", "F0#49 has more neurons than the 48 of its layer; use at most 48"),
+        ("A0#2@v9", "rank 9 of v is above that of a matrix of 8 x 24"),
     ):
         with pytest.raises(ValueError, match=said):
             Program.parse(text).parameters(SHAPES)
@@ -239,6 +252,9 @@ def test_a_layer_of_one_step_counts_as_one() -> None:
         ("A0@up4", "kind A have no matrix 'up'; name some of q, k, v, o"),
         ("F0@down0", "rank of down must be at least 1, not 0"),
         ("A0/2:0@q4,k2,q4", "rank of q is given twice"),
+        ("A0#0", "a narrowed sublayer keeps at least 1 of its KV groups, not 0"),
+        ("F1~F2#3", "F1~F2#3 cannot be: neurons are chosen in each layer by itself"),
+        ("F1/2:0#3", "'#3' at character 6"),
         ("{" * 5000, "forks lie more than 50 deep in each other at character 51"),
         ("A" + "9" * 5000, "cannot read '9"),
     ],
@@ -247,6 +263,15 @@ def test_errors_say_what_was_found_and_where(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=".") as caught:
         Program.parse(text)
     assert said in str(caught.value)
+
+
+def test_widths_are_part_of_what_a_sublayer_is() -> None:
+    program = Program.parse("[A0#3 A1] F1#12/2:0@up3")
+    narrow, whole, sliced = program.sublayers()
+    assert (narrow.width, whole.width, sliced.width, sliced.piece, sliced.rank("up")) == (3, None, 12, (0, 2), 3)
+    assert str(program) == "[A0#3 A1] F1#12/2:0@up3"
+    assert narrow != Sublayer("A", (0,))
+    assert (program.effective_depth(), program.sync_points(2)) == (1, 2)
 
 
 def test_the_same_program_with_whole_matrices() -> None:

@@ -1,4 +1,4 @@
-"""The fused form: k layers that run side by side are stored as one layer that is k times as wide.
+"""The fused form: layers of different widths; k of them that run side by side are one that is k times as wide.
 
 Its configuration says what the architecture has, in the words of the modeling file inside.
 """
@@ -60,10 +60,12 @@ class Fused(Form):
         lists = {family.window_layers: family.windowed(config), family.rotary_layers: family.rotates(config)}
         require_uniform(layers, family, {name: values for name, values in lists.items() if name is not None})
         require_divisible(program.sublayers(), family, config)
-        wide = sum(not layer.has_stock_width for layer in layers)
+        wide = sum(not layer.is_single for layer in layers)
+        narrow = sum(layer.is_single and not layer.has_stock_width for layer in layers)
+        narrower = f", {narrow} are narrower than the others" if narrow else ""
         reason = (
-            f"{wide} of {len(layers)} layers hold several layers side by side; transformers and vLLM load it with the "
-            "modeling file inside (trust_remote_code=True)"
+            f"{wide} of {len(layers)} layers hold several layers side by side{narrower}; transformers and vLLM load it "
+            "with the modeling file inside (trust_remote_code=True)"
         )
         return Layout(self, reason, layers)
 

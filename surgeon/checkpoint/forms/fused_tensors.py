@@ -174,9 +174,10 @@ class FusedPlanner(TensorPlanner):
         return math.gcd(*groups_of(sublayers, self.family.units(self.config)["kv_heads"]))
 
 
-def groups_of(sublayers: tuple[Sublayer, ...], kv_heads: int) -> list[int]:
-    """How many KV heads each of several attentions, or slices of them, has."""
-    return [kv_heads // (1 if sublayer.piece is None else sublayer.piece[1]) for sublayer in sublayers]
+def groups_of(sublayers: tuple[Sublayer, ...], units: int) -> list[int]:
+    """How many KV heads, or neurons, each of several sublayers has; a whole one so many."""
+    widths = [units if sublayer.width is None else sublayer.width for sublayer in sublayers]
+    return [width // (one.piece[1] if one.piece else 1) for width, one in zip(widths, sublayers, strict=True)]
 
 
 def _as(like: Callable[[Tensor], Tensor], compute: Callable[[ModelWeights], Tensor], weights: ModelWeights) -> Tensor:

@@ -1,4 +1,4 @@
-"""The plain form: every layer of the program is one whole attention and one whole feed-forward."""
+"""The plain form: every layer of the program is one attention and one feed-forward, and all are alike."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from typing import Any
 from transformers import AutoConfig
 
 from surgeon.checkpoint.forms.base import Form, Layout
-from surgeon.checkpoint.forms.stored_layers import Inexpressible, per_layer_lists, require_uniform, stored_layers
+from surgeon.checkpoint.forms.planning import PlannedTensor
+from surgeon.checkpoint.forms.stored_layers import (
+    Inexpressible,
+    StoredLayer,
+    per_layer_lists,
+    require_uniform,
+    stored_layers,
+)
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import StoredModel
+from surgeon.errors import first_line
 from surgeon.language.program import Program
 from surgeon.models.families import Family
+from surgeon.models.weights.layout import narrowed
 
 
 class Plain(Form):
@@ -21,16 +31,51 @@ class Plain(Form):
 
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
         layers = stored_layers(program, family.steps_per_layer)
+        first = [(sublayer.kind, sublayer.width) for sublayer in layers[0].sublayers]
         for layer in layers:
-            if not layer.has_stock_width:
+            if not layer.is_single or [(sublayer.kind, sublayer.width) for sublayer in layer.sublayers] != first:
                 wide = " ".join(map(str, layer.sublayers))
                 raise Inexpressible(f"{wide} would be a layer of another width than the others")
         require_uniform(layers, family, per_layer_lists(family, config, config.to_dict()))
         reason = f"the program is a sequence of {len(layers)} whole layers, which any software loads"
+        if widths := _widths(layers[0], family, config):
+            reason = f"its {len(layers)} layers are all of one width, which any software loads"
+            try:
+                type(config).from_dict(config.to_dict() | widths)
+            except Exception as error:  # what it checks of its entries
+                raise Inexpressible(
+                    f"{family.name} has no configuration of such layers ({first_line(error)})"
+                ) from error
         return Layout(self, reason, layers)
+
+    def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:
+        widths = _widths(layout.layers[0], original.family, original.config)
+        return super().config(original, layout, tensors) | widths
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:  # noqa: ARG002
         return AutoConfig.from_pretrained(checkpoint.folder)
+
+
+def _widths(layer: StoredLayer, family: Family, config: Any) -> dict[str, int]:
+    """The entries of config.json of layers that are narrower than the original's.
+
+    Raises:
+        Inexpressible: if the configuration cannot say it.
+    """
+    (attention,), (feed_forward,) = layer.attention, layer.feed_forward
+    whole, entries = family.units(config), {}
+    if feed_forward.width is not None:
+        entries[family.intermediate] = feed_forward.width
+    if attention.width is not None:
+        if family.heads_fill_stream:
+            raise Inexpressible(
+                f"all heads of {family.name} together are as wide as the stream, however many there are"
+            )
+        units = narrowed(attention, {"heads": whole["heads"], "kv_heads": whole["kv_heads"]})
+        entries |= {"num_attention_heads": units["heads"], "num_key_value_heads": units["kv_heads"]}
+        entries["head_dim"] = family.head_dim(config)
+    aliases = config.attribute_map
+    return {aliases.get(key, key): value for key, value in entries.items()}
 
 
 PLAIN = Plain()

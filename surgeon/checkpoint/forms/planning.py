@@ -20,6 +20,7 @@ from surgeon.language.program import Sublayer
 from surgeon.models.families import Family, SublayerSpec
 from surgeon.models.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
 from surgeon.models.weights.layout import modules_of, own_path
+from surgeon.models.weights.units import LayerWeights
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
 Computed = Tensor | Iterator[Tensor]
@@ -147,7 +148,9 @@ class TensorPlanner:
         return [name for name in own if name.rpartition(".")[2] not in BUFFERS or name.rpartition(".")[0] in modules]
 
     def part(self, sublayer: Sublayer, path: str, weights: ModelWeights) -> Tensor:
-        """One tensor of a whole sublayer as its layers store it; in float32 if it is their average."""
+        """One tensor of an unsliced sublayer as its layers store it; in float32 if it is their average."""
+        if len(sublayer.layers) == 1:
+            return weights.stored(sublayer, path)
         tensors = (weights.tensor(f"{self.family.layers}.{layer}.{path}") for layer in sublayer.layers)
         return mean(tensors, averaging_dtype(sublayer))
 
@@ -155,7 +158,7 @@ class TensorPlanner:
 class _Outlines:
     """The source's tensors and factors without values: what is computed of them has its shape and dtype, and no more.
 
-    A store and a source of factors of its own `ModelWeights`, which knows what is read of it.
+    A store and a source of factors (and units) of its own `ModelWeights`, which knows what is read of it.
     """
 
     def __init__(self, source: Checkpoint, family: Family, head_dim: int) -> None:
@@ -183,6 +186,9 @@ class _Outlines:
         rank, like = sublayer.rank(role), matrix.whole(torch.float32)
         assert rank is not None
         return Factors(like.new_empty(rank, like.shape[1]), like.new_empty(like.shape[0], rank))
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        return torch.arange(weights.stored_width(kind, layer))
 
 
 def _factor(sublayer: Sublayer, role: str, name: str, weights: ModelWeights) -> Tensor:

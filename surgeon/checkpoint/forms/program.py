@@ -20,7 +20,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
-from surgeon.models.weights import FactorSource, Groups, ModelWeights, make_room_for_factors
+from surgeon.models.weights import FactorSource, Groups, make_room
 
 
 class ProgramForm(Form):
@@ -87,7 +87,7 @@ class ProgramForm(Form):
         return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
 
     def model_class(self, stored: StoredModel) -> Any:
-        return with_factors(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.weights)
+        return with_room(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored)
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
@@ -108,6 +108,8 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
         program: over stored layers.
         num_layers: that are stored.
     """
+    if any(sublayer.width is not None for sublayer in program.sublayers()):
+        return "its layers are of other widths than config.json says, which vLLM goes by"
     if program.whole() != Program.dense(num_layers, family.steps_per_layer):
         return "the program is another than one layer after the other"
     if family.attention.counts:
@@ -142,14 +144,14 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
     }
 
 
-def with_factors(stock: Any, weights: ModelWeights) -> Any:
-    """A stock class whose models have two factors in place of the matrices that are stored so."""
-    if not weights.has_factors():
+def with_room(stock: Any, stored: StoredModel) -> Any:
+    """A stock class whose models have two factors in place of the matrices that are stored so, and narrower layers."""
+    if not stored.weights.has_factors() and all(sublayer.width is None for sublayer in stored.program.sublayers()):
         return stock
 
     def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
         stock.__init__(model, config, *arguments, **options)
-        make_room_for_factors(model, weights)
+        make_room(model, stored.weights, stored.program)
 
     return type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
 

@@ -9,6 +9,7 @@ from typing import Any
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Fork, Program, Step, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import indivisible
+from surgeon.models.weights.layout import narrowed
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class StoredLayer:
     @property
     def has_stock_width(self) -> bool:
         """Whether it is as wide as the layers of the original."""
+        return self.is_single and all(sublayer.width is None for sublayer in self.sublayers)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one attention and one feed-forward, each unsliced."""
         return all(len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward))
 
     @property
@@ -94,12 +100,13 @@ def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any
     """Every slice must get a whole number of heads and neurons.
 
     Raises:
-        ValueError: naming the sublayer, its heads or neurons, and the number of slices.
+        ValueError: naming the sublayer, its heads or neurons, and the number of slices; or if it is to have more of
+            them than the layers.
     """
     units = family.units(config)
     for sublayer in sublayers:
         own = {projection.unit: units[projection.unit] for projection in family.spec(sublayer.kind).projections}
-        reason = indivisible(sublayer, own)
+        reason = indivisible(sublayer, narrowed(sublayer, own))
         if reason is not None:
             raise ValueError(reason)
 

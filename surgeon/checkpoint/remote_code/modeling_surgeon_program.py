@@ -4,6 +4,7 @@ A decoder is a residual stream x and a list of sublayers that read it and add to
 and what each one reads:
 
     A4  F4           attention and feed-forward of stored layer 4, each with its own norm inside
+    A4#3  F4#344     stored layer 4 has 3 KV groups (a KV head with the heads that share it), 344 neurons
     A4/8:0           slice 0 of 8 of the heads (of the neurons, for F)
     F4@up64,down96   two factors in place of a matrix: up of rank 64, down of rank 96
     [A4 A5]          both read the same x, and the sum of their outputs is added
@@ -71,6 +72,7 @@ class Sublayer(NamedTuple):
 
     kind: str
     layer: int
+    width: int | None  # how many KV groups, or neurons, that has; None for as many as the config says
     piece: tuple[int, int] | None  # (index, count) of a slice
     ranks: dict[str, int]  # of projections that two factors stand for
 
@@ -88,7 +90,7 @@ class Fork(NamedTuple):
     branches: list[list[Any]]
 
 
-TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:/\d+:\d+)?(?:@[a-z]+\d+(?:,[a-z]+\d+)*)?")
+TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:#\d+)?(?:/\d+:\d+)?(?:@[a-z]+\d+(?:,[a-z]+\d+)*)?")
 
 
 def parse(text: Any) -> list[Any]:
@@ -123,9 +125,11 @@ def _nodes(tokens: list[str]) -> list[Any]:
 
 def _sublayer(name: str) -> Sublayer:
     place, _, ranks = name.partition("@")
-    layer, *piece = map(int, re.findall(r"\d+", place))
+    whole, _, piece = place.partition("/")
+    layer, *width = map(int, whole[1:].split("#"))
+    count, _, index = piece.partition(":")
     by_role = {role: int(rank) for role, rank in re.findall(r"([a-z]+)(\d+)", ranks)}
-    return Sublayer(name[0], layer, (piece[1], piece[0]) if piece else None, by_role)
+    return Sublayer(name[0], layer, width[0] if width else None, (int(index), int(count)) if piece else None, by_role)
 
 
 def sublayers(nodes: list[Any]) -> Iterator[Sublayer]:
@@ -214,6 +218,36 @@ class TakenApart(nn.Module):
         return torch.stack([output.unflatten(-1, (-1, self.head)) for output in outputs], -2).flatten(-3)
 
 
+def narrow(layer: nn.Module, family: Family, kind: str, width: int, config: Any) -> None:
+    """Give a layer the modules that hold so many KV groups, or neurons, and have it count those."""
+    paths = {role: path for role, path in family.roles if (role in "qkvo") == (kind == "A")}
+    units = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if kind == "F":
+        units = sizes_of(layer.get_submodule(paths["down"]))[0]
+    for path in dict.fromkeys(paths.values()):
+        whole: Any = layer.get_submodule(path)
+        inputs, outputs = sizes_of(whole)
+        if path in family.reads:
+            outputs = outputs * width // units
+        else:
+            inputs = inputs * width // units
+        own = Conv1D(outputs, inputs) if isinstance(whole, Conv1D) else None
+        set_at(layer, path, own or nn.Linear(inputs, outputs, bias=whole.bias is not None))
+    for path in family.counts:
+        if path.startswith((family.attention if kind == "A" else family.feed_forward)[1:]):
+            owner = path.rpartition(".")[0]
+            counting = attrgetter(owner)(layer)
+            if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
+                set_at(layer, owner, copy.copy(counting))
+            set_at(layer, path, attrgetter(path)(layer) * width // units)
+
+
+def sizes_of(linear: Any) -> tuple[int, int]:
+    """How many inputs and outputs a projection has."""
+    inputs, outputs = linear.weight.shape if isinstance(linear, Conv1D) else linear.weight.shape[::-1]
+    return inputs, outputs
+
+
 def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
     """Give a layer the modules that hold the factors of one of its sublayers."""
     for path in dict.fromkeys(path for role, path in family.roles if role in sublayer.ranks):
@@ -222,7 +256,7 @@ def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
             continue  # another slice of the sublayer was here
         roles = [role for role, place in family.roles if place == path]
         shares = family.packed.get(path, [1] * len(roles))
-        inputs, outputs = whole.weight.shape if isinstance(whole, Conv1D) else whole.weight.shape[::-1]
+        inputs, outputs = sizes_of(whole)
         made = {
             role: linear(inputs, outputs * share // sum(shares), sublayer.ranks.get(role), whole.bias is not None)
             for role, share in zip(roles, shares, strict=True)
@@ -402,6 +436,9 @@ class RunsProgram(nn.Module):
         self.family = family_in(config)
         path, layers = next((path, m) for path, m in self.named_modules() if isinstance(m, nn.ModuleList))
         program = parse(config.surgeon_program)
+        for sublayer in {(one.kind, one.layer): one for one in sublayers(program)}.values():
+            if sublayer.width is not None:
+                narrow(layers[sublayer.layer], self.family, sublayer.kind, sublayer.width, config)
         for sublayer in sublayers(program):
             factorise(layers[sublayer.layer], self.family, sublayer)
         for module in layers.modules():

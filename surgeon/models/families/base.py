@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from surgeon.language.program import LayerShapes
+from surgeon.language.program import ATTENTION, FEED_FORWARD, LayerShapes
 
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
 
@@ -243,7 +243,7 @@ class Family:
         for projection in (*self.attention.projections, *self.mlp.projections):
             divided = units[projection.unit] * self.unit_width(config, projection.unit)
             shapes[projection.role] = (divided, hidden) if projection.reads_stream else (hidden, divided)
-        return LayerShapes(shapes)
+        return LayerShapes(shapes, units={ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]})
 
     def per_layer_entries(self, config: Any, sources: Sequence[int]) -> dict[str, Any]:
         """The entries of a `transformers` config that describe single layers, for other layers in their place.

@@ -23,9 +23,10 @@ from surgeon.models.weights.layout import (
     unit_features,
 )
 from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
-from surgeon.models.weights.modules import FactoredLinear, TakenApart, make_room_for_factors
+from surgeon.models.weights.modules import FactoredLinear, TakenApart, make_room
 from surgeon.models.weights.names import Names
 from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
+from surgeon.models.weights.units import Magnitude, UnitSource, descending, unit_source
 from surgeon.models.weights.view import ModelWeights, norm_paths
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Factors",
     "Group",
     "Groups",
+    "Magnitude",
     "ModelWeights",
     "ModuleStore",
     "NamedTensors",
@@ -46,12 +48,14 @@ __all__ = [
     "TakenApart",
     "Tensors",
     "TruncatedSVD",
+    "UnitSource",
     "WeightMatrix",
     "derive_sublayer",
+    "descending",
     "holds_output_bias",
     "indivisible",
     "is_whole_in_slices",
-    "make_room_for_factors",
+    "make_room",
     "mean",
     "module_with",
     "norm_paths",
@@ -61,4 +65,5 @@ __all__ = [
     "stored_tensors",
     "unit_bounds",
     "unit_features",
+    "unit_source",
 ]

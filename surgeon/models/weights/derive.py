@@ -1,11 +1,10 @@
-"""Modules for sublayers that no layer has: copies of a layer's own, with averaged, sliced or factorised weights."""
+"""Modules for sublayers that no layer has: copies of a layer's own, averaged, narrowed, sliced or factorised."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,13 +20,13 @@ from surgeon.models.weights.layout import (
     require_sliceable,
     unit_features,
 )
-from surgeon.models.weights.modules import FactoredLinear, replaced_modules
+from surgeon.models.weights.modules import FactoredLinear, recount, replaced_modules
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights, norm_paths
 
 
 def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights) -> nn.Module:
-    """A module with the same inner paths as a layer that holds one averaged, sliced or factorised sublayer.
+    """A module with the same inner paths as a layer that holds one averaged, narrowed, sliced or factorised sublayer.
 
     Args:
         owner: a layer that the sublayer is made of, whose modules are copied and never changed.
@@ -35,7 +34,8 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
 
     Raises:
         ValueError: if heads or neurons do not divide into the slices asked for, layers to be averaged differ in width,
-            a rank is above that of its matrix, or a module has parameters that its architecture does not.
+            there are fewer heads or neurons than are to be kept, a rank is above that of its matrix, or a module has
+            parameters that its architecture does not.
     """
     spec = weights.family.spec(sublayer.kind)
     if sublayer.piece is not None:
@@ -51,12 +51,9 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
     shell = module_with(on_device, owner, spec, weights.head_dim)
     if not holds_output_bias(sublayer):
         _fix_output_biases(shell, spec)
-    if sublayer.piece is not None:
-        for path in spec.counts:
-            parent, _, name = f"{spec.modules[0]}.{path}".rpartition(".")
-            counting = attrgetter(parent)(shell)
-            if hasattr(counting, name):  # a module that is taken apart counts nothing
-                setattr(counting, name, getattr(counting, name) // sublayer.piece[1])
+    whole = weights.stored_width(sublayer.kind, sublayer.layers[0])
+    _, slices = sublayer.piece or (0, 1)
+    recount(shell, spec, (sublayer.width or whole) // slices, whole)
     _dispatch_as(owner.get_submodule(spec.norm), shell)
     return shell
 
@@ -153,7 +150,7 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
         bias = f"{projection.role}.bias"
         if bias not in by_role and (elsewhere := weights.bias(whole, projection.role)) is not None:
             by_role[bias] = torch.zeros_like(elsewhere)
-    return packed(by_role, spec, weights.width(sublayer.kind))
+    return packed(by_role, spec, weights.unit_width(sublayer.kind))
 
 
 def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:

@@ -1,18 +1,17 @@
 """Which sublayers are stored as one layer: an attention and a feed-forward of the same layers.
 
-A program's sublayers may have weights that no layer of the original has: averages, factors in place of matrices. What
-is stored of a program is a list of layers of one attention and one feed-forward each, and sublayers of the same layers
-share one where they can: slices of one matrix always, other ranks of it never.
+A program's sublayers may have weights that no layer of the original has: averages, some of its heads or neurons,
+factors in place of matrices. What is stored of a program is a list of layers of one attention and one feed-forward
+each, and sublayers of the same layers share one where they can: slices of one matrix always, other widths or ranks of
+it never.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from surgeon.language.program import KINDS, Sublayer
-
-Ranks = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -22,18 +21,18 @@ class Group:
     Attributes:
         layers: those it has the weights of; more than one for their average.
         count: into how many slices it is cut, where slices of other numbers are stored apart.
-        ranks: of its sublayers, by kind; a kind that the program does not use is whole.
+        sublayers: its attention and its feed-forward, by kind, unsliced; one that the program does not use is whole.
         used: the kinds that the program uses.
     """
 
     layers: tuple[int, ...]
     count: int | None
-    ranks: dict[str, Ranks]
+    sublayers: dict[str, Sublayer]
     used: frozenset[str]
 
     def sublayer(self, kind: str, piece: tuple[int, int] | None = None) -> Sublayer:
         """Its attention or feed-forward, or a slice of it."""
-        return Sublayer(kind, self.layers, piece, self.ranks[kind])
+        return replace(self.sublayers[kind], piece=piece)
 
 
 class Groups:
@@ -45,27 +44,27 @@ class Groups:
 
     def __init__(self, sublayers: Iterable[Sublayer], by_count: bool) -> None:
         self.by_count = by_count
-        variants: dict[tuple[tuple[int, ...], int | None], dict[str, list[Ranks]]] = {}
+        variants: dict[tuple[tuple[int, ...], int | None], dict[str, list[Sublayer]]] = {}
         for sublayer in sublayers:
             of_kind = variants.setdefault(self._key(sublayer), {kind: [] for kind in KINDS})[sublayer.kind]
-            if sublayer.ranks not in of_kind:
-                of_kind.append(sublayer.ranks)
+            if (unsliced := replace(sublayer, piece=None)) not in of_kind:
+                of_kind.append(unsliced)
         self.groups: list[Group] = []
-        self._places: dict[tuple[str, tuple[int, ...], int | None, Ranks], int] = {}
+        self._places: dict[tuple[Sublayer, int | None], int] = {}
         for (layers, count), by_kind in variants.items():
             self._add(layers, count, by_kind)
 
-    def _add(self, layers: tuple[int, ...], count: int | None, by_kind: dict[str, list[Ranks]]) -> None:
+    def _add(self, layers: tuple[int, ...], count: int | None, by_kind: dict[str, list[Sublayer]]) -> None:
         for index in range(max(map(len, by_kind.values()))):
             used = frozenset(kind for kind in KINDS if index < len(by_kind[kind]))
-            ranks = {kind: by_kind[kind][index] if kind in used else () for kind in KINDS}
+            held = {kind: by_kind[kind][index] if kind in used else Sublayer(kind, layers) for kind in KINDS}
             for kind in used:
-                self._places[kind, layers, count, ranks[kind]] = len(self.groups)
-            self.groups.append(Group(layers, count, ranks, used))
+                self._places[held[kind], count] = len(self.groups)
+            self.groups.append(Group(layers, count, held, used))
 
     def place(self, sublayer: Sublayer) -> int:
         """The number of the layer that holds a sublayer."""
-        return self._places[sublayer.kind, *self._key(sublayer), sublayer.ranks]
+        return self._places[replace(sublayer, piece=None), self._key(sublayer)[1]]
 
     def _key(self, sublayer: Sublayer) -> tuple[tuple[int, ...], int | None]:
         return sublayer.layers, sublayer.piece[1] if self.by_count and sublayer.piece is not None else None

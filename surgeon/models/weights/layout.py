@@ -6,12 +6,13 @@ that needs a matrix asks for its role; these are the indices that lead from one 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from surgeon.language.program import Sublayer
+from surgeon.language.program import FEED_FORWARD, Sublayer, require_width
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.families.base import Unit
 
@@ -57,6 +58,24 @@ def unit_features(projection: Projection, spec: SublayerSpec, units: Units, widt
     return torch.arange(start, start + count * width).view(count, width)
 
 
+def units_in(kind: str, units: Units) -> int:
+    """How many KV groups an attention has, or neurons a feed-forward: what narrowed ones have fewer of."""
+    return units["neurons"] if kind == FEED_FORWARD else units.get("kv_heads", units["heads"])
+
+
+def narrowed(sublayer: Sublayer, units: Units) -> Units:
+    """What a sublayer has of the heads or neurons of its layer.
+
+    Raises:
+        ValueError: if it is to have more than there are.
+    """
+    if sublayer.width is None:
+        return units
+    whole = units_in(sublayer.kind, units)
+    require_width(sublayer, whole)
+    return {unit: count * sublayer.width // whole for unit, count in units.items()}
+
+
 def unit_bounds(size: int, piece: Bounds | None) -> Bounds:
     """First and end of the units of one slice, (index, count).
 
@@ -86,7 +105,7 @@ def indivisible(sublayer: Sublayer, units: Units, replicate: bool = False) -> st
 
     if all(divides(unit, size) for unit, size in units.items()):
         return None
-    whole = "~".join(f"{sublayer.kind}{layer}" for layer in sublayer.layers)
+    whole = replace(sublayer, piece=None, ranks=())
     sizes = " and ".join(f"{size} {unit.replace('kv_', 'KV ')}" for unit, size in units.items())
     return f"the {sizes} of {whole} do not divide into {count} slices"
 

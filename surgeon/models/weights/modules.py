@@ -1,15 +1,19 @@
-"""Modules that stand in a layer where one of its linear maps is stored as two factors."""
+"""Modules of a layer that is stored with two factors in place of a matrix, or with fewer heads or neurons."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from surgeon.language.program import KINDS
+from surgeon.language.program import KINDS, Program, Sublayer
 from surgeon.models.families import Projection, SublayerSpec
-from surgeon.models.weights.layout import modules_of, own_path
+from surgeon.models.weights.layout import modules_of, own_path, units_in
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights
 
@@ -77,30 +81,60 @@ def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, hea
     return replaced
 
 
-def make_room_for_factors(model: nn.Module, weights: ModelWeights) -> None:
-    """Replace modules of a model, so that it can hold what is stored: two factors in place of some matrices.
+def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
+    """Replace modules of a model, so that it can hold what is stored of the layers of a program.
 
-    The new ones have no numbers yet, and the dtype and device of those that they replace.
+    Those are two factors in place of some matrices, and the narrower layers that the program says are stored. What is
+    new has no numbers yet, and the dtype and device of what it replaces.
 
     Args:
-        model: with the causal language model's own paths.
+        model: with the causal language model's own paths, and its configuration.
     """
+    layers = f"{weights.family.layers}."
     for index in range(weights.count_layers()) if weights.has_factors() else ():
-        layer = model.get_submodule(f"{weights.family.layers}.{index}")
+        layer = model.get_submodule(f"{layers}{index}")
         for spec in map(weights.family.spec, KINDS):
             for path in modules_of(spec):
                 inside = f"{weights.names.layers}{index}."
                 stored = [name for name in weights.store.names() if name.startswith(f"{inside}{path}.")]
                 like = next(layer.get_submodule(path).parameters())
-                tensors = {
-                    name.removeprefix(inside): torch.empty(
-                        weights.store.shape(name), dtype=like.dtype, device=like.device
-                    )
-                    for name in stored
-                }
+                tensors = {name.removeprefix(inside): like.new_empty(weights.store.shape(name)) for name in stored}
                 if f"{path}.weight" not in tensors and tensors:
                     packed = modules_of(spec)[path]
                     _set_module(layer, path, _taken_apart(packed, spec, tensors, weights.head_dim))
+    for sublayer in {replace(one, piece=None, ranks=()) for one in program.sublayers() if one.width is not None}:
+        (index,) = sublayer.layers
+        if weights.stored_width(sublayer.kind, index) == sublayer.width:
+            _narrow(model.get_submodule(f"{layers}{index}"), sublayer, weights, model.config)
+
+
+def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config: Any) -> None:
+    """Give a layer's modules the shapes that one of its sublayers is stored in."""
+    spec, family = weights.family.spec(sublayer.kind), weights.family
+    for path in modules_of(spec):
+        module = layer.get_submodule(path)
+        for name, parameter in module.named_parameters():
+            stored = f"{family.layers}.{sublayer.layers[0]}.{path}.{name}"
+            if stored in weights and weights.shape(stored) != parameter.shape:
+                owner = module.get_submodule(name.rpartition(".")[0])
+                setattr(owner, name.rpartition(".")[2], nn.Parameter(parameter.new_empty(weights.shape(stored))))
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+    assert sublayer.width is not None
+    recount(layer, spec, sublayer.width, units_in(sublayer.kind, family.units(config)))
+
+
+def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> None:
+    """Have a layer's modules count the heads or neurons that they have: so many of all KV groups or neurons."""
+    for path in spec.counts if units != whole else ():
+        *parents, last, name = f"{spec.modules[0]}.{path}".split(".")
+        owner = attrgetter(".".join(parents))(layer) if parents else layer
+        counting = getattr(owner, last)
+        if hasattr(counting, name):  # a module that is taken apart counts nothing
+            if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
+                counting = copy.copy(counting)
+                setattr(owner, last, counting)
+            setattr(counting, name, getattr(counting, name) * units // whole)
 
 
 def _taken_apart(packed: list[Projection], spec: SublayerSpec, tensors: Tensors, head_dim: int) -> nn.Module:

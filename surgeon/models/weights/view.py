@@ -22,13 +22,18 @@ from surgeon.models.weights.layout import (
     Units,
     holds_output_bias,
     modules_of,
+    narrowed,
     own_path,
     unit_bounds,
     unit_features,
+    units_in,
 )
 from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean, read_features
 from surgeon.models.weights.names import Names
 from surgeon.models.weights.store import Store, Tensors
+from surgeon.models.weights.units import unit_source
+
+Kept = slice | Tensor  # of features, to be indexed with
 
 
 class ModelWeights:
@@ -36,7 +41,8 @@ class ModelWeights:
 
     Attributes:
         head_dim: the width of one head.
-        factors: where factors come from that a sublayer has and its layer does not.
+        factors: where factors come from that a sublayer has and its layer does not; which heads and neurons a narrowed
+            one has it says, too, if it is a `UnitSource`, else the weights do.
     """
 
     def __init__(self, store: Store, family: Family, head_dim: int, factors: FactorSource | None = None) -> None:
@@ -49,6 +55,7 @@ class ModelWeights:
         self._known_units: dict[tuple[str, int], Units] = {}
         self._known_own: dict[tuple[int, str], Dense | Factored | None] = {}
         self._known_places: dict[tuple[int, str], Tensor] = {}
+        self._known_orders: dict[tuple[str, int], Tensor] = {}
 
     def __contains__(self, path: str) -> bool:
         return self.names.of(path) in self.store
@@ -74,15 +81,20 @@ class ModelWeights:
         return 0 if path is None else self.shape(f"{path}.weight")[0]
 
     def units(self, sublayer: Sublayer) -> Units:
-        """How many heads and KV heads, or neurons, a sublayer's layer has; a layer's shapes say so.
+        """How many heads and KV heads, or neurons, a sublayer has before it is sliced; its layer's shapes say so.
 
         Raises:
-            ValueError: if layers to be averaged differ in width, or a shape is not a multiple of the head's width.
+            ValueError: if layers to be averaged differ in width, a shape is not a multiple of the head's width, or the
+                sublayer is to have more of them than its layer.
         """
         counts = [self._units_of(sublayer.kind, layer) for layer in sublayer.layers]
         if any(count != counts[0] for count in counts):
             raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width ({counts})")
-        return counts[0]
+        return narrowed(sublayer, counts[0])
+
+    def stored_width(self, kind: str, layer: int) -> int:
+        """How many KV groups, or neurons, a layer is stored with."""
+        return units_in(kind, self._units_of(kind, layer))
 
     def matrix(self, sublayer: Sublayer, role: str) -> WeightMatrix | Factored | Factorised:
         """One matrix of a sublayer, not read yet: of its layer, the average of its layers, or a slice of either.
@@ -90,12 +102,13 @@ class ModelWeights:
         Where the sublayer has a rank of the role, it is `Factored` if its layer is stored so, else `Factorised`.
         """
         projection = self.family.spec(sublayer.kind).projection(role)
-        rank, kept = sublayer.rank(role), self._kept(sublayer, role)
+        rank = sublayer.rank(role)
         if rank is None or (len(sublayer.layers) == 1 and rank == self.stored_rank(sublayer, role)):
+            kept = self._kept(sublayer, projection)
             parts = tuple(self._of_layer(layer, sublayer.kind, projection, kept) for layer in sublayer.layers)
             return parts[0] if len(parts) == 1 else Averaged(parts)
         of = self.matrix(replace(sublayer, piece=None, ranks=()), role)
-        features = None if sublayer.piece is None else torch.arange(*kept)
+        features = None if sublayer.piece is None else torch.arange(*self._bounds(sublayer, projection))
         return Factorised(self.factors, sublayer, role, of, features, not projection.reads_stream)
 
     def has_factors(self) -> bool:
@@ -132,11 +145,28 @@ class ModelWeights:
             return None
         if not projection.reads_stream:
             return mean((self.tensor(path) for path in paths), dtype)
-        first, end = self._kept(sublayer, role)
-        places = (self._places(layer, sublayer.kind, projection)[first:end] for layer in sublayer.layers)
+        kept = self._kept(sublayer, projection)
+        places = (self._places(layer, sublayer.kind, projection)[kept] for layer in sublayer.layers)
         names = (self.names.of(path) for path in paths)
         found = (read_features(self.store, name, at, 0) for name, at in zip(names, places, strict=True))
         return mean(found, dtype)
+
+    def stored(self, sublayer: Sublayer, path: str) -> Tensor:
+        """A tensor of a layer as that stores it, by its path from the layer; of a narrowed sublayer, what it has of it.
+
+        Args:
+            sublayer: of one layer, unsliced.
+        """
+        spec, (layer,) = self.family.spec(sublayer.kind), sublayer.layers
+        whole, (module, _, what) = f"{self._layer(layer)}{path}", path.rpartition(".")
+        packed = modules_of(spec).get(module, [])
+        is_whole = sublayer.width in (None, self.stored_width(sublayer.kind, layer)) or not packed
+        if is_whole or (what == "bias" and not packed[0].reads_stream):
+            return self.tensor(whole)
+        # Heads and neurons lie in the same order, whichever of them there are, also where projections are packed.
+        kept = [self._places(layer, sublayer.kind, one)[self._kept(sublayer, one)] for one in packed]
+        dim = packed[0].divided_dim if what == "weight" else 0
+        return read_features(self.store, self.names.of(whole), torch.cat(kept).sort().values, dim)
 
     def norms(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """Its norms by what they are for: "norm.weight", "norm.bias", "q_norm.weight", "post_norm.weight".
@@ -208,7 +238,7 @@ class ModelWeights:
     def _layer(self, layer: int) -> str:
         return f"{self.family.layers}.{layer}."
 
-    def width(self, kind: str) -> int:
+    def unit_width(self, kind: str) -> int:
         """How many features a head of an attention, or a neuron of a feed-forward, has."""
         return self.head_dim if kind == ATTENTION else 1
 
@@ -219,7 +249,7 @@ class ModelWeights:
 
     def _layer_units(self, kind: str, layer: int) -> Units:
         units: Units = {}
-        width, spec = self.width(kind), self.family.spec(kind)
+        width, spec = self.unit_width(kind), self.family.spec(kind)
         for projection in spec.projections:
             own = self._own(layer, kind, projection)
             if own is not None:
@@ -264,11 +294,10 @@ class ModelWeights:
             return Dense(self.store, self.names.of(f"{path}.weight"))
         return None
 
-    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Bounds) -> Dense | Factored:
-        """What a layer has of a matrix: the features within these bounds among the matrix's own."""
+    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Kept) -> Dense | Factored:
+        """What a layer has of a matrix: these of the matrix's own features."""
         own = self._own(layer, kind, projection)
-        first, end = kept
-        places = self._places(layer, kind, projection)[first:end]
+        places = self._places(layer, kind, projection)[kept]
         if own is None:
             name, dim = self.names.of(f"{self._layer(layer)}{projection.path}.weight"), projection.divided_dim
             features = None if len(places) == self.store.shape(name)[dim] else places
@@ -288,18 +317,40 @@ class ModelWeights:
         path = f"{prefix}{own_path(projection, self.family.spec(kind))}"
         return f"{path}.second.bias" if isinstance(own, Factored) else f"{path}.bias"
 
-    def _kept(self, sublayer: Sublayer, role: str) -> Bounds:
-        """The first and the end of the features that a sublayer has of a projection, among all of the projection."""
-        units, width = self.units(sublayer), self.width(sublayer.kind)
-        projection = self.family.spec(sublayer.kind).projection(role)
-        first, end = unit_bounds(units[projection.unit], sublayer.piece)
+    def _bounds(self, sublayer: Sublayer, projection: Projection) -> Bounds:
+        """The first and the end of the features that a slice has of a projection, among those of the whole sublayer."""
+        width = self.unit_width(sublayer.kind)
+        first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
         return first * width, end * width
+
+    def _kept(self, sublayer: Sublayer, projection: Projection) -> Kept:
+        """The features that a sublayer has of a projection, among all that its layer has, ascending."""
+        inside, units = slice(*self._bounds(sublayer, projection)), self._units_of(sublayer.kind, sublayer.layers[0])
+        if sublayer.width in (None, units_in(sublayer.kind, units)):
+            return inside
+        features = units[projection.unit] // units_in(sublayer.kind, units) * self.unit_width(sublayer.kind)
+        return (self.kept_units(sublayer)[:, None] * features + torch.arange(features)).flatten()[inside]
+
+    def kept_units(self, sublayer: Sublayer) -> Tensor:
+        """Which KV groups, or neurons, of its layer a narrowed sublayer has: the first ones of their order, ascending.
+
+        Raises:
+            ValueError: as the source of the order does; and if heads of several layers take turns in one (fused).
+        """
+        (layer,) = sublayer.layers
+        key = sublayer.kind, layer
+        if key not in self._known_orders:
+            turns = [path for path in self.family.spec(sublayer.kind).head_norms if self.family.head_norm_turns]
+            if any(self.shape(f"{self._layer(layer)}{path}.weight")[0] > 1 for path in turns):
+                raise ValueError(f"{sublayer}: its layer holds heads of several layers, which cannot be narrowed")
+            self._known_orders[key] = unit_source(self.factors).order(*key, self).cpu()
+        return self._known_orders[key][: sublayer.width].sort().values
 
     def _places(self, layer: int, kind: str, projection: Projection) -> Tensor:
         """Where the features of a projection lie in the tensors that a layer stores it in."""
         key = layer, projection.role
         if key not in self._known_places:
-            units, width = self._units_of(kind, layer), self.width(kind)
+            units, width = self._units_of(kind, layer), self.unit_width(kind)
             if self._own(layer, kind, projection) is None:
                 self._known_places[key] = unit_features(projection, self.family.spec(kind), units, width).flatten()
             else:

@@ -21,7 +21,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers, ModelMachine
 from surgeon.models.families import Family, family_of
-from surgeon.models.weights import ModelWeights, NamedTensors, make_room_for_factors
+from surgeon.models.weights import ModelWeights, NamedTensors, make_room
 
 
 class StretchLayers(EditedLayers):
@@ -91,7 +91,7 @@ def build_stretch(
     weights = ModelWeights(NamedTensors(dict(tensors)), family, family.head_dim(config))
     model = build_empty(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
     if any(name.startswith(f"{family.layers}.") for name in tensors):
-        make_room_for_factors(model, weights)
+        make_room(model, weights, program)
     if not embeds:
         _silence(model, family, tensors)
     _fill(model, tensors, family)

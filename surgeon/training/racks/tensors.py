@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,8 +101,7 @@ def renumbered(nodes: Sequence[Node], first: int = 0) -> Program:
     numbers = {layer: first + index for index, layer in enumerate(layers_in(nodes))}
 
     def rename(sublayer: Sublayer) -> Sublayer:
-        renamed = tuple(numbers[layer] for layer in sublayer.layers)
-        return Sublayer(sublayer.kind, renamed, sublayer.piece, sublayer.ranks)
+        return replace(sublayer, layers=tuple(numbers[layer] for layer in sublayer.layers))
 
     return Program(tuple(nodes)).renamed(rename)
 

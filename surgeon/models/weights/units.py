@@ -1,0 +1,76 @@
+"""Which KV groups and neurons a narrowed sublayer keeps: an order of each layer's, the most important ones first.
+
+A sublayer of n of them has the first n, as they stand in the layer, so that narrower choices lie within wider ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from surgeon.language.program import Sublayer
+from surgeon.models.families import Family
+from surgeon.models.weights.factors import FactorSource
+from surgeon.models.weights.matrix import WeightMatrix
+
+
+class LayerWeights(Protocol):
+    """What `ModelWeights` tells of the layers whose units are ordered."""
+
+    family: Family
+
+    def matrix(self, sublayer: Sublayer, role: str) -> WeightMatrix:
+        """A matrix, not read yet."""
+
+    def stored_width(self, kind: str, layer: int) -> int:
+        """How many units a layer is stored with."""
+
+
+@runtime_checkable
+class UnitSource(Protocol):
+    """What knows how important the KV groups and neurons of layers are."""
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """The numbers of all of a layer's KV groups, or neurons, the most important one first, (units,).
+
+        Args:
+            weights: of the model.
+
+        Raises:
+            ValueError: if it knows none for this layer.
+        """
+
+
+class Magnitude:
+    """Those first whose weights are largest, all of a unit's matrices together (Frobenius norm)."""
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """As `UnitSource` has it; equal ones in the order in which they stand."""
+        return descending(magnitudes(kind, layer, weights))
+
+
+def magnitudes(kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    """The squared norm of each KV group's or neuron's weights, (units,), in float64, so that all ranks find the same.
+
+    Of a KV group those are its rows of q, k and v and its columns of o; of a neuron its rows of gate and up and its
+    column of down. Biases do not count.
+    """
+    whole, count = Sublayer(kind, (layer,)), weights.stored_width(kind, layer)
+    total = torch.zeros(count, dtype=torch.float64)
+    for projection in weights.family.spec(kind).projections:
+        matrix = weights.matrix(whole, projection.role).whole().detach()
+        of_features = matrix.double().square().sum(int(projection.reads_stream))
+        total += of_features.cpu().view(count, -1).sum(1)
+    return total
+
+
+def descending(scores: Tensor) -> Tensor:
+    """The places of scores, (units,), the highest first; of equal ones the first."""
+    return scores.argsort(descending=True, stable=True)
+
+
+def unit_source(source: FactorSource | UnitSource) -> UnitSource:
+    """What says which units are kept: the source, if it does, else the weights."""
+    return source if isinstance(source, UnitSource) else Magnitude()
