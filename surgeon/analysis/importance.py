@@ -149,7 +149,7 @@ def _by_inputs(
 
     def seen(matrix: Matrix, inputs: Tensor) -> None:
         if matrix not in sums:
-            sums[matrix] = _Inputs(inputs.shape[-1], weights.width(matrix.sublayer.kind), inputs.device)
+            sums[matrix] = _Inputs(inputs.shape[-1], weights.unit_width(matrix.sublayer.kind), inputs.device)
         sums[matrix].add(inputs)
 
     with progress("importance", len(places), "sublayers") as ran:
