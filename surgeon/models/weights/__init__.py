@@ -26,7 +26,7 @@ from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
 from surgeon.models.weights.modules import FactoredLinear, TakenApart, make_room
 from surgeon.models.weights.names import Names
 from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
-from surgeon.models.weights.units import Magnitude, UnitSource, descending, unit_source
+from surgeon.models.weights.units import Magnitude, ScoredUnits, UnitSource, descending, unit_source
 from surgeon.models.weights.view import ModelWeights, norm_paths
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "ModuleStore",
     "NamedTensors",
     "Names",
+    "ScoredUnits",
     "Store",
     "TakenApart",
     "Tensors",

@@ -5,6 +5,8 @@ A sublayer of n of them has the first n, as they stand in the layer, so that nar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from surgeon.language.program import Sublayer
 from surgeon.models.families import Family
-from surgeon.models.weights.factors import FactorSource
+from surgeon.models.weights.decompose import TruncatedSVD
+from surgeon.models.weights.factors import Factors, FactorSource
 from surgeon.models.weights.matrix import WeightMatrix
 
 
@@ -49,6 +52,36 @@ class Magnitude:
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
         """As `UnitSource` has it; equal ones in the order in which they stand."""
         return descending(magnitudes(kind, layer, weights))
+
+
+@dataclass(frozen=True)
+class ScoredUnits:
+    """Those first that have the highest scores, and what another source has of everything else.
+
+    Attributes:
+        scores: of each unit, (units,), by kind and layer.
+        source: of factors; and of the order of layers without scores, if it knows one, else by their weights.
+    """
+
+    scores: Mapping[tuple[str, int], Tensor]
+    source: FactorSource = field(default_factory=TruncatedSVD)
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
+        """Those of the other source."""
+        return self.source.factors(sublayer, role, matrix)
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """As `UnitSource` has it; equal ones in the order in which they stand.
+
+        Raises:
+            ValueError: if the scores are of another number of units.
+        """
+        scores = self.scores.get((kind, layer))
+        if scores is None:
+            return unit_source(self.source).order(kind, layer, weights)
+        if len(scores) != (count := weights.stored_width(kind, layer)):
+            raise ValueError(f"there are scores of {len(scores)} units of {kind}{layer}, which has {count}")
+        return descending(scores)
 
 
 def magnitudes(kind: str, layer: int, weights: LayerWeights) -> Tensor:

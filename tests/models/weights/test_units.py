@@ -12,7 +12,15 @@ from torch import Tensor
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import family_of
-from surgeon.models.weights import Factors, FactorSource, ModelWeights, ModuleStore, NamedTensors, TruncatedSVD
+from surgeon.models.weights import (
+    Factors,
+    FactorSource,
+    ModelWeights,
+    ModuleStore,
+    NamedTensors,
+    ScoredUnits,
+    TruncatedSVD,
+)
 from surgeon.models.weights.units import LayerWeights
 
 
@@ -74,6 +82,18 @@ def test_a_source_may_know_better(llama: Any) -> None:
     assert torch.equal(seen(llama, LastFirst()).sublayer(sublayer("F0#2"))["up.weight"], up[[46, 47]])
     edited = edit(llama, "A0#1 F0#2", factors=LastFirst())
     assert torch.equal(edited.get_parameter("model.layers.F0#2.mlp.up_proj.weight"), up[[46, 47]])
+
+
+def test_scores_say_which_are_kept(llama: Any) -> None:
+    """Of equal ones those that stand first; layers without scores go by the other source, factors, too."""
+    weights = seen(llama, ScoredUnits({("A", 0): torch.tensor([1.0, 3, 2, 3])}, LastFirst()))
+    assert [weights.kept_units(sublayer(f"A0#{count}")).tolist() for count in (1, 2, 3)] == [[1], [1, 3], [1, 2, 3]]
+    assert weights.kept_units(sublayer("A1#2")).tolist() == [2, 3]
+    whole = weights.sublayer(sublayer("A0#2"))["q.weight"]
+    found = weights.sublayer(sublayer("A0#2@q16"))
+    torch.testing.assert_close(found["q.second.weight"] @ found["q.first.weight"], whole)
+    with pytest.raises(ValueError, match="scores of 3 units of F1, which has 48"):
+        seen(llama, ScoredUnits({("F", 1): torch.ones(3)})).kept_units(sublayer("F1#2"))
 
 
 def test_factors_are_of_what_is_left(llama: Any) -> None:
