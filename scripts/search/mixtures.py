@@ -1,11 +1,12 @@
 """What several spaces together win over the best of them alone, at the same predicted speed on a slow link.
 
     python scripts/search/mixtures.py demo
-    python scripts/search/mixtures.py MODEL --space pair,ladder,fuse,drop --speedups 1.2 1.4 --link-delay 1ms
+    python scripts/search/mixtures.py MODEL --space pair,ladder,drop,rank --hardware h100-sxm --link-delay ""
 
-For every speedup over the unedited model (two ranks of the hardware, a collective takes 1 ms at least): the least
-divergence that a search of each space finds, and of all together, with as many trials; behind it how much lower that
-is than the best single one's, and the edits that have it. All searches share what is known of single edits.
+For every speedup over the unedited model (two ranks of the hardware, on a link where a collective takes 1 ms at least,
+or on the hardware's own): the least divergence that a search of each space finds, and of all together, with as many
+trials; behind it how much lower that is than the best single one's, and the edits that have it. All searches share what
+is known of single edits.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _known(given: argparse.Namespace) -> Known:
     evaluator = Evaluator(subject.model, subject.windows)
     terms = measure_terms(evaluator, [mixture.program((edit,)) for edit in mixture.edits])
     dense = mixture.model.program
-    deployment = Deployment(2, emulated=parse_link(given.link_delay, None))
+    deployment = Deployment(2, emulated=parse_link(given.link_delay or None, None))
     pricing = open_pricing(subject.opened, [Aspect("speedup", given.hardware)], deployment, Workload(1, 128, 128))
     return Known(mixture, terms, evaluator, evaluator.measure([dense])[dense], pricing)
 

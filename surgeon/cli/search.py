@@ -53,21 +53,24 @@ class SearchQuestion:
     """What is searched for, in the user's words; a group of options (see grouped.py)."""
 
     space: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--space",
             metavar="NAME[:N],...",
             help="What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, "
-            "order, tracks, desync, fuse, rank. docs/searching.md describes them.",
+            "order, tracks, desync, fuse, rank. docs/searching.md describes them. Default: pair for a depth, else all "
+            "of pair, ladder, drop and rank that lessen what is asked for.",
+            show_default=False,
         ),
-    ] = "pair"
+    ] = None
     budget: Annotated[
         str | None,
         typer.Option(
             "--budget",
-            help="What to come down to, several by commas: depth=12, syncs, params=0.8x, weight_bytes=20MB, kv_bytes, "
-            "wire_bytes, latency=12ms@h100-sxm, speedup>=1.3@h100-sxm; and the quality to keep: divergence<=0.02, "
-            "perplexity<=1.05x. Without one: how deep is this model really?",
+            help="What to come down to, several by commas: depth=12, syncs, params=0.8x, size=20MB, weight_bytes, "
+            "kv_bytes, wire_bytes, latency=12ms@h100-sxm, speedup>=1.3@h100-sxm; and the quality to keep: "
+            "divergence<=0.02, perplexity<=1.05x. With both, also the front between them. Without one: how deep is "
+            "this model really, and how large?",
             show_default=False,
         ),
     ] = None
@@ -75,8 +78,8 @@ class SearchQuestion:
         str,
         typer.Option(
             "--objective",
-            help="What to make small: divergence, perplexity, accuracy:TASK, or a cost such as depth. Several by "
-            "commas give a Pareto front.",
+            help="What to make small: divergence, perplexity, accuracy:TASK, or a cost such as depth or size. Several "
+            "by commas give a Pareto front, and so does a cost without a limit of quality.",
         ),
     ] = "divergence"
 
@@ -166,12 +169,13 @@ def search(
     """Search for the best change of a model: layers in groups, late, left out or in another order, tracks, low ranks.
 
     Every change is measured alone first; then whole programs are proposed from that, measured, and learnt from. Writes
-    recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json and pictures; without a budget, or with several
-    objectives, a recipe for each point of the front, too. The winner and the runners-up are measured again on text that
-    the search did not see, and with --heal once more when they are healed. Interrupted, the same command goes on where
-    it was; with more --trials it adds to them.
+    recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json and pictures; where there is a front, a recipe
+    for each of its points, the front of each space alone, and what mixing them wins. Winners are measured again on text
+    that the search did not see, and with --heal once more when they are healed. Interrupted, the same command goes on
+    where it was; with more --trials it adds to them.
     """
     from surgeon.library.search import search as run_search
+    from surgeon.searches.mixing import gains_in_words
 
     options = vars(asked) | vars(use) | vars(last) | vars(work) | vars(text)
     found = run_search(model, data, output, trials, **options, memory=memory)
@@ -186,7 +190,9 @@ def search(
     _print("divergence", f"{measured.divergence:.4g} nats per token")
     _print("perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
     for curve in found.curves:
-        _print("depth", curve.line())
+        _print("knee", curve.line())
+    for line in gains_in_words(found.gains):
+        _print("mixing", line)
     for line in winner.comparison.lines() if winner.comparison else []:
         _print("held out", line)
     for line in [*winner.healing.table(), *winner.healing.lines()] if winner.healing else []:

@@ -27,18 +27,20 @@ from surgeon.quality.data import DEFAULT_TOKENS, Windows, held_out
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
-from surgeon.searches.front import DepthCurve, depth_curves, pareto_front
+from surgeon.searches.front import QualityCurve, pareto_front, quality_curves
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import ROUNDS, fast_enough_here
+from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
 from surgeon.searches.quantities import ACCURACY, HERE, Aspect
-from surgeon.searches.question import DEPTH, Question, SearchSettings
+from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.results import (
     Winner,
     commented,
-    depths_table,
     found_json,
     lost_trials,
+    mixing_table,
+    quality_table,
     terms_table,
     trials_table,
     write_front,
@@ -91,13 +93,15 @@ class SearchResult(SearchRun):
     Attributes:
         question: that was asked: the spaces on the model, the budget, the objectives.
         winner: the best trial, with what is known of it and of its runners-up on held-out text.
-        curves: quality against depth, where that was looked along.
+        curves: quality against each cost that was looked along: of each space alone, and of all together.
+        gains: what mixing the spaces wins, at the levels of these costs.
     """
 
     _: KW_ONLY
     question: Question
     winner: Winner
-    curves: Sequence[DepthCurve]
+    curves: Sequence[QualityCurve]
+    gains: Sequence[MixingGain]
 
     @property
     def program(self) -> Program:
@@ -118,7 +122,7 @@ def search(
     output: str | Path,
     trials: int = 60,
     *,
-    space: str | Sequence[str] = "pair",
+    space: str | Sequence[str] | None = None,
     budget: str | Sequence[str] | None = None,
     objective: str | Sequence[str] = "divergence",
     ranks: int = 2,
@@ -144,12 +148,14 @@ def search(
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset (docs/texts.md), or "demo".
-        output: folder for recipe.yaml, trials.csv, terms.csv, search.json and pictures; without a budget, or with
-            several objectives, a recipe for each point of the front, too.
+        output: folder for recipe.yaml, trials.csv, terms.csv, search.json and pictures; where there is a front, a
+            recipe for each of its points, too.
         trials: how many programs to try in all.
-        space: what may change, one or several, also by commas: "pair:4,rank"; docs/searching.md has all.
-        budget: what to come down to, one limit or several: "depth=12"; None: how deep is the model really?
-        objective: what to make small, several give a front.
+        space: what may change, one or several, also by commas: "pair:4,rank"; docs/searching.md has all. None: pairs
+            for a depth, else all that lessen what is asked for.
+        budget: what to come down to, one limit or several: "depth=12"; limits of a cost and of quality give a front
+            between them; None: how deep is the model really?
+        objective: what to make small, several give a front, and so does a cost without a limit of quality.
         ranks, batch, prompt, new, link_delay: what tracks and times are of, as `SearchSettings` has them.
         holdout: tokens held out from the search, to measure the winner and the runners-up on again, by default as many
             as are searched on; 0: none.
@@ -169,7 +175,7 @@ def search(
     """
     check_counts(trials=trials, heal=heal, workers=workers, ranks=ranks, batch=batch)
     asked = (
-        _as_text("space", space),
+        None if space is None else _as_text("space", space),
         None if budget is None else _as_text("budget", budget),
         _as_text("objective", objective),
     )
@@ -209,9 +215,10 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         worker: which of a machine's workers this process is: the first one, 0, starts the others, and ends the search;
             the others return None.
     """
-    settings, healing, output = options.settings, options.healing, Path(options.output)
     # What cannot be had is said before a large model is loaded.
     opened = model if isinstance(model, Model) else open_model(model, weights=False)
+    options = replace(options, settings=options.settings.on(opened))
+    settings, healing, output = options.settings, options.healing, Path(options.output)
     mixture, own = settings.mixture(opened), opened.own
     healing.require_layers_in_turn(own)
     budget = None if settings.is_timed_here else settings.priced(mixture)
@@ -339,15 +346,24 @@ def _end(
         healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
     """
     settings, opened, pricing = question.settings, subject.opened, question.budget.pricing
-    curves = depth_curves(trials, question.original, pricing) if question.along == DEPTH else []
+    curves = [one for cost in question.along for one in quality_curves(cost, trials, question.original, pricing)]
+    if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
+        points = pareto_front(trials, question.traded, pricing)
+        tables["front"] = write_front(output, points, question, opened.reference, opened.hash)
+        SearchRun.TABLES["front"].write(output, tables["front"])
     ranked, why = choose(question, trials, curves)
     workload = settings.workload(opened.positions)
     first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
-    winner = Winner(first, why)
+    winner, levels = Winner(first, why), mixed_levels(curves, question.levels)
+    gains = mixing_gains(levels)
     if unseen is not None:
         evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=opened.own)
+        finalists = [opened.program, *(trial.program for trial in (first, *others[:RUNNERS_UP]))]
+        programs = dict.fromkeys([*finalists, *(program for level in levels for program in level.programs)])
+        measured = evaluator.measure([*programs])
+        gains = mixing_gains(levels, measured)
         by = compared_by(question.objectives)
-        compared = remeasure(first, others[:RUNNERS_UP], opened.program, evaluator.measure, by)
+        compared = remeasure(first, others[:RUNNERS_UP], opened.program, lambda _: measured, by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
         if healer is not None:
             with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
@@ -355,20 +371,18 @@ def _end(
             winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
     recipe = question.mixture.recipe(winner.trial.proposal.choice, opened.reference, opened.hash)
     text = commented(recipe, question, winner, record)
-    front = pd.DataFrame()
-    if len(question.traded) > 1:
-        points = pareto_front(trials, question.traded, pricing)
-        front = write_front(output, points, question.traded, question.mixture, opened.reference, opened.hash)
     found = SearchResult(
         tables["trials"],
         tables["terms"],
-        front,
-        depths_table(curves) if curves else pd.DataFrame(),
-        text,
-        record=record | found_json(question, winner, curves),
+        tables.get("front", pd.DataFrame()),
+        quality=quality_table(curves),
+        mixing=mixing_table(gains),
+        recipe_text=text,
+        record=record | found_json(question, winner, curves, gains),
         question=question,
         winner=winner,
         curves=curves,
+        gains=gains,
     )
     recipe_file = output / SearchRun.TEXTS["recipe_text"]
     write_text(recipe_file, text)

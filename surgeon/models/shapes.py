@@ -123,6 +123,11 @@ class ModelShapes:
         """Rows of a learned position embedding, 0 without one."""
         return self.positions + self.family.position_offset if self.family.position_embedding else 0
 
+    @property
+    def outside_layers(self) -> int:
+        """How many numbers the embeddings and the head hold, a shared matrix counted once."""
+        return (self.vocabulary * (1 if self.tied else 2) + self.position_rows) * self.hidden
+
 
 def attention_windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
     """How many tokens each layer's attention looks at; nothing if all of them look at everything.

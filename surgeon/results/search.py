@@ -1,8 +1,9 @@
-"""What a search has found: its trials, what edits do alone, its front, and quality against depth."""
+"""What a search has found: its trials, what edits do alone, its front, and quality against what was looked along."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -27,7 +29,8 @@ UNITS = {
     "perplexity": "perplexity",
     "depth": "effective depth (layers)",
 }
-_ENGINEERED = {"latency": "s", "params": "", "weight_bytes": "B", "kv_bytes": "B", "wire_bytes": "B"}
+_COSTS = {"depth": "effective depth"}
+_ENGINEERED = {"latency": "s", "params": "", "weight_bytes": "B", "size": "B", "kv_bytes": "B", "wire_bytes": "B"}
 _STOPPED, _OTHER, _KNEE = 7, 6, 3  # styles
 _ABOVE = 30.0  # times the least: where the axis ends
 _STRIP = 0.3  # of an inch, the height of a space's strip
@@ -43,7 +46,9 @@ class SearchRun(RunResult):
         trials: one row per trial, in the order they were asked for, as in `trials.csv`.
         terms: what each edit does alone, as in `terms.csv`.
         front: the programs that no other is better than, as in `front.csv`; empty with one objective.
-        depths: the least divergence at every effective depth, as in `depths.csv`; empty unless it looked along depth.
+        quality: the least divergence at every cost that was looked along, of each space alone and of all together, as
+            in `quality.csv`; empty unless there was one.
+        mixing: what all spaces together win over the best one alone, as in `mixing.csv`; empty with one space.
         recipe_text: the winner's recipe, with what was measured in comments.
     """
 
@@ -57,8 +62,11 @@ class SearchRun(RunResult):
         "front": TableFile(
             "front.csv", ("point", "trial", "divergence"), ("edits",), optional=True, may_be_empty=True, missing=""
         ),
-        "depths": TableFile(
-            "depths.csv", ("depth", "divergence"), ("space", "edits"), optional=True, may_be_empty=True, missing=""
+        "quality": TableFile(
+            "quality.csv", ("cost", "divergence"), ("along", "space", "edits"), optional=True, missing=""
+        ),
+        "mixing": TableFile(
+            "mixing.csv", ("cost", "together", "alone"), ("along", "space", "verdict"), optional=True, missing=""
         ),
     }
     TEXTS: ClassVar = {"recipe_text": "recipe.yaml"}
@@ -66,7 +74,8 @@ class SearchRun(RunResult):
     trials: pd.DataFrame
     terms: pd.DataFrame = field(default_factory=pd.DataFrame)
     front: pd.DataFrame = field(default_factory=pd.DataFrame)
-    depths: pd.DataFrame = field(default_factory=pd.DataFrame)
+    quality: pd.DataFrame = field(default_factory=pd.DataFrame)
+    mixing: pd.DataFrame = field(default_factory=pd.DataFrame)
     recipe_text: str = ""
 
     @property
@@ -96,10 +105,18 @@ class SearchRun(RunResult):
         return layers
 
     def pictures(self) -> dict[str, Figure]:
-        """`search`, every trial, the best so far and what good ones change; `quality-against-depth`; `front`."""
+        """`search`, every trial, the best so far and what good ones change; `quality-against-COST`; `front`."""
         found = {"search": self._history()}
-        found |= {"quality-against-depth": self._depths()} if len(self.depths) else {}
+        for along, points_ in self.by_cost.items():
+            found["quality-against-" + re.sub(r"[^\w.-]+", "-", along)] = self._quality(along, points_)
         return found | ({"front": self._front()} if len(self.front) else {})
+
+    @property
+    def by_cost(self) -> dict[str, pd.DataFrame]:
+        """`quality` of each cost that was looked along."""
+        return (
+            {str(along): rows for along, rows in self.quality.groupby("along", sort=False)} if len(self.quality) else {}
+        )
 
     def _history(self) -> Figure:
         trials, shares = self.trial_table, self.trial_table.shares(self.layers)
@@ -145,33 +162,32 @@ class SearchRun(RunResult):
         figure.suptitle(self.label, fontsize=11)
         return figure
 
-    def _depths(self) -> Figure:
-        """The least divergence at every effective depth with its 95% interval, and each curve's knee.
+    def _quality(self, along: str, quality: pd.DataFrame) -> Figure:
+        """The least divergence at every cost with its 95% interval, and each curve's knee.
 
         On the left as it is, up to `MOST_DIVERGENCE`, which is how a knee is told; on the right on a logarithmic scale.
-        Curves that give up no depth are left out.
         """
-        several = self.depths.groupby("space")["depth"].transform("size") > 1
-        curves = {str(space): rows for space, rows in self.depths[several].groupby("space", sort=False)}
+        curves = {str(space): rows for space, rows in quality.groupby("space", sort=False)}
         figure = Figure(figsize=(11, 5.2 + 0.14 * len(curves)), layout="constrained", dpi=150)
         panels = figure.subplot_mosaic("LR;KR", sharex=True, height_ratios=[5, 0.5 + 0.35 * len(curves)])
         linear, logarithmic, knees = panels["L"], panels["R"], panels["K"]
-        draw_depths(linear, self.depths[several], log=False)
-        draw_depths(logarithmic, self.depths[several])
+        draw_quality(linear, quality, log=False)
+        draw_quality(logarithmic, quality)
         for row, (colour, (_, points_)) in enumerate(zip(COLOURS * len(curves), curves.items(), strict=False)):
             _draw_knee(knees, points_, row, colour)
         linear.set_ylabel("divergence from the original (nats/token)")
         linear.legend(frameon=False, fontsize=8)
         logarithmic.set_title("the same, logarithmic", fontsize=9, loc="left")
-        deepest, least = (getattr(self.depths["depth"][several], end)() for end in ("max", "min"))
-        knees.set(ylim=(len(curves) - 0.5, -0.5), xlim=(deepest + 0.5, least - 0.5))
+        knees.set(ylim=(len(curves) - 0.5, -0.5))
+        _dearest_left(knees, along, quality["cost"])
         knees.set_yticks(range(len(curves)), labels=list(curves), fontsize=8)
         knees.set_title("knee, with its 95% interval by resampling windows", fontsize=9, loc="left")
         for axes in (logarithmic, knees):
-            axes.set_xlabel(UNITS["depth"])
+            _label_cost(axes.xaxis, along)
         for axes in (linear, logarithmic, knees):
             finish(axes)
-        figure.suptitle(f"{self.label}: how deep it really is", fontsize=11)
+        what = "how deep it really is" if along == "depth" else f"quality against {along}"
+        figure.suptitle(f"{self.label}: {what}", fontsize=11)
         return figure
 
 
@@ -209,53 +225,87 @@ def history_chart(trials: TrialTable) -> Chart:
     return Chart(figure, "How the search went", f"{caption}{_beyond(above)}".strip())
 
 
-def _beyond(above: int) -> str:
-    return f" {plural(above, 'trial')} above the upper edge (hollow, on it)." if above else ""
+def _beyond(above: int, noun: str = "trial") -> str:
+    return f" {plural(above, noun)} above the upper edge (hollow, on it)." if above else ""
 
 
-def draw_depths(axes: Axes, depths: pd.DataFrame, log: bool = True) -> None:
-    """Draw the least divergence at every effective depth, a line for each space, and where the knees are."""
-    depths = depths[depths["divergence"] > 0] if log else depths
-    scale(axes, "y", depths["divergence"].tolist(), log, zero=not log, end=math.inf if log else MOST_DIVERGENCE)
+def draw_quality(axes: Axes, quality: pd.DataFrame, log: bool = True) -> None:
+    """Draw the least divergence at every level of a cost, a line for each space, and where the knees are."""
+    quality = quality[quality["divergence"] > 0] if log else quality
+    scale(axes, "y", quality["divergence"].tolist(), log, zero=not log, end=MOST_DIVERGENCE)
 
     def tip(row: Any) -> str:
         value = f"divergence {known(row, 'divergence')}"
-        return f"{row['space']}, depth {row['depth']:g}: {value}; {row['edits'] or 'no edits'}"
+        return f"{row['space']}, {row['along']} {number(row['cost'])}: {value}; {row['edits'] or 'no edits'}"
 
-    for place, (space, rows) in enumerate(depths.groupby("space", sort=False)):
+    for place, (space, rows) in enumerate(quality.groupby("space", sort=False)):
         low, high = (
             rows[f"divergence_{end}"].where((rows["divergence_low"] > 0) | (not log)) for end in ("low", "high")
         )
         tips = [tip(row) for _, row in rows.iterrows()]
-        points(axes, rows["depth"], rows["divergence"], tips, place, str(space), ends=(low, high))
-    knees = depths[depths["knee"].astype(str) == "True"]
+        points(axes, rows["cost"], rows["divergence"], tips, place, str(space), ends=(low, high))
+    knees = quality[quality["knee"].astype(str) == "True"]
     if len(knees):
         tips = [f"knee: {tip(row)}" for _, row in knees.iterrows()]
-        points(axes, knees["depth"], knees["divergence"], tips, _KNEE, "knee", line=False)
+        points(axes, knees["cost"], knees["divergence"], tips, _KNEE, "knee", line=False)
 
 
-def depth_chart(depths: pd.DataFrame) -> Chart:
-    """Quality against effective depth."""
-    figure, axes = chart(UNITS["depth"], UNITS["divergence"])
-    shown = depths["depth"][depths["divergence"] > 0]
-    layers_across(axes, *((math.floor(shown.min()), math.ceil(shown.max())) if len(shown) else (0, 1)))
-    draw_depths(axes, depths)
-    caption = "The best program that is as shallow as each depth, with 95% intervals."
-    return Chart(figure, "Quality against effective depth", caption)
+def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
+    """Quality against a cost: the front of each space alone and of all together."""
+    figure, axes = chart("", UNITS["divergence"])
+    draw_quality(axes, quality)
+    _dearest_left(axes, along, quality["cost"][quality["divergence"] > 0])
+    _label_cost(axes.xaxis, along)
+    of_each = " of each space alone and of all together" if quality["space"].nunique() > 1 else ""
+    caption = f"The best program{of_each} at each {along} or better, with 95% intervals, on the text of the search."
+    above = int((quality["divergence"] > axes.get_ylim()[1]).sum())
+    return Chart(figure, f"The front: divergence against {_COSTS.get(along, along)}", caption + _beyond(above, "point"))
+
+
+def mixing_chart(along: str, mixing: pd.DataFrame) -> Chart:
+    """At each level of a cost the best program of all spaces together, and the best of one alone, on held-out text."""
+    figure, axes = chart("", UNITS["divergence"])
+    scale(axes, "y", [*mixing["together"], *mixing["alone"].dropna()], log=True, end=MOST_DIVERGENCE)
+    for place, name in enumerate(("together", "alone")):
+        rows = mixing[mixing[name].notna()]
+        tips = [f"{along} {number(row['cost'])}: {name} {number(row[name])}" for _, row in rows.iterrows()]
+        points(axes, rows["cost"], rows[name], tips, place, "all together" if place == 0 else "the best space alone")
+    _dearest_left(axes, along, mixing["cost"])
+    _label_cost(axes.xaxis, along)
+    return Chart(figure, f"What mixing spaces wins at equal {along}")
+
+
+def _dearest_left(axes: Axes, along: str, costs: pd.Series[Any]) -> None:
+    """The x axis, from the unedited model's cost on the left to less of it on the right."""
+    ends = [costs.min(), costs.max()] if len(costs) else [0.0, 1.0]
+    if along == "depth":
+        layers_across(axes, math.floor(ends[0]), math.ceil(ends[1]))
+    else:
+        room = 0.02 * (ends[1] - ends[0]) or 0.02 * abs(ends[1]) or 1.0
+        scale(axes, "x", [ends[0] - room, ends[1] + room])
+    if along.partition("@")[0] != "speedup":
+        axes.set_xlim(*reversed(axes.get_xlim()))
+
+
+def _label_cost(axis: Axis, name: str) -> None:
+    aspect = name.partition("@")[0]
+    axis.set_label_text(UNITS.get(name) or name + (" (per token)" if aspect == "latency" else ""))
+    if aspect in _ENGINEERED:  # times and large numbers as people read them: 600 us, 2.5 M
+        axis.set_major_formatter(EngFormatter(unit=_ENGINEERED[aspect]))
 
 
 def _draw_knee(axes: Axes, curve: pd.DataFrame, row: int, colour: str) -> None:
     knees = curve[curve["knee"].astype(str) == "True"]
     if knees.empty:
-        axes.text(float(curve["depth"].max()), row, " none", fontsize=8, color=colour, va="center")
+        axes.text(float(curve["cost"].iloc[0]), row, " none", fontsize=8, color=colour, va="center")
         return
     knee = knees.iloc[0]
-    axes.scatter([knee["depth"]], [row], s=40, color=colour, zorder=3)
+    axes.scatter([knee["cost"]], [row], s=40, color=colour, zorder=3)
     low, high, share = (float(knee.get(f"knee_{name}", math.nan)) for name in ("low", "high", "share"))
     axes.plot([low, high], [row, row], color=colour, lw=3, alpha=0.45, solid_capstyle="butt")
     if share < 0.95:
         text = f"  in {share:.0%} of the resamples"
-        axes.text(np.nanmin([low, knee["depth"]]), row, text, fontsize=7, color=SOFT, va="center")
+        axes.text(np.nanmin([low, knee["cost"]]), row, text, fontsize=7, color=SOFT, va="center")
 
 
 def draw_front(axes: Axes, front: pd.DataFrame, trials: TrialTable, name: str) -> tuple[int, int]:
@@ -277,10 +327,7 @@ def draw_front(axes: Axes, front: pd.DataFrame, trials: TrialTable, name: str) -
     end = max(10 * least, *ys) if log else math.inf
     scale(axes, "y", [*ys, *(others[first] if log and len(others) else ())], log, end=end)
     for axis, one in ((axes.xaxis, name), (axes.yaxis, first)):
-        aspect = one.partition("@")[0]
-        axis.set_label_text(UNITS.get(one) or one + (" (per token)" if aspect == "latency" else ""))
-        if aspect in _ENGINEERED:  # times and large numbers as people read them: 600 us, 2.5 M
-            axis.set_major_formatter(EngFormatter(unit=_ENGINEERED[aspect]))
+        _label_cost(axis, one)
     if len(others):
         tips = [f"trial {int(trial)}" for trial in others["trial"]]
         points(axes, others[name], others[first], tips, _STOPPED, f"trials ({len(others)})", line=False)

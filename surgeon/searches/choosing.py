@@ -8,20 +8,20 @@ from typing import get_args
 
 import numpy as np
 
-from surgeon.searches.front import DepthCurve, pareto_front
+from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.quantities import Aspect
-from surgeon.searches.question import DEPTH, Question
+from surgeon.searches.question import Question
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import Measured
 
 
-def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
+def choose(question: Question, trials: Sequence[Trial], curves: Sequence[QualityCurve]) -> tuple[list[Trial], str]:
     """The winner and its runners-up, the best first, with what it is the best of.
 
     Runners-up cost the same where a cost is looked along: of a dearer program it is no news that it is closer.
 
     Args:
-        curves: of quality against depth, where depth is looked along.
+        curves: of quality against what is looked along.
 
     Raises:
         ValueError: if no trial is within the budget; it says the nearest.
@@ -29,7 +29,7 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCu
     within = [trial for trial in trials if trial.measured.whole and question.is_met(trial)]
     if not within:
         raise ValueError(_nearest(question, trials))
-    if question.along is None or question.budget.of_quality:
+    if not question.along or question.budget.of_quality:
         words = f"The best within {question.budget}" if question.budget.limits else "The best"
         return _as_dear(question, ranked(question, within)), words
     if len(question.objectives) > 1:
@@ -44,10 +44,9 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCu
 
 def _as_dear(question: Question, best: Sequence[Trial]) -> list[Trial]:
     """The first trial, and those that cost the same of what is looked along."""
-    along = question.along
-    if along is None:
+    if not question.along or question.settings.is_between_limits:
         return [*best]
-    prices = [question.price(along, trial) for trial in best]
+    prices = [question.price(question.along[0], trial) for trial in best]
     return [trial for trial, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
 
 
@@ -76,17 +75,19 @@ def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
     return [*best.values()]
 
 
-def _at_the_knee(question: Question, trials: Sequence[Trial], curves: Sequence[DepthCurve]) -> tuple[list[Trial], str]:
-    """The best by quality among those that are as shallow as the knee of all that was found."""
-    knee = curves[-1].knee.depth if curves else None
-    along = question.along or DEPTH
+def _at_the_knee(
+    question: Question, trials: Sequence[Trial], curves: Sequence[QualityCurve]
+) -> tuple[list[Trial], str]:
+    """The best by quality among those that cost as little as the knee of all that was found, along the first cost."""
+    along = question.along[0]
+    knee = [curve.knee.cost for curve in curves if curve.along == along][-1]
     prices = {trial.number: question.price(along, trial) for trial in trials}
     if knee is None:
         least = min(prices.values())
-        shallow = [trial for trial in trials if prices[trial.number] <= least]
-        return _as_dear(question, ranked(question, shallow)), f"The best at the least {along} (there is no knee)"
-    shallow = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
-    return _as_dear(question, ranked(question, shallow)), f"The best at the knee, {along} {knee:g}"
+        cheap = [trial for trial in trials if prices[trial.number] <= least]
+        return _as_dear(question, ranked(question, cheap)), f"The best at the least {along} (there is no knee)"
+    cheap = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
+    return _as_dear(question, ranked(question, cheap)), f"The best at the knee, {along.show(knee)}"
 
 
 def _nearest(question: Question, trials: Sequence[Trial]) -> str:
@@ -103,6 +104,10 @@ def _nearest(question: Question, trials: Sequence[Trial]) -> str:
     had = ", ".join(limit.aspect.show(getattr(best.measured, limit.aspect.name)) for limit in budget.of_quality)
     if not math.isfinite(distance(best)):
         had = "none that predicts anything"
+    if question.settings.is_between_limits:
+        had += (
+            f" and {', '.join(limit.aspect.show(question.price(limit.aspect, best)) for limit in budget.of_programs)}"
+        )
     return (
         f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "
         "run more trials"

@@ -1,9 +1,9 @@
-"""Trials of which none is better in everything: the Pareto front, and the knee of quality against effective depth."""
+"""Trials of which none is better in everything: the Pareto front, and quality against a cost, with its knee."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,8 @@ from surgeon.searches.trial import MeasuredProgram, Trial
 
 RESAMPLES = 2000
 SENSITIVITY = 1.0  # S of Kneedle
+_NEAR = 1e-9  # in parts of a cost: what sums round
+TOGETHER = "all together"  # the curve of all spaces
 
 
 def non_dominated(costs: Numbers) -> NDArray[np.int64]:
@@ -54,29 +56,29 @@ def pareto_front(trials: Sequence[Trial], objectives: Sequence[Aspect], pricing:
 
 @dataclass(frozen=True)
 class Knee:
-    """Where less depth begins to cost more quality than before, within what was measured: deeper cuts move it.
+    """Where less of a cost begins to take more quality than before, within what was measured: deeper cuts move it.
 
     Attributes:
-        depth: None where the curve has none: it is straight, or has too few points.
+        cost: None where the curve has none: it is straight, or has too few points.
         low, high: its 95% interval, by resampling windows.
         share: of the resamples, in which part there was one.
     """
 
-    depth: float | None
+    cost: float | None
     low: float
     high: float
     share: float
 
 
 @dataclass(frozen=True)
-class DepthPoint:
-    """The best trial at some effective depth.
+class CurvePoint:
+    """The best trial at some cost.
 
     Attributes:
         low, high: the 95% interval of its divergence.
     """
 
-    depth: float
+    cost: float
     trial: Trial | None
     divergence: float
     low: float
@@ -84,88 +86,102 @@ class DepthPoint:
 
 
 @dataclass(frozen=True)
-class DepthCurve:
-    """The least divergence at every effective depth, of programs of one space or of several together.
+class QualityCurve:
+    """The front of divergence against a cost, of programs of one space or of several together.
 
     Attributes:
-        points: the deepest first; the unedited model is the first one, and each of the others is better than all that
-            are as shallow.
+        name: of the space, or `TOGETHER`.
+        points: the dearest first; the unedited model is the first one, and each of the others is better than all that
+            are as cheap.
     """
 
+    along: Aspect
     name: str
-    points: tuple[DepthPoint, ...]
+    points: tuple[CurvePoint, ...]
     knee: Knee
+
+    def best(self, cost: float) -> CurvePoint | None:
+        """The edited program of least divergence that costs no more; None if there is none."""
+        most = cost + _NEAR * abs(cost)
+        return next((point for point in self.points if point.trial and point.cost <= most), None)
 
     def line(self) -> str:
         """What it says, in one line."""
-        first, knee = self.points[0].depth, self.knee
-        last = min(point.depth for point in self.points if point.divergence <= MOST_DIVERGENCE)
-        if knee.depth is None:
-            return f"{self.name}: no knee between depth {first:g} and {last:g}"
-        known = f"95% interval {knee.low:g} to {knee.high:g}" if knee.share else "no interval"
+        show, knee, first = self.along.show, self.knee, self.along.quantity.show(self.points[0].cost)
+        last = min(point.cost for point in self.points if point.divergence <= MOST_DIVERGENCE)
+        if knee.cost is None:
+            return f"{self.name}: no knee between {self.along.name} {first} and {show(last)}"
+        ends = sorted([knee.low, knee.high], reverse=self.along.quantity.upward)
+        known = f"95% interval {' to '.join(map(self.along.quantity.show, ends))}" if knee.share else "no interval"
         unsure = f", in {knee.share:.0%} of the resamples" if knee.share < CONFIDENCE else ""
-        looked = f"of what was measured down to depth {last:g} and {MOST_DIVERGENCE:g} nat"
-        return f"{self.name}: the knee is at depth {knee.depth:g} of {first:g} ({known}{unsure}), {looked}"
+        looked = f"of what was measured as far as {show(last)} and {MOST_DIVERGENCE:g} nat"
+        return f"{self.name}: the knee is at {show(knee.cost)} of {first} ({known}{unsure}), {looked}"
 
 
-def depth_curves(
-    trials: Iterable[Trial], original: MeasuredProgram, pricing: Pricing, seed: int = 0, resamples: int = RESAMPLES
-) -> list[DepthCurve]:
-    """How deep the model really is: by each space whose edits alone some trials have, and by all of them together.
+def quality_curves(
+    along: Aspect,
+    trials: Sequence[Trial],
+    original: MeasuredProgram,
+    pricing: Pricing,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> list[QualityCurve]:
+    """Quality against a cost: by each space whose edits alone some trials have, and by all of them together, last.
 
     Args:
         original: the unedited model on the same windows.
         seed: of the resampling.
     """
-    whole = [trial for trial in trials if trial.measured.whole and trial.proposal.choice]
+    dense = pricing.price(along, pricing.model.program)
+    prices = {t.number: pricing.price(along, t.program) for t in trials}
+    whole = [t for t in trials if t.measured.whole and t.proposal.choice and math.isfinite(prices[t.number])]
     spaces = dict.fromkeys(edit.space for trial in whole for edit in trial.proposal.choice)
     groups = {name: [t for t in whole if {edit.space for edit in t.proposal.choice} == {name}] for name in spaces}
     if len(spaces) > 1:
-        groups["all together"] = whole
-    layers, per_layer = float(pricing.model.num_layers), pricing.model.family.steps_per_layer
+        groups[TOGETHER] = whole
     curves = []
     for name, own in groups.items():
-        if not own:
+        costs = np.array([dense, *(prices[trial.number] for trial in own)])
+        if not (costs < dense).any():  # a space that does not lessen it
             continue
-        depths = np.array([layers, *(trial.program.effective_depth(per_layer) for trial in own)])
         windows = np.array([np.zeros(len(original.divergences)), *(trial.measured.divergences for trial in own)])
         means = np.where(np.isfinite(windows).all(axis=1), windows.mean(axis=1), math.inf)
         points = []
-        for row in non_dominated(np.stack([depths, means], axis=1))[::-1]:
+        for row in non_dominated(np.stack([costs, means], axis=1))[::-1]:
             low, high = interval(windows[row])
             trial = None if row == 0 else own[row - 1]
-            points.append(DepthPoint(float(depths[row]), trial, float(means[row]), max(0.0, low), high))
-        curves.append(DepthCurve(name, tuple(points), bootstrapped_knee(depths, windows, seed, resamples)))
+            points.append(CurvePoint(float(costs[row]), trial, float(means[row]), max(0.0, low), high))
+        curves.append(QualityCurve(along, name, tuple(points), bootstrapped_knee(costs, windows, seed, resamples)))
     return curves
 
 
-def bootstrapped_knee(depths: Numbers, windows: Numbers, seed: int = 0, resamples: int = RESAMPLES) -> Knee:
+def bootstrapped_knee(costs: Numbers, windows: Numbers, seed: int = 0, resamples: int = RESAMPLES) -> Knee:
     """The knee of the lower envelope of some programs' divergence, and how sure it is.
 
     For every resample of the windows (Efron 1979, with replacement) the means, the envelope and the knee are found
     anew, so that the interval holds what it does to choose the best program by the same windows.
 
     Args:
-        depths: (programs,).
+        costs: (programs,).
         windows: (programs, windows), the divergence of each.
     """
     finite = np.isfinite(windows).all(axis=1)
-    depths, windows = depths[finite], windows[finite]
+    costs, windows = costs[finite], windows[finite]
     count = windows.shape[1]
     weights = np.random.default_rng(seed).multinomial(count, [1 / count] * count, resamples) / count
-    found = [knee_of(*lower_envelope(depths, means)) for means in weights @ windows.T]
+    found = [knee_of(*lower_envelope(costs, means)) for means in weights @ windows.T]
     knees = np.array([one for one in found if one is not None])
     ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
     low, high = np.quantile(knees, ends) if len(knees) else (math.nan, math.nan)
-    return Knee(knee_of(*lower_envelope(depths, windows.mean(axis=1))), float(low), float(high), len(knees) / resamples)
+    return Knee(knee_of(*lower_envelope(costs, windows.mean(axis=1))), float(low), float(high), len(knees) / resamples)
 
 
-def lower_envelope(depths: Numbers, divergence: Numbers) -> tuple[Numbers, Numbers]:
-    """The depths that occur, falling, and the least divergence of any program that is as shallow as each.
+def lower_envelope(costs: Numbers, divergence: Numbers) -> tuple[Numbers, Numbers]:
+    """The costs that occur, falling, and the least divergence of any program that is as cheap as each.
 
     Those beyond `MOST_DIVERGENCE` are left out, where there are others.
     """
-    levels, place = np.unique(depths, return_inverse=True)  # ascending
+    levels, place = np.unique(costs, return_inverse=True)  # ascending
     least = np.full(len(levels), math.inf)
     np.minimum.at(least, place, divergence)
     least = np.minimum.accumulate(least)
@@ -173,24 +189,24 @@ def lower_envelope(depths: Numbers, divergence: Numbers) -> tuple[Numbers, Numbe
     return levels[shown][::-1], least[shown][::-1]
 
 
-def knee_of(depths: Numbers, divergence: Numbers, sensitivity: float = SENSITIVITY) -> float | None:
-    """The knee of a curve that rises as depth falls, by Kneedle (Satopaa et al. 2011); None if there is none.
+def knee_of(costs: Numbers, divergence: Numbers, sensitivity: float = SENSITIVITY) -> float | None:
+    """The knee of a curve that rises as the cost falls, by Kneedle (Satopaa et al. 2011); None if there is none.
 
-    Both axes are scaled to the unit square, x the depth that is given up, y the divergence. The knee is where x - y is
+    Both axes are scaled to the unit square, x the cost that is given up, y the divergence. The knee is where x - y is
     largest, if it falls below that largest value less S times the mean step of x before the curve ends. The curve is
     not smoothed: it is an envelope already, and what noise does to it the bootstrap says.
 
     Args:
-        depths: (points,), falling.
+        costs: (points,), falling.
         divergence: (points,), rising.
     """
-    if len(depths) < 3 or divergence[-1] <= divergence[0]:
+    if len(costs) < 3 or divergence[-1] <= divergence[0]:
         return None
-    x = (depths[0] - depths) / (depths[0] - depths[-1])
+    x = (costs[0] - costs) / (costs[0] - costs[-1])
     y = (divergence - divergence[0]) / (divergence[-1] - divergence[0])
     difference = x - y
     best = int(np.argmax(difference))
-    if difference[best] <= 0:  # giving up depth hurts most at first
+    if difference[best] <= 0:  # giving it up hurts most at first
         return None
     threshold = difference[best] - sensitivity * float(np.mean(np.diff(x)))
-    return float(depths[best]) if (difference[best:] < threshold).any() else None
+    return float(costs[best]) if (difference[best:] < threshold).any() else None

@@ -126,6 +126,8 @@ class Pricing:
             return program.sync_points(self.deployment.ranks)
         if name in ("params", "weight_bytes"):
             return self._parameters(program) * (1 if name == "params" else self._stored_bytes)
+        if name == "size":
+            return (self._parameters(program) + shapes.outside_layers) * self._stored_bytes
         if name in ("kv_bytes", "wire_bytes"):
             count = _kept_bytes if name == "kv_bytes" else _sent_bytes
             return self._sum(name, program, lambda part: count(shapes, self._plan(part)))

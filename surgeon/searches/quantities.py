@@ -111,6 +111,7 @@ QUANTITIES = {
         Quantity("syncs", _whole, _show_number),  # synchronisations of one forward pass on the ranks
         Quantity("params", _parameters, _show_number),  # of the layers' matrices, each counted once
         Quantity("weight_bytes", parse_size, show_size),  # that these take, as the model stores them
+        Quantity("size", parse_size, show_size),  # of the whole model's weights, as it stores them
         Quantity("kv_bytes", parse_size, show_size),  # that all ranks together cache of one token
         Quantity("wire_bytes", parse_size, show_size),  # that a rank sums or gathers per token
         Quantity("latency", _seconds, show_seconds, timed=True),  # seconds per token, predicted or measured here

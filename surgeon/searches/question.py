@@ -21,12 +21,14 @@ from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import open_pricing
 from surgeon.searches.quantities import ACCURACY, HERE, Aspect, parse_objectives
 from surgeon.searches.reach import reach, require_reachable
-from surgeon.searches.spaces import parse_spaces
+from surgeon.searches.spaces import DEEPER, parse_spaces, usual_spaces
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
-DEPTH = Aspect("depth")
+DEPTH, SIZE = Aspect("depth"), Aspect("size")
 _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
+_TO_LIMIT = 4  # of them, where the cost is limited: as far as the limit
+_ANY = 1e300  # of a cost that a goal does not limit
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class SearchSettings:
     """What is searched for, in a user's words; a study of one setting is not gone on with under another.
 
     Attributes:
-        space: what may change, as `parse_spaces` takes it.
-        budget: limits, as `parse_limits` takes them; None: how deep is the model really?
-        objective: what is to be small, as `parse_objectives` takes it; of several, the best of every trade-off.
+        space: what may change, as `parse_spaces` takes it; None: all that lessens what is asked for (`on`).
+        budget: limits, as `parse_limits` takes them; None: how deep is the model really, and how large?
+        objective: what is to be small, as `parse_objectives` takes it; of several, the best of every trade-off. With
+            costs alone, and no limit of quality, it is their trade-off with divergence.
         ranks: tensor-parallel ranks, for tracks and whatever depends on them.
         batch: for times, texts computed together.
         prompt, new: for times, tokens of each prompt, and added to it; by default 1024 and 512, or a half and a quarter
@@ -44,11 +47,10 @@ class SearchSettings:
         link_delay: for times, how long a collective takes at least, such as 1ms.
 
     Raises:
-        ValueError: if budget or objectives cannot be read; or if neither is of quality, as the answer would be what
-            edits can destroy most.
+        ValueError: if budget or objectives cannot be read.
     """
 
-    space: str = "pair"
+    space: str | None = None
     budget: str | None = None
     objective: str = "divergence"
     ranks: int = 2
@@ -58,12 +60,15 @@ class SearchSettings:
     link_delay: str | None = None
 
     def __post_init__(self) -> None:
-        if all(one.is_priced for one in self.objectives) and all(limit.aspect.is_priced for limit in self.limits):
-            names = ",".join(map(str, self.objectives))
-            raise ValueError(
-                f"objective {names} asks for no quality, and a model that is destroyed has least of it; limit what may "
-                f"be lost, as in the budget divergence<=0.02, or look for a front of the objectives divergence,{names}"
-            )
+        _ = self.limits, self.objectives
+
+    def on(self, model: Model) -> SearchSettings:
+        """These settings with their spaces named: of the usual ones, those that the model can have edits of."""
+        if self.space is not None:
+            return self
+        usual = usual_spaces({DEEPER if aspect.deep else aspect.name for aspect in self.aspects})
+        able = [name for name in usual if Mixture(parse_spaces(name, self.ranks), model, self.ranks).edits]
+        return replace(self, space=",".join(able or usual))
 
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
@@ -73,7 +78,10 @@ class SearchSettings:
     @cached_property
     def objectives(self) -> tuple[Aspect, ...]:
         """What is to be small."""
-        return parse_objectives(self.objective)
+        found = parse_objectives(self.objective)
+        # A model that is destroyed has least of every cost.
+        is_of_quality = any(not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits)))
+        return found if is_of_quality else (Aspect("divergence"), *found)
 
     @property
     def recorded(self) -> tuple[Aspect, ...]:
@@ -81,17 +89,32 @@ class SearchSettings:
         return tuple(one for one in self.objectives if one.name != ACCURACY) or (Aspect("divergence"),)
 
     @cached_property
-    def along(self) -> Aspect | None:
-        """The cost whose levels are looked along: one that is an objective, or depth where no program is limited."""
+    def along(self) -> tuple[Aspect, ...]:
+        """The costs whose levels are to be looked along, as far as edits lessen them.
+
+        One that is an objective; between limits of both a cost and quality, that cost; where no cost is limited, depth,
+        and without a budget size, too, which edits may lessen that keep the depth.
+        """
         costs = [objective for objective in self.objectives if objective.is_priced]
         if costs:
-            return costs[0]
-        return None if any(limit.aspect.is_priced for limit in self.limits) else DEPTH
+            return (costs[0],)
+        limited = [limit.aspect for limit in self.limits if limit.aspect.is_priced]
+        if limited:
+            return (limited[0],) if self.is_between_limits else ()
+        spaces = [] if self.space is None else parse_spaces(self.space)
+        smaller = not spaces or any("size" in each.serves and "depth" not in each.serves for each in spaces)
+        return (DEPTH, SIZE) if smaller and not self.limits else (DEPTH,)
+
+    @property
+    def is_between_limits(self) -> bool:
+        """Whether both a cost and quality are limited and no cost is to be small: what is best lies between the two."""
+        kinds = {limit.aspect.is_priced for limit in self.limits}
+        return kinds == {True, False} and not any(objective.is_priced for objective in self.objectives)
 
     @property
     def aspects(self) -> tuple[Aspect, ...]:
         """The costs that have to be known, each once."""
-        every = (*(limit.aspect for limit in self.limits), *self.objectives, *([self.along] if self.along else []))
+        every = (*(limit.aspect for limit in self.limits), *self.objectives, *self.along)
         return tuple(dict.fromkeys(aspect for aspect in every if aspect.is_priced))
 
     @property
@@ -117,6 +140,7 @@ class SearchSettings:
                 raise ValueError(
                     f"{model.label} is an edited model; search the one that it was made of ({error})"
                 ) from error
+        assert self.space is not None, "`on` names the spaces"
         mixture = Mixture(parse_spaces(self.space, self.ranks), model, self.ranks)
         mixture.require_edits()
         return mixture
@@ -141,9 +165,10 @@ class SearchSettings:
             for note in budget.require_work():
                 warnings.warn(note, stacklevel=2)
             require_reachable(budget, mixture)
-        if self.along is not None and not levels_of(self.along, budget, mixture):
+        if self.along and not any(levels_of(cost, budget, mixture) for cost in self.along):
+            names = " or ".join(map(str, self.along))
             raise ValueError(
-                f"nothing of the space {self.space} lessens {self.along}, along which this search would look; add a "
+                f"nothing of the space {self.space} lessens {names}, along which this search would look; add a "
                 "space that does, or give a budget"
             )
         return budget
@@ -163,10 +188,21 @@ class Question:
     budget: SearchBudget
     original: MeasuredProgram
 
+    @cached_property
+    def levels(self) -> dict[Aspect, tuple[float, ...]]:
+        """Those of each cost that is looked along: of `SearchSettings.along`, those that edits lessen."""
+        found = {cost: levels_of(cost, self.budget, self.mixture) for cost in self.settings.along}
+        return {cost: levels for cost, levels in found.items() if levels}
+
     @property
-    def along(self) -> Aspect | None:
-        """As `SearchSettings.along`."""
-        return self.settings.along
+    def along(self) -> tuple[Aspect, ...]:
+        """The costs that are looked along."""
+        return tuple(self.levels)
+
+    @property
+    def is_for_the_cheapest(self) -> bool:
+        """Whether quality is limited, and the winner is the cheapest that has it."""
+        return bool(self.along and self.budget.of_quality) and not self.settings.is_between_limits
 
     @property
     def objectives(self) -> tuple[Aspect, ...]:
@@ -175,29 +211,53 @@ class Question:
 
     @property
     def traded(self) -> tuple[Aspect, ...]:
-        """What a front is of: the objectives, and the cost that is looked along."""
-        return tuple(dict.fromkeys([*self.objectives, *([self.along] if self.along else [])]))
+        """What a front is of: the objectives, and the costs that are looked along."""
+        return tuple(dict.fromkeys([*self.objectives, *self.along]))
 
     @cached_property
     def goals(self) -> tuple[Goal, ...]:
-        """One for the budget, or one for each level of what is looked along, the dearest first."""
-        most = tuple(self.budget.most(limit) for limit in self.budget.of_programs)
-        if self.along is None:
+        """One for the budget, or one for each level of each cost that is looked along, the dearest first."""
+        most = tuple(self.budget.most(limit) for limit in self._kept)
+        if not self.along:
             return (Goal(most),)
-        return tuple(Goal((*most, level), level) for level in levels_of(self.along, self.budget, self.mixture))
+        return tuple(
+            Goal((*most, *(level if other == cost else _ANY for other in self.along)), level)
+            for cost, levels in self.levels.items()
+            for level in levels
+        )
 
     @property
     def prices(self) -> Prices:
         """What programs cost, in the order of the goals' limits."""
-        aspects = [*(limit.aspect for limit in self.budget.of_programs), *([self.along] if self.along else [])]
+        aspects = [*(limit.aspect for limit in self._kept), *self.along]
         return lambda program: tuple(self.budget.pricing.price(aspect, program) for aspect in aspects)
 
+    @property
+    def _kept(self) -> list[Limit]:
+        """The limits on programs that every goal keeps."""
+        between = self.along if self.settings.is_between_limits else ()
+        return [limit for limit in self.budget.of_programs if limit.aspect not in between]
+
+    @cached_property
+    def _wanted(self) -> float | None:
+        """Of the cost that is looked along between limits, the level that is the limit."""
+        limits = [limit for limit in self.budget.of_programs if limit not in self._kept]
+        return self.budget.most(limits[0]) if limits else None
+
     def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
-        """How many of a round's trials each goal gets: evenly along a cost, or where quality ends if it is limited."""
-        if self.along is None or not self.budget.of_quality:
+        """How many of a round's trials each goal gets: evenly along a cost, or where quality ends if it is limited.
+
+        Where the cost is limited, too, half of them are of programs at its limit.
+        """
+        if not self.along or not self.budget.of_quality:
             return evenly(goals, trials, total)
         good = {trial.proposal.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
-        return at_the_edge(goals, good, total)
+        wanted = [place for place, goal in enumerate(goals) if goal.level == self._wanted]
+        half = (total + len(trials) % 2) // 2 if wanted else 0
+        counts = at_the_edge(goals, good, total - half)
+        for place in wanted:
+            counts[place] += half
+        return counts
 
     def cost(self, trial: Trial) -> float:
         """What a single winner is chosen by, less is better; infinite for a trial that breaks the budget.
@@ -207,11 +267,11 @@ class Question:
         """
         if not trial.measured.whole or not self.is_met(trial):
             return math.inf
-        if self.along is None or not self.budget.of_quality:
+        if not self.is_for_the_cheapest:
             return self.costs(trial)[0]
-        dense = self.budget.pricing.price(self.along, self.mixture.model.program)
+        dense = self.budget.pricing.price(self.along[0], self.mixture.model.program)
         divergence = trial.measured.divergence
-        return self.price(self.along, trial) / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
+        return self.price(self.along[0], trial) / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
 
     def costs(self, trial: Trial) -> tuple[float, ...]:
         """The objectives of a trial, less is better."""
@@ -235,23 +295,31 @@ class Question:
 
     def best_in_words(self, trials: Collection[Trial]) -> str:
         """The best trial in a few words, or where there is no single one, how many are on the front."""
-        if self.along is not None and not self.budget.of_quality:
+        if self.along and not self.budget.of_quality:
             return f"{len(pareto_front([*trials], self.traded, self.budget.pricing))} on the front"
         best = min(trials, key=lambda trial: (self.cost(trial), trial.number), default=None)
         if best is None or math.isinf(self.cost(best)):
             return ""
-        cost = f"{self.cost(best):.4g}" if self.along is None else self.along.show(self.price(self.along, best))
-        return f"best {cost}"
+        if self.is_for_the_cheapest:
+            return f"best {self.along[0].show(self.price(self.along[0], best))}"
+        return f"best {self.cost(best):.4g}"
 
 
 def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[float, ...]:
     """Of a cost, between the unedited model's and the least that edits were found to bring it to, the dearest first.
 
-    There are none where the edits do not lessen it: late steps keep the depth, say.
+    Its limit, if it has one, is one of them. There are none where the edits do not lessen it: late steps keep the
+    depth, say.
     """
     nothing = replace(budget, limits=(Limit(cost, 0.0, relative=False, text=f"{cost}=0"),))
     dense = budget.pricing.price(cost, mixture.model.program)
     least = budget.pricing.price(cost, reach(nothing, mixture).program)
+    most = [budget.most(limit) for limit in budget.of_programs if limit.aspect == cost and budget.most(limit) < dense]
     if cost == DEPTH:
-        return tuple(map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1)))
-    return tuple(dense - (dense - least) * step / LEVELS for step in range(1, LEVELS + 1)) if least < dense else ()
+        whole = map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1))
+        return tuple(sorted({*whole, *most}, reverse=True))
+    if least >= dense:
+        return ()
+    step = (dense - most[0]) / _TO_LIMIT if most else (dense - least) / LEVELS
+    found = [most[0] if most and number == _TO_LIMIT else dense - step * number for number in range(1, LEVELS + 1)]
+    return tuple(level for level in found if level >= least - 1e-9 * abs(least))

@@ -1,4 +1,4 @@
-"""What a search leaves: tables of its trials, its edits, its front and its depths, recipes, and a record."""
+"""What a search leaves: tables of its trials, its edits, its front and its curves, recipes, and a record."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from surgeon.checkpoint.read import read_json
 from surgeon.language.recipe import Recipe
 from surgeon.processes.files import finite, write_text
 from surgeon.results.search import SearchRun
-from surgeon.searches.front import DepthCurve, FrontPoint
+from surgeon.searches.front import FrontPoint, QualityCurve
 from surgeon.searches.healing import HealedComparison
 from surgeon.searches.limits import SearchBudget
-from surgeon.searches.mixture import Mixture
+from surgeon.searches.mixing import MixingGain, gains_in_words
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import DEPTH, Question
 from surgeon.searches.terms import Terms
@@ -110,23 +110,19 @@ def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
 
 
 def write_front(
-    folder: Path,
-    front: Sequence[FrontPoint],
-    objectives: Sequence[Aspect],
-    mixture: Mixture,
-    model: str,
-    model_hash: str,
+    folder: Path, front: Sequence[FrontPoint], question: Question, model: str, model_hash: str
 ) -> pd.DataFrame:
     """Write a recipe for each point of a front, `front/NN-recipe.yaml`; those of an earlier front are removed.
 
     Returns:
-        One row per point: the objectives, the trial, its quality, its recipe.
+        One row per point: what is traded, the trial, its quality, whether it keeps the budget, its recipe.
     """
     (folder / FRONT_FOLDER).mkdir(parents=True, exist_ok=True)
-    per_layer, rows = mixture.model.family.steps_per_layer, []
+    mixture, rows = question.mixture, []
+    per_layer = mixture.model.family.steps_per_layer
     for number, point in enumerate(front, 1):
         trial, name = point.trial, f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
-        values = {str(one): one.natural(cost) for one, cost in zip(objectives, point.costs, strict=True)}
+        values = {str(one): one.natural(cost) for one, cost in zip(question.traded, point.costs, strict=True)}
         lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
         lines += [f"# {one} {value:.5g}" for one, value in values.items()]
         lines.append(mixture.recipe(trial.proposal.choice, model, model_hash).to_yaml())
@@ -137,6 +133,7 @@ def write_front(
             "trial": trial.number,
             "depth": trial.program.effective_depth(per_layer),
             **_quality(trial.measured),
+            "within": question.is_met(trial),
             "source": trial.proposal.source,
             "edits": _edits(trial),
             "program": trial.proposal.key,
@@ -149,16 +146,19 @@ def write_front(
     return pd.DataFrame(rows)
 
 
-def depths_table(curves: Sequence[DepthCurve]) -> pd.DataFrame:
+def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
     """One row for each point of each curve; that of a curve's knee says how sure the knee is."""
     rows = []
     for curve in curves:
-        knee = {"knee_low": curve.knee.low, "knee_high": curve.knee.high, "knee_share": curve.knee.share}
+        natural = curve.along.natural
+        low, high = sorted([natural(curve.knee.low), natural(curve.knee.high)])
+        knee = {"knee_low": low, "knee_high": high, "knee_share": curve.knee.share}
         for point in curve.points:
-            is_knee = point.depth == curve.knee.depth
+            is_knee = point.cost == curve.knee.cost
             row = {
+                "along": str(curve.along),
                 "space": curve.name,
-                "depth": point.depth,
+                "cost": natural(point.cost),
                 "divergence": point.divergence,
                 "divergence_low": point.low,
                 "divergence_high": point.high,
@@ -168,7 +168,12 @@ def depths_table(curves: Sequence[DepthCurve]) -> pd.DataFrame:
                 "edits": "" if point.trial is None else _edits(point.trial),
             }
             rows.append(row)
-    return pd.DataFrame(rows).astype({"trial": "Int64"})
+    return pd.DataFrame(rows).astype({"trial": "Int64"}) if rows else pd.DataFrame()
+
+
+def mixing_table(gains: Sequence[MixingGain]) -> pd.DataFrame:
+    """One row for each level: the best program of all spaces together, the best of one alone, how far they differ."""
+    return pd.DataFrame([gain.to_json() for gain in gains])
 
 
 def _priced(question: Question) -> list[Aspect]:
@@ -223,7 +228,9 @@ def commented(recipe: Recipe, question: Question, winner: Winner, record: Mappin
     return "\n".join([*map(comment.fill, lines), recipe.to_yaml()])
 
 
-def found_json(question: Question, winner: Winner, curves: Sequence[DepthCurve]) -> dict[str, Any]:
+def found_json(
+    question: Question, winner: Winner, curves: Sequence[QualityCurve], gains: Sequence[MixingGain]
+) -> dict[str, Any]:
     """What was found in numbers, as JSON values; what is not finite is None."""
     trial, more = winner.trial, winner.trial.measured.more
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}
@@ -238,4 +245,7 @@ def found_json(question: Question, winner: Winner, curves: Sequence[DepthCurve])
         found["healing"] = dict(winner.healed_by) | winner.healing.to_json()
     if curves:
         found["knees"] = [curve.line() for curve in curves]
+    if gains:
+        levels = [finite(gain.to_json()) for gain in gains]
+        found["mixing"] = {"levels": levels, "sentences": gains_in_words(gains)}
     return found

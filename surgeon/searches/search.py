@@ -91,7 +91,7 @@ class Search:
         """
         if [str(objective) for objective in self.question.objectives if not objective.is_priced] != ["divergence"]:
             return None
-        kind = MIXTURE if self.question.along is None else self._space_of(proposal.choice)
+        kind = MIXTURE if not self.question.along else self._space_of(proposal.choice)
         same = [
             trial
             for trial in earlier

@@ -235,14 +235,22 @@ def test_without_a_budget(
     output = tmp_path / "search"
     assert search_freely(tiny_checkpoint, tiny_text, output, "--space", "pair,ladder,drop", "--trials", "30") == 0
     said = capsys.readouterr().out
-    assert "depth       pair: " in said
-    depths, trials = pd.read_csv(output / "depths.csv"), pd.read_csv(output / "trials.csv")
-    assert "all together" in set(depths["space"])
-    together = depths[depths["space"] == "all together"].dropna(subset="trial")
+    assert "knee        pair: " in said
+    quality, trials = pd.read_csv(output / "quality.csv"), pd.read_csv(output / "trials.csv")
+    assert set(quality["along"]) == {"depth"}
+    together = quality[quality["space"] == "all together"].dropna(subset="trial")
     whole = trials[trials["whole"]].set_index("trial")
     for point in together.itertuples():
-        as_shallow = whole[whole["depth"] <= point.depth]
+        as_shallow = whole[whole["depth"] <= point.cost]
         assert point.divergence == pytest.approx(as_shallow["divergence"].min())
+    assert "mixing      mixing spaces has less divergence than the best space alone at" in said
+    mixing, levels = pd.read_csv(output / "mixing.csv"), record_of(output)["mixing"]["levels"]  # type: ignore[index]
+    assert mixing["held_out"].all()
+    for row, level in zip(mixing.itertuples(), levels, strict=True):
+        assert whole.loc[row.trial, "depth"] <= row.cost == level["cost"]
+        spaces = {edit.split()[0] for edit in whole.loc[row.alone_trial, "edits"].split("; ")}
+        assert spaces == {row.space}
+        assert (row.trial == row.alone_trial) == (row.verdict == "the same program")
     assert record_of(output)["knees"]
     front = pd.read_csv(output / "front.csv")
     recipe = read_recipe(output / front["recipe"].iloc[0])
@@ -274,6 +282,33 @@ def test_several_objectives(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Pa
     assert best["trial"] in set(front["trial"])
     assert main(["report", str(output), "-o", str(tmp_path / "page.html")]) == 0
     assert "The front: divergence against latency@cpu-2" in (tmp_path / "page.html").read_text()
+
+
+def test_the_size_of_a_model_is_traded_for_quality(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "search"
+    spaces = ("--space", "drop:layers,rank")  # checkpoints keep the other half of a layer of which one is left out
+    assert search_freely(tiny_checkpoint, tiny_text, output, "--objective", "size", *spaces, "--trials", "12") == 0
+    front = pd.read_csv(output / "front.csv")
+    assert front["size"].is_monotonic_decreasing
+    assert front["divergence"].is_monotonic_increasing
+    smallest = front.iloc[-1]
+    assert main(["export", str(output / smallest["recipe"]), "-o", str(tmp_path / "smallest")]) == 0
+    sizes = [
+        sum(t.numel() * t.element_size() for t in load_file(folder / "model.safetensors").values() if t.dim() > 1)
+        for folder in (tiny_checkpoint, tmp_path / "smallest")
+    ]
+    assert sizes == [pd.read_csv(output / "quality.csv")["cost"].max(), smallest["size"]]
+
+
+def test_a_front_between_two_limits_is_there_where_nothing_keeps_both(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, limits = tmp_path / "search", ("--budget", "depth=3,divergence<=1e-6")
+    assert search(tiny_checkpoint, tiny_text, output, *limits) == 1
+    assert "none is within depth=3,divergence<=1e-6; the nearest, " in capsys.readouterr().err
+    front = pd.read_csv(output / "front.csv")
+    assert front["depth"].min() < 3, "what less quality gives"
+    assert not front["within"].any()
 
 
 def test_another_search_in_the_same_folder_is_refused(

@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 
 from surgeon.language.program import Program
 from surgeon.results.search import SearchRun
-from surgeon.searches.front import depth_curves, pareto_front
-from surgeon.searches.results import depths_table, write_front
+from surgeon.searches.front import pareto_front, quality_curves
+from surgeon.searches.question import DEPTH
+from surgeon.searches.results import quality_table, write_front
 from surgeon.searches.trial import Trial
-from tests.searches.test_front import MIXTURE, OBJECTIVES, ORIGINAL, PRICING, TRIALS, pairs, trial
+from tests.searches.test_front import ORIGINAL, PRICING, QUESTION, TRIALS, pairs, trial
 
 
 def texts(figure: Figure) -> str:
@@ -42,7 +43,7 @@ def table(trials: list[Trial]) -> pd.DataFrame:
 def test_a_front_shows_its_points_and_how_many_trials_lie_far(tmp_path: Path) -> None:
     far = trial(9, pairs(0, 2, 4, 6), [math.inf] * 4), trial(10, pairs(2), [90.0] * 4)
     every = [*TRIALS, *far]
-    front = write_front(tmp_path, pareto_front(every, OBJECTIVES, PRICING), OBJECTIVES, MIXTURE, "demo", "h" * 64)
+    front = write_front(tmp_path, pareto_front(every, QUESTION.traded, PRICING), QUESTION, "demo", "h" * 64)
     found = SearchRun(table(every), front=front, record={"num_layers": 8})
     (axes,) = found.plot("front").axes
     trials, _, shown = axes.lines  # those above are hollow, and a line of their own
@@ -54,10 +55,10 @@ def test_a_front_shows_its_points_and_how_many_trials_lie_far(tmp_path: Path) ->
 
 
 def test_curves_and_knees_are_drawn(tmp_path: Path) -> None:
-    curves = depth_curves(TRIALS, ORIGINAL, PRICING, resamples=50)
-    written = depths_table(curves)
-    SearchRun.TABLES["depths"].write(tmp_path, written)
-    found = SearchRun(table(TRIALS), depths=SearchRun.TABLES["depths"].read(tmp_path), record={"num_layers": 8})
+    curves = quality_curves(DEPTH, TRIALS, ORIGINAL, PRICING, resamples=50)
+    written = quality_table(curves)
+    SearchRun.TABLES["quality"].write(tmp_path, written)
+    found = SearchRun(table(TRIALS), quality=SearchRun.TABLES["quality"].read(tmp_path), record={"num_layers": 8})
     linear, quality, knees = found.plot("quality-against-depth").axes
     measured = [[7, pytest.approx(0.015)], [6, pytest.approx(0.03)], [5, 0.5]]
     assert linear.lines[0].get_xydata().tolist() == [[8, 0], *measured]  # type: ignore[union-attr]
@@ -65,7 +66,7 @@ def test_curves_and_knees_are_drawn(tmp_path: Path) -> None:
     assert [each.get_text() for each in knees.get_yticklabels()] == ["pair", "drop", "all together"]
     assert "none" in texts(found.plot("quality-against-depth"))  # of dropping a single layer
     assert quality.get_xlim() == (8.5, 4.5)
-    sure = {curve.name: curve.knee for curve in curves if curve.knee.depth is not None}
+    sure = {curve.name: curve.knee for curve in curves if curve.knee.cost is not None}
     rows = written[written["knee"]].set_index("space")
     assert {name: (knee.low, knee.high, knee.share) for name, knee in sure.items()} == {
         str(name): (row["knee_low"], row["knee_high"], row["knee_share"]) for name, row in rows.iterrows()

@@ -12,18 +12,26 @@ from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.recipe import read_recipe
 from surgeon.results.edit import Edit
-from surgeon.searches.front import bootstrapped_knee, depth_curves, knee_of, lower_envelope, non_dominated, pareto_front
-from surgeon.searches.mixture import Mixture
+from surgeon.searches.front import (
+    TOGETHER,
+    bootstrapped_knee,
+    knee_of,
+    lower_envelope,
+    non_dominated,
+    pareto_front,
+    quality_curves,
+)
+from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.quantities import Aspect, parse_objectives
-from surgeon.searches.results import depths_table, write_front
-from surgeon.searches.spaces.base import parse_spaces
+from surgeon.searches.quantities import Aspect
+from surgeon.searches.question import DEPTH, Question, SearchSettings
+from surgeon.searches.results import quality_table, write_front
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.cost.examples import model
 
 EIGHT = model(num_hidden_layers=8)
-MIXTURE = Mixture(parse_spaces("pair,drop"), EIGHT)
-OBJECTIVES = parse_objectives("divergence,depth")
+SETTINGS = SearchSettings("pair,drop", None, "divergence,depth")
+MIXTURE = SETTINGS.mixture(EIGHT)
 PRICING = Pricing(EIGHT, (Aspect("depth"),), Deployment(2), Workload(1, 5, 4))
 
 
@@ -38,6 +46,7 @@ def pairs(*first: int) -> tuple[Edit, ...]:
 
 
 ORIGINAL = MeasuredProgram(8.0, 0.0, 0.0, 0.0, 50, (2.0,) * 4, (0.0,) * 4)
+QUESTION = Question(SETTINGS, MIXTURE, SearchBudget((), PRICING), ORIGINAL)
 TRIALS = [
     trial(0, pairs(0), [0.3, 0.2, 0.4, 0.3]),
     trial(1, pairs(4), [0.01, 0.02, 0.01, 0.02]),
@@ -62,7 +71,7 @@ def test_the_front_is_what_nothing_dominates() -> None:
 
 
 def test_points_of_a_front() -> None:
-    front = pareto_front(TRIALS, OBJECTIVES, PRICING)
+    front = pareto_front(TRIALS, QUESTION.traded, PRICING)
     assert [point.trial.number for point in front] == [1, 6, 3]  # not 5, which was stopped early
     assert front[0].costs == (pytest.approx(0.015), 7)
 
@@ -96,37 +105,39 @@ def test_the_interval_of_a_knee_is_as_wide_as_windows_differ() -> None:
     calm = bent[:, None] * draw.uniform(0.95, 1.05, (11, 12))
     wild = bent[:, None] * draw.lognormal(0, 1.2, (11, 12))
     sure, unsure = (bootstrapped_knee(depths, windows, resamples=300) for windows in (calm, wild))
-    assert (sure.depth, sure.low, sure.high, sure.share) == (10, 10, 10, 1)
+    assert (sure.cost, sure.low, sure.high, sure.share) == (10, 10, 10, 1)
     assert unsure.high - unsure.low > 1
     again = bootstrapped_knee(depths, wild, resamples=300)
     assert again == unsure
 
 
 def test_curves_by_space_and_together() -> None:
-    curves = {curve.name: curve for curve in depth_curves(TRIALS, ORIGINAL, PRICING, resamples=50)}
-    assert list(curves) == ["pair", "drop", "all together"]
+    curves = {curve.name: curve for curve in quality_curves(DEPTH, TRIALS, ORIGINAL, PRICING, resamples=50)}
+    assert list(curves) == ["pair", "drop", TOGETHER]
     numbers = {name: [point.trial and point.trial.number for point in curve.points] for name, curve in curves.items()}
     assert numbers == {"pair": [None, 1, 2, 3], "drop": [None, 4], "all together": [None, 1, 6, 3]}
-    assert [point.depth for point in curves["pair"].points] == [8, 7, 6, 5]
+    assert [point.cost for point in curves["pair"].points] == [8, 7, 6, 5]
+    assert [point and point.cost for point in map(curves["pair"].best, (8, 6.5, 4.9))] == [7, 6, None]
     first = curves["pair"].points[0]
     assert (first.divergence, first.low, first.high) == (0, 0, 0)
     # Student's t for 95% and 3 degrees of freedom
     half = 3.182446 * np.std([0.02, 0.03, 0.04, 0.03], ddof=1) / 2
     assert curves["pair"].points[2].high == pytest.approx(0.03 + half)
-    assert curves["pair"].knee.depth == 6
+    assert curves["pair"].knee.cost == 6
     assert curves["pair"].line().startswith("pair: the knee is at depth 6 of 8 (95% interval")
-    assert curves["pair"].line().endswith("of what was measured down to depth 5 and 1 nat")
-    far = depth_curves([*TRIALS, trial(9, pairs(0, 2, 4, 6), [7.0] * 4)], ORIGINAL, PRICING, resamples=50)[0]
-    assert far.points[-1].depth == 4
+    assert curves["pair"].line().endswith("of what was measured as far as depth 5 and 1 nat")
+    beyond = [*TRIALS, trial(9, pairs(0, 2, 4, 6), [7.0] * 4)]
+    far = quality_curves(DEPTH, beyond, ORIGINAL, PRICING, resamples=50)[0]
+    assert far.points[-1].cost == 4
     assert far.line() == curves["pair"].line()  # what is another model altogether moves no knee
-    assert curves["drop"].line() == "drop: no knee between depth 8 and 7"
+    assert curves["drop"].line() == "drop: no knee between depth 8 and depth 7"
 
 
 def test_files_of_a_front(tmp_path: Path) -> None:
     (tmp_path / "front").mkdir()
     (tmp_path / "front" / "09-recipe.yaml").write_text("old")
-    front = pareto_front(TRIALS, OBJECTIVES, PRICING)
-    table = write_front(tmp_path, front, OBJECTIVES, MIXTURE, "a model", "0" * 64)
+    front = pareto_front(TRIALS, QUESTION.traded, PRICING)
+    table = write_front(tmp_path, front, QUESTION, "a model", "0" * 64)
     assert table["divergence"].tolist() == pytest.approx([0.015, 0.02, 0.5])
     assert table["depth"].tolist() == [7, 6, 5]
     assert table["trial"].tolist() == [1, 6, 3]
@@ -137,15 +148,16 @@ def test_files_of_a_front(tmp_path: Path) -> None:
         assert recipe.weights == "0" * 64
 
 
-def test_the_table_of_depths() -> None:
-    table = depths_table(depth_curves(TRIALS, ORIGINAL, PRICING, resamples=50))
+def test_the_table_of_quality_against_a_cost() -> None:
+    table = quality_table(quality_curves(DEPTH, TRIALS, ORIGINAL, PRICING, resamples=50))
     own = table[table["space"] == "pair"]
-    assert own["depth"].tolist() == [8, 7, 6, 5]
+    assert set(own["along"]) == {"depth"}
+    assert own["cost"].tolist() == [8, 7, 6, 5]
     assert own["knee"].tolist() == [False, False, True, False]
     assert own["edits"].tolist()[1:3] == ["pair 4:6", "pair 2:4; pair 4:6"]
 
 
 def test_a_recipe_says_what_it_comes_to() -> None:
-    mixture = Mixture(parse_spaces("par:3"), EIGHT)
+    mixture = SearchSettings("par:3").mixture(EIGHT)
     expect = mixture.recipe((Edit(0, 3, "par"),), "m", "0" * 64).expect
     assert (expect.effective_depth, expect.sync_points) == (6, 11)  # two a layer that is alone, one for the group

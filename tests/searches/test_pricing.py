@@ -19,6 +19,7 @@ from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
 from tests.cost.examples import hardware, model
 from tests.cost.test_passes import counted_bytes
+from tests.tiny_models import tiny_model
 
 SMALL = model()
 LOAD = Workload(2, 5, 4)
@@ -47,6 +48,17 @@ def test_the_unedited_model_by_hand() -> None:
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96
     assert priced().dense == (4, 8, 4 * layer, 16 * layer, 4 * 2 * 32 * 4, 8 * 64 * 4)
     assert priced(ranks=1).dense == (4, 0, 4 * layer, 16 * layer, 4 * 2 * 32 * 4, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "opt", "qwen3", "gemma2", "phi3"])
+def test_the_size_is_of_all_matrices_of_the_model(family: str) -> None:
+    """Also of those outside of its layers; a shared one counts once, biases and norms do not."""
+    module = tiny_model(family, num_layers=2)
+    pricing = priced(("size", "weight_bytes"), Model.of_config(module.config, family))
+    whole, layers = pricing.dense
+    assert whole == 4 * sum(weight.numel() for weight in module.parameters() if weight.dim() > 1)
+    smaller = pricing.prices(Program.parse("A0" if family != "gpt_neox" else "[A0 F0]"))
+    assert whole - smaller[0] == layers - smaller[1] > 0
 
 
 def test_edits_by_hand() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from surgeon.language.program import Program
+from surgeon.opened import Model
 from surgeon.searches.choosing import choose
-from surgeon.searches.front import depth_curves
+from surgeon.searches.front import TOGETHER, quality_curves
+from surgeon.searches.quantities import Aspect
+from surgeon.searches.question import DEPTH, SIZE, SearchSettings
 from surgeon.searches.results import Winner
 from surgeon.searches.search import BATCH, MIXTURE
 from surgeon.searches.winners import Finalist, HeldOutComparison
 from tests.searches.made_up_search import run, search
+from tests.tiny_models import tiny_model
 
 
 def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> None:
@@ -52,12 +56,12 @@ def test_without_a_budget_every_depth_is_looked_at() -> None:
     levels = [goal.level for goal in searching.question.goals]
     assert levels == [9, 8, 7, 6, 5]
     assert {trial.proposal.level for trial in trials} == set(levels)
-    curves = depth_curves(trials, searching.question.original, searching.question.budget.pricing)
-    assert [point.depth for point in curves[0].points] == [10, *levels]
+    curves = quality_curves(DEPTH, trials, searching.question.original, searching.question.budget.pricing)
+    assert [point.cost for point in curves[0].points] == [10, *levels]
     ranked, why = choose(searching.question, trials, curves)
-    assert searching.question.along is not None
-    price = searching.question.price(searching.question.along, ranked[0])
-    knee = curves[0].knee.depth
+    assert searching.question.along == (DEPTH,)
+    price = searching.question.price(DEPTH, ranked[0])
+    knee = curves[0].knee.cost
     assert why == (
         "The best at the least depth (there is no knee)" if knee is None else f"The best at the knee, depth {knee:g}"
     )
@@ -106,13 +110,72 @@ def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
         assert Winner(ranked[0], why, comparison).missed_unseen(searching.question.budget) == said
 
 
-def test_a_question_without_quality_is_refused() -> None:
-    for budget in (None, "depth=7"):
-        with pytest.raises(ValueError, match="the objectives divergence,depth,params"):
-            search("pair", budget, "depth,params")
-    for limit, objectives in (
-        ("divergence<=0.2", "depth"),
-        ("perplexity<=1.2x", "depth"),
-        (None, "params,perplexity"),
-    ):
-        search("pair", limit, objectives)
+@pytest.mark.parametrize(
+    ("budget", "objectives", "small"),
+    [
+        (None, "size", "divergence,size"),  # a model that is destroyed has least of it
+        ("depth=7", "depth,params", "divergence,depth,params"),
+        ("divergence<=0.2", "depth", "depth"),
+        ("perplexity<=1.2x", "depth", "depth"),
+        (None, "params,perplexity", "params,perplexity"),
+    ],
+)
+def test_a_cost_without_quality_is_traded_for_divergence(budget: str | None, objectives: str, small: str) -> None:
+    assert ",".join(map(str, SearchSettings("drop", budget, objectives).objectives)) == small
+
+
+@pytest.mark.parametrize(
+    ("budget", "objectives", "spaces", "along"),
+    [
+        ("depth=7", "divergence", "pair", ()),
+        ("divergence<=0.2", "divergence", "pair", (DEPTH,)),
+        (None, "size", "drop,rank", (SIZE,)),
+        ("depth=7,divergence<=0.2", "divergence", "pair", (DEPTH,)),
+        ("size=0.8x,divergence<=0.2", "divergence", "drop,rank", (SIZE,)),
+        ("speedup>=1.3@cpu-2", "divergence", "drop,pair,ladder,rank", ()),
+        ("kv_bytes=0.8x", "divergence", "drop", ()),
+        (None, "divergence", "drop,pair,rank", (DEPTH, SIZE)),
+        ("depth>=5", "divergence", "repeat", ()),
+    ],
+)
+def test_a_question_that_names_no_space_has_all_that_lessen_what_it_asks_for(
+    budget: str | None, objectives: str, spaces: str, along: tuple[Aspect, ...]
+) -> None:
+    model = Model.of_config(tiny_model("llama", num_layers=4).config, "tiny")
+    settings = SearchSettings(None, budget, objectives).on(model)
+    there = [name for name in settings.space.split(",") if name in ("drop", "repeat", "pair", "ladder", "rank")]
+    assert ",".join(there) == spaces
+    assert settings.along == along
+    assert SearchSettings("pair", budget, objectives).on(model).space == "pair"
+
+
+def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
+    searching, evaluator = search("pair,drop:layers", "depth=7,divergence<=0.6", trials=60)
+    question, trials = searching.question, run(searching, evaluator)
+    assert question.traded == (Aspect("divergence"), DEPTH)
+    depths = [question.price(DEPTH, trial) for trial in trials]
+    good = [depth for depth, trial in zip(depths, trials, strict=True) if trial.measured.divergence <= 0.6]
+    assert min(good) < 7, "shallower ones are as good as they have to be"
+    assert min(depths) < min(good), "and what is shallower still was tried"
+    assert 2 * depths.count(7) >= len([trial for trial in trials if trial.number >= 20])
+    ranked, why = choose(question, trials, [])
+    within = [t for t, depth in zip(trials, depths, strict=True) if depth <= 7 and t.measured.divergence <= 0.6]
+    assert ranked[0].measured.divergence == min(trial.measured.divergence for trial in within)
+    assert why == "The best within depth=7,divergence<=0.6"
+
+
+def test_two_costs_are_looked_along_in_one_search() -> None:
+    searching, evaluator = search("pair,rank", None, trials=60)
+    question = searching.question
+    assert question.along == (DEPTH, SIZE)
+    trials = run(searching, evaluator)
+    curves = {
+        (curve.along, curve.name)
+        for cost in question.along
+        for curve in quality_curves(cost, trials, question.original, question.budget.pricing, resamples=20)
+    }
+    assert curves == {(DEPTH, "pair"), (DEPTH, TOGETHER), (SIZE, "rank"), (SIZE, TOGETHER)}
+    dense = question.budget.pricing.price(SIZE, question.mixture.model.program)
+    for trial in trials:
+        cost = DEPTH if trial.proposal.level in question.levels[DEPTH] else SIZE
+        assert question.price(cost, trial) <= trial.proposal.level < {DEPTH: 10, SIZE: dense}[cost]

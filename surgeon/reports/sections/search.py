@@ -15,9 +15,17 @@ from surgeon.reports.maps import WIDE, cell_table, legend_figure, map_cells, map
 from surgeon.reports.program import program_figure
 from surgeon.reports.runs import Kind, Run
 from surgeon.results.drawing import Chart
-from surgeon.results.search import SearchRun, depth_chart, edit_charts, front_charts, history_chart, objectives_of
+from surgeon.results.search import (
+    SearchRun,
+    edit_charts,
+    front_charts,
+    history_chart,
+    mixing_chart,
+    objectives_of,
+    quality_chart,
+)
 from surgeon.results.trials import TrialTable
-from surgeon.words import first_few, interval, interval_heads, known, number, plural, with_intervals
+from surgeon.words import change, first_few, interval, interval_heads, known, number, plural, with_intervals
 
 _SHOWN = 10  # rows in a table
 _EDITS_NAMED = 12
@@ -34,12 +42,13 @@ def _show(run: Run[SearchRun]) -> Iterator[Block]:
     found, trials, held = run.found, run.found.trial_table, run.record.get("held_out")
     if held and held["overturned"]:
         yield Paragraph(held["sentences"][-1] + ".")
-    charts = [history_chart(trials)]
-    if len(found.depths):
-        charts.append(depth_chart(found.depths))
+    charts = [history_chart(trials), *(quality_chart(along, rows) for along, rows in found.by_cost.items())]
     if len(found.front):
-        charts += front_charts(found.front, trials, without={"depth"} if len(found.depths) else set())
+        by_divergence = objectives_of(found.front)[0] == "divergence"
+        charts += front_charts(found.front, trials, without=found.by_cost if by_divergence else ())
     yield Gallery(charts)
+    if len(found.mixing):
+        yield from _what_mixing_wins(found.mixing)
     yield from _winner(run)
     if held:
         yield _on_held_out_text(held)
@@ -150,6 +159,30 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
     return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}))
 
 
+def _what_mixing_wins(mixing: pd.DataFrame) -> Iterator[Block]:
+    """The best program of all spaces together beside the best of one, at each level of what was looked along."""
+    yield Heading("What mixing spaces wins")
+    for along, levels in mixing.groupby("along", sort=False):
+        chart = mixing_chart(str(along), levels)
+        rows = [
+            [number(row["cost"]), f"{row['trial']:g}", number(row["together"]), row["space"],
+             number(row["alone_trial"]), number(row["alone"]), change(row["together"] / row["alone"]),
+             f"{number(row['difference'], 3)} ({interval(row['difference_low'], row['difference_high'], 3)})",
+             row["verdict"]]
+            for _, row in levels.iterrows()
+        ]  # fmt: skip
+        marked = frozenset((row, 8) for row, word in enumerate(levels["verdict"]) if word in ("better", "worse"))
+        text = "held-out text" if str(levels["held_out"].iloc[0]) == "True" else "the text that they were chosen on"
+        note = (
+            f"Divergences on {text}, in nats per token, of the best programs of the search at each {along} or better. "
+            "Intervals of the differences hold together with 95%; what says better or worse excludes 0."
+        )
+        head = [str(along), "trial", "together", "best space", "trial", "alone", "change", "difference", "mixing is"]
+        yield chart
+        yield Table(f"All spaces together against the best one alone, at equal {along}", head, rows, note,
+                    left=frozenset({3, 8}), marked=marked)  # fmt: skip
+
+
 def _layers_touched(trials: TrialTable, layers: int) -> Map:
     """Which layers the good trials change: a strip for each space."""
     values = trials.shares(layers)
@@ -209,7 +242,10 @@ def _findings(run: Run[SearchRun]) -> Iterator[Finding]:
         yield Finding("Healing", run.record["healing"]["sentences"][-1] + ".")
     knees = run.record.get("knees") or []
     if knees:
-        yield Finding("How deep it really is", f"By {'; '.join(knees)}.")
+        title = "How deep it really is" if "depth" in run.found.by_cost else "Where quality ends"
+        yield Finding(title, f"By {'; '.join(knees)}.")
+    for sentence in [one for one in (run.record.get("mixing") or {}).get("sentences", []) if one.startswith("mixing")]:
+        yield Finding("What mixing wins", f"{sentence[0].upper()}{sentence[1:]}.")
 
 
 def _what_won(run: Run[SearchRun], trials: TrialTable, best: dict[str, Any], held: dict[str, Any] | None) -> str:

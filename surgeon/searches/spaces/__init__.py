@@ -6,9 +6,9 @@ Every module of this folder is imported here, so that a space is known as soon a
 from importlib import import_module
 from pkgutil import iter_modules
 
-from surgeon.searches.spaces.base import SPACES, Space, parse_spaces, register
+from surgeon.searches.spaces.base import DEEPER, SPACES, Space, parse_spaces, register, usual_spaces
 
-__all__ = ["SPACES", "Space", "parse_spaces", "register"]
+__all__ = ["DEEPER", "SPACES", "Space", "parse_spaces", "register", "usual_spaces"]
 
 for _name in sorted(found.name for found in iter_modules(__path__)):
     import_module(f"{__name__}.{_name}")

@@ -8,7 +8,7 @@ that the ones before it made, and says which operations carry out its edits ther
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -25,6 +25,9 @@ Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, 
 
 HALVES = {"": KINDS, "attention": (ATTENTION,), "mlp": (FEED_FORWARD,)}  # of a layer, by an edit's option
 SHAPE = "the steps"  # how they stand in the program
+TIMES = ("latency", "speedup")  # quantities
+WEIGHTS = ("params", "weight_bytes", "size")
+DEEPER = "deeper"
 _LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
 _RANKS = {ATTENTION: "the ranks of the attention", FEED_FORWARD: "the ranks of the MLP"}
 
@@ -40,6 +43,7 @@ class Space(ABC):
         summary: what it is, a few words.
         place: of several spaces, those of lower place change the program first.
         of_two_steps: whether its edits are of layers whose attention and MLP are steps of their own.
+        serves: names of the quantities for which it is searched where a user names no space; `DEEPER` is more depth.
         ranks: tensor-parallel ones, that programs are to run on.
     """
 
@@ -47,6 +51,7 @@ class Space(ABC):
     summary: ClassVar[str]
     place: ClassVar[int]
     of_two_steps: ClassVar[bool] = False
+    serves: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, ranks: int = 2) -> None:
         self.ranks = ranks
@@ -213,6 +218,17 @@ def register(space: S) -> S:
     if SPACES.setdefault(space.name, space) is not space:
         raise ValueError(f"there are two spaces called {space.name}")
     return space
+
+
+def usual_spaces(quantities: Collection[str]) -> tuple[str, ...]:
+    """Names of the spaces of a question that names none: all that lessen what it asks for.
+
+    Of depth alone that is layers in pairs, which keep all weights.
+    """
+    if not {*quantities} - {"depth"}:
+        return ("pair",)
+    by_place = sorted(SPACES.values(), key=lambda space: space.place)
+    return tuple(space.name for space in by_place if not {*quantities}.isdisjoint(space.serves))
 
 
 def parse_spaces(text: str, ranks: int = 2) -> tuple[Space, ...]:

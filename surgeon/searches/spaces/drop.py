@@ -9,6 +9,8 @@ from surgeon.language.operations.applied import AppliedOperation
 from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import (
     HALVES,
+    TIMES,
+    WEIGHTS,
     Claim,
     Space,
     claims_of_late,
@@ -31,6 +33,7 @@ class Drops(Space):
     name = "drop"
     summary = "layers, attentions or MLPs that are left out (drop:layers, drop:attention, drop:mlp: only those)"
     place = 20
+    serves = ("depth", "syncs", "kv_bytes", "wire_bytes", *WEIGHTS, *TIMES)
     arguments: ClassVar[dict[str, tuple[str, ...]]] = {
         "": tuple(HALVES),
         "layers": ("",),

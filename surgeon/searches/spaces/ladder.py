@@ -10,6 +10,7 @@ from surgeon.language.program import Program, Step
 from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import (
     HALVES,
+    TIMES,
     Claim,
     Space,
     claims_of_late,
@@ -34,6 +35,7 @@ class Ladder(Space):
     name = "ladder"
     summary = "layers that read the stream late (ladder:sublayers: attentions and MLPs; ladder:ranges: whole ranges)"
     place = 50
+    serves = TIMES
     arguments: ClassVar[tuple[str, ...]] = ("", "sublayers", "ranges")
 
     def __init__(self, what: str = "", ranks: int = 2) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.results.edit import Edit
-from surgeon.searches.spaces.base import Claim, SizedSpace, claims_of_shape, register
+from surgeon.searches.spaces.base import TIMES, Claim, SizedSpace, claims_of_shape, register
 
 
 class LayerGroups(SizedSpace):
@@ -34,6 +34,7 @@ class Pairs(LayerGroups):
     name = "pair"
     summary = "neighbouring layers run together as LP steps, two by two (pair:4: in groups of 2 to 4)"
     place = 30
+    serves = ("depth", "syncs", "wire_bytes", *TIMES)
     form = "lp"
 
 

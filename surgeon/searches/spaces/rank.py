@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import rank_for
 from surgeon.language.program import ROLES
-from surgeon.searches.spaces.base import HALVES, register
+from surgeon.searches.spaces.base import HALVES, TIMES, WEIGHTS, register
 from surgeon.searches.spaces.shares import ShareSpace
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class LowRanks(ShareSpace):
     name = "rank"
     summary = "attentions and MLPs of low rank, with 0.8, 0.6 or 0.4 of their parameters (rank:0.9/0.5: with others)"
     place = 60
+    serves = ("wire_bytes", *WEIGHTS, *TIMES)
     usual, of_what = (0.8, 0.6, 0.4), "parameters"
 
     def kept(self, model: Model, kind: str, share: float) -> tuple[tuple[str, int], ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.results.edit import Edit
-from surgeon.searches.spaces.base import SizedSpace, register
+from surgeon.searches.spaces.base import DEEPER, SizedSpace, register
 
 if TYPE_CHECKING:
     from surgeon.opened import Model
@@ -25,6 +25,7 @@ class Repeats(SizedSpace):
     name = "repeat"
     summary = "single layers, or stretches of 2, that run twice, with the same weights (repeat:4: of up to 4)"
     place = 26
+    serves = (DEEPER,)
     least = 1
     asked = "how many layers are repeated together at most, 1 or more"
 
