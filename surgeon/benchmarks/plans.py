@@ -54,10 +54,10 @@ def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, 
     plans = {}
     for one in candidates:
         plans[one.name] = needs.plan(one.model, one.program(needs.ranks))
-        if one.recipe is not None and plan_factors(one.recipe, one.model).is_calibrated:
+        if one.recipe is not None and not plan_factors(one.recipe, one.model).is_of_weights:
             warnings.warn(
-                f"{one.recipe.source}: ranks run plain factors, not those that the recipe calibrates: as fast, but not "
-                "as good; export it and measure the checkpoint to run its own",
+                f"{one.recipe.source}: ranks run factors, heads and neurons by the weights alone, not those that the "
+                "recipe chooses: as fast, but not as good; export it and measure the checkpoint to run its own",
                 stacklevel=2,
             )
     if needs.kv == "lowrank":

@@ -170,6 +170,12 @@ class LayerShapes:
         require_width(sublayer, units)
         return (outputs, inputs * width // units) if role in WRITING else (outputs * width // units, inputs)
 
+    def narrowed(self, kind: str, width: int) -> LayerShapes:
+        """Those of layers whose sublayers of a kind have so many KV groups or neurons; without biases."""
+        like = Sublayer(kind, (0,), width=width)
+        left = {role: self.matrix(like, role) for role in ROLES[kind] if role in self.matrices}
+        return LayerShapes({**self.matrices, **left}, norms=self.norms, units={**self.units, kind: width})
+
 
 def require_width(sublayer: Sublayer, units: int) -> None:
     """Refuse more KV groups or neurons than there are.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.analysis.factors.recipe_factors import with_units
 from surgeon.errors import shown
 from surgeon.exports import saving  # noqa: F401 - how edited models are saved
 from surgeon.language.operations.base import show_range
@@ -64,7 +65,8 @@ def edit(
         model: that is loaded (`surgeon.load`), which is changed in place; or that is open (`surgeon.open`), edited
             before or not.
         program: a program, its text, a recipe, or the path of one (.yaml). Which model a recipe names does not count.
-        factors: of matrices that the program has a rank for; by default their truncated singular values.
+        factors: of matrices that the program has a rank for; by default their truncated singular values. It says which
+            heads and neurons are kept, too, if it has an `order` of them; by default those of the largest weights.
         operations: in place of a program, in this order, each with its layers or with all that a recipe says of it:
             `lowrank={"layers": "0:8", "keep": 0.6}`.
 
@@ -82,16 +84,21 @@ def edit(
     program = _to_run(program, operations)
     if isinstance(model, Model):
         if isinstance(program, Recipe):
-            return EditedModel(model.name, model, model.program_of(program), program, factors)
+            edited = EditedModel(model.name, model, model.program_of(program), program, factors)
+            plan = plan_factors(program, model)
+            return edited if factors is not None or plan.is_calibrated else with_units(edited, plan)
         model.check(program)
         return EditedModel(model.name, model, program, factors=factors)
     if isinstance(program, Recipe):
         original = Model.of_config(restore(model).config, "a loaded model", vars(model).get("own_program"))
-        if factors is None and plan_factors(program, original).is_calibrated:
-            raise ValueError(
-                f"{program.source}: its factors go by a text, and a loaded model gets those of the matrices alone; "
-                "edit a model that is open, and evaluate or export that, or give factors"
-            )
+        if factors is None:
+            plan = plan_factors(program, original)
+            if plan.is_calibrated:
+                raise ValueError(
+                    f"{program.source}: its factors go by a text, and a loaded model gets those of the matrices alone; "
+                    "edit a model that is open, and evaluate or export that, or give factors"
+                )
+            factors = plan.source
         program = original.program_of(program)
     return run_program(model, program, factors=factors)
 

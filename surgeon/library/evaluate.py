@@ -132,15 +132,17 @@ def evaluate(
 
 @contextmanager
 def _factors(candidate: EditedModel, output: Path | None) -> Iterator[EditedModel]:
-    """The candidate with a folder for factors of its program's ranks: they are made once, as its recipe says."""
-    ranked = candidate.asked is not None and any(sublayer.ranks for sublayer in candidate.asked.sublayers())
-    if not ranked or candidate.factors is not None:
+    """The candidate with its recipe's choice of units, and a folder for factors, which are made once as that says."""
+    asked = () if candidate.asked is None else tuple(candidate.asked.sublayers())
+    changed = any(sublayer.ranks or sublayer.width is not None for sublayer in asked)
+    if not changed or candidate.factors is not None:
         yield candidate
         return
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) if output is None else output / "factors"
         made = with_factors(candidate, folder)
-        yield made if made.factors is not None else replace(made, factors=FactorCache(TruncatedSVD(), Path(scratch)))
+        kept = made.factors if isinstance(made.factors, FactorCache) else None
+        yield replace(made, factors=kept or FactorCache(made.factors or TruncatedSVD(), Path(scratch)))
 
 
 def _on_text(

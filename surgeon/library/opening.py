@@ -21,19 +21,19 @@ def stored_model(
     """What ranks are given: a model as it is stored, and the program to run in place of its own, if any.
 
     Raises:
-        ValueError: if an edited model is given a program, too, or has factors that do not follow from its matrices
-            alone.
+        ValueError: if an edited model is given a program, too, or has factors, heads or neurons that do not follow
+            from its matrices alone.
     """
     if not isinstance(model, EditedModel):
         return model, program
     if program is not None:
         raise ValueError(f"{model.name} was edited, and has a program of its own; give the program with its model")
     if model.factors is not None or (
-        model.recipe is not None and plan_factors(model.recipe, model.model).is_calibrated
+        model.recipe is not None and not plan_factors(model.recipe, model.model).is_of_weights
     ):
         raise ValueError(
-            f"{model.name} was edited to have factors that its matrices alone do not tell; export it, and give the "
-            "folder"
+            f"{model.name} was edited to have factors, heads or neurons that its matrices alone do not tell; export "
+            "it, and give the folder"
         )
     return model.model, model.asked
 

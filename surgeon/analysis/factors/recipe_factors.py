@@ -1,4 +1,4 @@
-"""The factors that a recipe asks for, where it says how they are calibrated."""
+"""The weights that a recipe asks for: factors where it says how they are calibrated, and units that it chooses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.analysis.factors.factor_plan import FactorPlan, plan_factors
+from surgeon.checkpoint.factor_cache import FactorCache
+from surgeon.models.weights import UnitsByLayer
 from surgeon.opened import EditedModel
 from surgeon.provenance import provenance
 
@@ -18,8 +20,9 @@ def with_factors(
 ) -> EditedModel:
     """An edited model with the factors that its recipe has calibrated on a text, made in a folder or found there.
 
-    Its recipe names the text that was used then. What there is to know of the factors is a warning. A model without a
-    recipe, whose recipe has no such factors, or that has factors already, comes back as it is.
+    And with the heads and neurons that the recipe chooses otherwise than by the weights. Its recipe names the text that
+    was used then. What there is to know of the factors is a warning. A model without a recipe, whose recipe has no such
+    factors or units, or that has factors already, comes back as it is.
 
     Args:
         memory: the most that making them may take, in bytes.
@@ -35,7 +38,7 @@ def with_factors(
         return edited
     plan = plan_factors(recipe, model)
     if not plan.is_calibrated:
-        return edited
+        return with_units(edited, plan)
     # What makes them takes a second to import, which most recipes have no use for.
     from surgeon.analysis.factors.calibration import load_recorded, recorded
     from surgeon.analysis.factors.make_factors import make_factors
@@ -62,4 +65,14 @@ def with_factors(
     )
     published = replace(recipe, operations=tuple(entries))
     identity = plan.to_json() | {"calibration": windows.digest}
-    return replace(edited, recipe=published, factors=found.source, factors_identity=identity)
+    source = found.source
+    if plan.units:
+        source = FactorCache(UnitsByLayer(plan.units, source.source), source.folder)
+    return replace(edited, recipe=published, factors=source, factors_identity=identity)
+
+
+def with_units(edited: EditedModel, plan: FactorPlan) -> EditedModel:
+    """An edited model with the heads and neurons that its recipe chooses without a text."""
+    if plan.source is None:
+        return edited
+    return replace(edited, factors=plan.source, factors_identity=plan.to_json())

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import floor
 from typing import Literal
 
@@ -68,7 +69,8 @@ def lowrank(
     """Put two factors in the place of matrices (W = A B, DeInfer's equation 1).
 
     A matrix of which two factors would have as many parameters stays whole, with a warning. It also applies to steps
-    that earlier operations made, and twice to the same layers where it is about other matrices.
+    that earlier operations made, and twice to the same layers where it is about other matrices. Of narrowed sublayers
+    it is about what is left of the matrices.
 
     Args:
         weights: which matrices, for `keep`; all by default.
@@ -94,16 +96,23 @@ def lowrank(
             f"allocation {allocation} has to be measured: surgeon spectrum, with this and keep {keep or 0.6:g}, "
             "writes a recipe with the ranks it finds; use that, or leave allocation out"
         )
-    if ranks is None:
-        chosen = _kept(layers, shapes, weights, keep or 0.0)
-    elif weights is not None:
+    if ranks is not None and weights is not None:
         raise ValueError("weights are the keys of ranks; leave one of the two out")
-    else:
-        chosen = _given(layers, shapes, ranks)
-    inside = frozenset(layers)
-    return program.renamed(
-        lambda sublayer: sublayer if inside.isdisjoint(sublayer.layers) else _truncated(sublayer, layers, chosen)
-    )
+
+    @cache
+    def chosen(kind: str, width: int | None) -> dict[int, Ranks]:
+        left = shapes if width is None else shapes.narrowed(kind, width)
+        return _kept(layers, left, weights, keep or 0.0) if ranks is None else _given(layers, left, ranks)
+
+    for_whole, inside = chosen("", None), frozenset(layers)
+
+    def truncate(sublayer: Sublayer) -> Sublayer:
+        if inside.isdisjoint(sublayer.layers):
+            return sublayer
+        kind, width = sublayer.kind, sublayer.width
+        return _truncated(sublayer, layers, for_whole if width is None else chosen(kind, width))
+
+    return program.renamed(truncate)
 
 
 def rank_for(keep: float, out_features: int, in_features: int) -> int | None:

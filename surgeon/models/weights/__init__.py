@@ -26,7 +26,16 @@ from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
 from surgeon.models.weights.modules import FactoredLinear, TakenApart, make_room
 from surgeon.models.weights.names import Names
 from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
-from surgeon.models.weights.units import Magnitude, ScoredUnits, UnitSource, descending, unit_source
+from surgeon.models.weights.units import (
+    ListedUnits,
+    Magnitude,
+    RandomUnits,
+    ScoredUnits,
+    UnitsByLayer,
+    UnitSource,
+    descending,
+    unit_source,
+)
 from surgeon.models.weights.view import ModelWeights, norm_paths
 
 __all__ = [
@@ -39,17 +48,20 @@ __all__ = [
     "Factors",
     "Group",
     "Groups",
+    "ListedUnits",
     "Magnitude",
     "ModelWeights",
     "ModuleStore",
     "NamedTensors",
     "Names",
+    "RandomUnits",
     "ScoredUnits",
     "Store",
     "TakenApart",
     "Tensors",
     "TruncatedSVD",
     "UnitSource",
+    "UnitsByLayer",
     "WeightMatrix",
     "derive_sublayer",
     "descending",

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from surgeon.language.program import Sublayer
+from surgeon.language.program import KINDS, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factors, FactorSource
@@ -46,12 +46,60 @@ class UnitSource(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class Magnitude:
     """Those first whose weights are largest, all of a unit's matrices together (Frobenius norm)."""
 
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
         """As `UnitSource` has it; equal ones in the order in which they stand."""
         return descending(magnitudes(kind, layer, weights))
+
+
+@dataclass(frozen=True)
+class RandomUnits:
+    """Any order, which follows from a seed and from where the layer stands."""
+
+    seed: int
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """As `UnitSource` has it."""
+        place = 2 * layer + KINDS.index(kind)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + place) % 2**63)
+        return torch.randperm(weights.stored_width(kind, layer), generator=generator)
+
+
+@dataclass(frozen=True)
+class ListedUnits:
+    """Those that are listed, then the others by their weights."""
+
+    listed: tuple[int, ...]
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """As `UnitSource` has it."""
+        others = Magnitude().order(kind, layer, weights)
+        first = torch.tensor(self.listed)
+        return torch.cat([first, others[~torch.isin(others, first)]])
+
+
+@dataclass(frozen=True)
+class UnitsByLayer:
+    """A source of units for each of some layers, and what another source has of everything else.
+
+    Attributes:
+        units: by kind and layer.
+        source: of factors; and of the order of other layers, if it knows one, else by their weights.
+    """
+
+    units: Mapping[tuple[str, int], UnitSource]
+    source: FactorSource = field(default_factory=TruncatedSVD)
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """As the layer's source has it."""
+        return self.units.get((kind, layer), unit_source(self.source)).order(kind, layer, weights)
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
+        """As the source has them."""
+        return self.source.factors(sublayer, role, matrix)
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def test_the_papers_llama_2_7b_configuration() -> None:
 
 
 class TestOperations(OperationContract):
-    @pytest.fixture(params=sorted(set(OPERATIONS) - {"ladder", "lowrank", "repeat"}))
+    @pytest.fixture(params=sorted(set(OPERATIONS) - {"ladder", "lowrank", "repeat", "width"}))
     def operation(self, request: pytest.FixtureRequest) -> Operation:
         return OPERATIONS[request.param]
 
@@ -270,3 +270,12 @@ class TestLowrank(OperationContract):
     @pytest.fixture
     def operation(self) -> Operation:
         return OPERATIONS["lowrank"]
+
+
+class TestWidth(OperationContract):
+    edits_steps, draws_weights = True, True
+    parameters: ClassVar[dict[str, Any]] = {"heads": 0.5, "neurons": 0.25}
+
+    @pytest.fixture
+    def operation(self) -> Operation:
+        return OPERATIONS["width"]

@@ -1,0 +1,85 @@
+"""Leave attentions some of their heads, and feed-forwards some of their neurons."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import floor
+from typing import Literal
+
+from surgeon.language.operations.base import operation, require_present, show_range
+from surgeon.language.program import ATTENTION, FEED_FORWARD, UNITS, LayerShapes, Program, Sublayer, require_width
+
+By = Literal["magnitude", "random"]
+
+
+@operation(anywhere=True)
+def width(
+    program: Program,
+    layers: range,
+    shapes: LayerShapes,
+    heads: float | int | list[int] | None = None,
+    neurons: float | int | None = None,
+    by: By = "magnitude",  # noqa: ARG001 - this and what follows say which of them, and that is weights
+    seed: int = 0,  # noqa: ARG001
+) -> Program:
+    """Leave attentions some of their heads, and feed-forwards some of their neurons.
+
+    Heads go with their KV group, a KV head with all heads that share it. It also applies to steps that earlier
+    operations made; a slice is then of what is left, and factors are of what is left of their matrices.
+
+    Args:
+        heads: how many KV groups each attention keeps: a share of them (0.75; rounded, at least one), a whole number,
+            or a list of their numbers. 1 is one group, 1.0 is all.
+        neurons: how many neurons each feed-forward keeps: a share, or a whole number.
+        by: which ones are kept: those of the largest weights, or any. Listed KV groups are kept whatever it says.
+        seed: of the random choice.
+
+    Raises:
+        ValueError: if neither heads nor neurons are given, one is out of range, a sublayer is narrowed already, is an
+            average, or has slices or ranks that do not fit what is left.
+    """
+    require_present(program, layers)
+    if heads is None and neurons is None:
+        raise ValueError("give heads, neurons, or both: a share such as 0.75, or how many of them are kept")
+    kept = {ATTENTION: heads, FEED_FORWARD: neurons}
+    widths = {kind: count_of(kept[kind], kind, shapes.units[kind]) for kind in kept if kept[kind] is not None}
+
+    def narrow(sublayer: Sublayer) -> Sublayer:
+        count = None if set(layers).isdisjoint(sublayer.layers) else widths.get(sublayer.kind)
+        return sublayer if count in (None, shapes.units[sublayer.kind]) else _narrowed(sublayer, count, layers, shapes)
+
+    return program.renamed(narrow)
+
+
+def count_of(kept: float | int | list[int] | None, kind: str, units: int) -> int:
+    """How many of so many KV groups or neurons are meant by a share, a number or a list.
+
+    Raises:
+        ValueError: if that is out of range, or a list has one twice.
+    """
+    what = UNITS[kind]
+    if isinstance(kept, list):
+        wrong = next((one for one in kept if not 0 <= one < units or kept.count(one) > 1), None)
+        if wrong is not None or not kept:
+            raise ValueError(f"{what} to keep are different numbers from 0 to {units - 1}, as in [0, 2], not {kept}")
+        return len(kept)
+    if isinstance(kept, int):
+        if not 1 <= kept <= units:
+            raise ValueError(f"of {units} {what} 1 to {units} can be kept, not {kept}; a share of them is written 0.75")
+        return kept
+    if kept is None or not 0 < kept <= 1:
+        raise ValueError(f"a share of {what} is above 0 and at most 1, not {kept}; a number of them is written whole")
+    return max(1, floor(kept * units + 0.5))
+
+
+def _narrowed(sublayer: Sublayer, count: int | None, layers: range, shapes: LayerShapes) -> Sublayer:
+    if sublayer.width is not None:
+        raise ValueError(
+            f"layers {show_range(layers)} overlap with what an earlier operation changed: {sublayer} is narrow already"
+        )
+    made = replace(sublayer, width=count)
+    require_width(made, shapes.units[made.kind])
+    if made.piece is not None and (made.width or 0) % made.piece[1]:
+        raise ValueError(f"the {made.width} {UNITS[made.kind]} of {made} do not divide into {made.piece[1]} slices")
+    made.parameters(shapes)  # refuses ranks above those of what is left of the matrices
+    return made
