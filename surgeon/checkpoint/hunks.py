@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
 
-from surgeon.language.program import Node, Program, steps_of
+from surgeon.language.program import Node, Program
 
 LEFT_OUT, UNEDITED = "left out", "as unedited"
 
@@ -37,9 +37,18 @@ class _Difference:
 
     @classmethod
     def of(cls, first: Program, second: Program, a: range, b: range) -> _Difference:
-        """With the layers that these nodes are about."""
+        """With the layers that these nodes are about, and with nodes beside them that one of the programs repeats."""
         nodes = (*first.nodes[a.start : a.stop], *second.nodes[b.start : b.stop])
-        layers = {layer for step in steps_of(nodes) for one in step.sublayers for layer in one.layers}
+
+        def is_repeated(i: int, j: int) -> bool:
+            there = 0 <= i < len(first) and 0 <= j < len(second)
+            return there and first.nodes[i] == second.nodes[j] and first.nodes[i] in nodes
+
+        while is_repeated(a.start - 1, b.start - 1):
+            a, b = range(a.start - 1, a.stop), range(b.start - 1, b.stop)
+        while is_repeated(a.stop, b.stop):
+            a, b = range(a.start, a.stop + 1), range(b.start, b.stop + 1)
+        layers = Program(nodes).layers
         return cls(a, b, range(min(layers), max(layers) + 1))
 
 

@@ -231,6 +231,7 @@ def _legend(program: Program) -> str:
             s.width for s in sublayers
         ),
         "`A4/2:0` is the first of two slices of the heads (for `F`, of the neurons)": any(s.piece for s in sublayers),
+        "what is there several times runs again, with the same weights": len(set(sublayers)) < len(sublayers),
     }
     return "; ".join(text for text, occurs in signs.items() if occurs) + "."
 

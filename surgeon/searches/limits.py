@@ -91,8 +91,8 @@ def _read(aspect: Aspect, amount: str, text: str) -> Limit:
         share = math.nan
     if quantity.measured and not 1 <= share < math.inf:
         raise ValueError(f"{amount} of the unedited model's should be at least 1x, such as 1.05x")
-    if aspect.deep and not 1 < share < math.inf:
-        raise ValueError(f"{amount} of the unedited model's should be above 1x, such as 1.25x")
+    if aspect.deep and not 0 < share < math.inf:
+        raise ValueError(f"{amount} of the unedited model's should be above 0, such as 1x or 1.25x")
     if not (quantity.measured or aspect.deep) and not 0 < share <= 1:
         raise ValueError(f"{amount} of the unedited model's should be above 0 and at most 1x, such as 0.8x")
     return Limit(aspect, share, relative=True, text=text)
@@ -180,7 +180,7 @@ class SearchBudget:
         if said and len(said) == len(self.of_programs):
             raise ValueError(f"budget {self}: {' and '.join(said)}; ask for {' and '.join(map(_more_of, met))}")
         return tuple(
-            f"{limit}: {words}; it only keeps programs from needing more"
+            f"{limit}: {words}; it only keeps programs from {'being shallower' if limit.aspect.deep else 'needing more'}"
             for limit, words in zip(met, said, strict=True)
         )
 

@@ -37,6 +37,11 @@ DENSE = "A0 F0 A1 F1 A2 F2 A3 F3 A4 F4"
             "A0 F0 {A1 F1 | A2 F2} A3 F3 A4~A3 F4",
             [Hunk(1, 2, "[A1 A2] [F1 F2]", "{A1 F1 | A2 F2}"), Hunk(3, 4, "A4", "A4~A3")],
         ),
+        (
+            DENSE,
+            "A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A3 F3",
+            [Hunk(1, 2, "as unedited", "A1 F1 A2 F2 A1 F1 A2 F2"), Hunk(4, 4, "as unedited", "left out")],
+        ),
     ],
 )
 def test_where_programs_differ(a: str, b: str, expected: list[Hunk]) -> None:

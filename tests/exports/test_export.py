@@ -152,7 +152,7 @@ def test_layers_that_run_twice_are_stored_once_unless_asked_for(family: str, pro
     shared, stock = (json.loads((tmp_path / name / "surgeon.json").read_text()) for name in ("shared", "stock"))
     copied = "what runs several times, of layers 1 and 2, is stored as often as it runs"
     assert (shared["form"], stock["form"]) == ("program", "plain")
-    assert f"not plain or fused, because {copied} there; ask for it if other software is to load" in shared["reason"]
+    assert f"not plain or fused, because {copied} there; ask for it if other software is to load it" in shared["reason"]
     assert stock["reason"] == f"the program is a sequence of 5 whole layers, which any software loads; {copied}"
 
     def numbers(name: str) -> list[int]:

@@ -86,7 +86,7 @@ def test_several_limits() -> None:
         ("depth=12,depth<=0.5x", "limits depth twice, by depth=12 and depth<=0.5x; keep one"),
         ("depth=8@l4", "depth is the same on any hardware; leave @l4 out"),
         ("params>=8M", "no limit to what a search may spend; write params<=8M"),
-        ("depth>=0.8x", "0.8x of the unedited model's should be above 1x, such as 1.25x"),
+        ("depth>=0x", "0x of the unedited model's should be above 0, such as 1x or 1.25x"),
         ("depth>=8,depth>=9", "limits depth twice"),
         ("speedup<=2@l4", "write speedup>=2@l4"),
         ("latency=12ms", "say on which, as in latency=12ms@h100-sxm, or measured on this machine: latency=12ms@here"),
@@ -115,6 +115,8 @@ def test_a_model_that_is_to_be_deeper() -> None:
     assert budget("depth>=1.25x").shortfalls(deeper) == (0,)
     assert [limit.aspect.show(wanted.cost(limit, deeper)) for limit in wanted.limits] == ["depth 8", "depth 8"]
     assert wanted.limits[0].aspect.natural(-8) == 8
+    (kept,) = budget("params=0.8x,depth>=1x").require_work()
+    assert kept == "depth>=1x: the unedited model has depth 6 already; it only keeps programs from being shallower"
     for text, said in (("depth>=5", "ask for more"), ("depth=8", "ask for less, or for a deeper model by depth>=8")):
         with pytest.raises(ValueError, match=f"has depth 6 already; {said}"):
             budget(text).require_work()

@@ -73,7 +73,7 @@ def lay_out(program: Program, family: Family, config: Any, form: str = "auto", a
         copies = "" if one.stored_once else _copies(layout)
         if copies and form == "auto":
             copying = copying or replace(layout, reason=f"{layout.reason}; {copies}")
-            refusals.setdefault(f"{copies} there; ask for it if other software is to load them", []).append(one.name)
+            refusals.setdefault(f"{copies} there; ask for it if other software is to load it", []).append(one.name)
         else:
             return replace(layout, reason="; ".join(filter(None, [layout.reason, copies, *_explained(refusals)])))
     if copying is not None:
