@@ -11,7 +11,7 @@ from surgeon.language.program import Fork, Node, Program
 MOST_TIMES = 1024  # a number beyond is a mistake, which would fill the memory
 
 
-@operation(heatmaps={"repeat": Heatmap("Repeat", place=12)})
+@operation(heatmaps={"repeat": Heatmap("Repeat", place=12, style=7)})
 def repeat(program: Program, layers: range, times: int = 2) -> Program:
     """Run the layers several times in a row, with the same weights: 4 5 4 5 for layers 4 and 5.
 

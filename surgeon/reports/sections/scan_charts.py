@@ -101,7 +101,7 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
     every = pd.concat(best.values())
     values = every["perplexity"].tolist()
     figure, axes = chart("effective depth (layers one after the other)", "perplexity")
-    layers_across(axes, math.floor(every["depth"].min()), scan.num_layers)
+    layers_across(axes, math.floor(every["depth"].min()), max(scan.num_layers, math.ceil(every["depth"].max())))
     scale(axes, "y", [scan.base, *values], log=True, end=_end_of_axis(scan, values))
     rule(axes, scan.base)
     for name, cells in best.items():
