@@ -179,10 +179,9 @@ class SearchBudget:
         said = [f"the unedited model has {limit.aspect.show(self.dense(limit))} already" for limit in met]
         if said and len(said) == len(self.of_programs):
             raise ValueError(f"budget {self}: {' and '.join(said)}; ask for {' and '.join(map(_more_of, met))}")
-        return tuple(
-            f"{limit}: {words}; it only keeps programs from {'being shallower' if limit.aspect.deep else 'needing more'}"
-            for limit, words in zip(met, said, strict=True)
-        )
+        kept = ("being shallower" if limit.aspect.deep else "needing more" for limit in met)
+        notes = zip(met, said, kept, strict=True)
+        return tuple(f"{limit}: {words}; it only keeps programs from {what}" for limit, words, what in notes)
 
 
 def _more_of(limit: Limit) -> str:

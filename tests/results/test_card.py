@@ -97,6 +97,14 @@ def test_ranks_are_said_once_for_equal_layers(tmp_path: Path) -> None:
     assert "plugin" not in text
 
 
+def test_what_runs_again_is_said(tmp_path: Path) -> None:
+    run_export(save_checkpoint(tmp_path / "tiny", num_layers=3), tmp_path / "edited", "A0 F0 A1 F1 A1 F1 A2 F2")
+    words = " ".join(card_of(tmp_path / "edited").split())
+    assert "feed-forward of layer 4; what is there several times runs again, with the same weights." in words
+    assert "`modeling_surgeon_program.py`" in words
+    assert "not plain or fused, because what runs several times, of layer 1, is stored as often as it runs" in words
+
+
 def test_factors_that_vllm_cannot_divide_are_left_to_the_plugin(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "tiny", "opt", num_layers=2)
     run_export(source, tmp_path / "edited", "A0@q5,o6 F0 A1 F1@up7")

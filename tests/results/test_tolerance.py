@@ -35,7 +35,7 @@ def test_depth_that_depends_on_the_family() -> None:
 
 def test_the_program_of_a_stretch_moved_to_its_place() -> None:
     """As the page's script does it: every layer's number grows by the first layer's."""
-    for operation in ("merge", "parallel", "2-parallel", "lp", "ladder", "prune-mlp"):
+    for operation in ("merge", "repeat", "parallel", "2-parallel", "lp", "ladder", "prune-mlp"):
         text = shown_stretch(operation, 4, 2, most=1000)
         moved = re.sub(r"([AF])(\d+)", lambda found: f"{found[1]}{int(found[2]) + 3}", text)
         program = HEATMAPS[operation](Program.dense(9), layers=range(3, 7))
@@ -76,3 +76,4 @@ def test_the_best_stretch_of_every_depth() -> None:
         same = scan.of_operation("prune")
         assert cell["ratio"] == same[same["changed"] == 6 - cell["depth"]]["ratio"].min()
     assert best_by_depth(scan, "ladder").empty, "a ladder keeps the depth"
+    assert list(best_by_depth(scan_of(("repeat",), 3), "repeat")["depth"]) == [6, 5, 4]

@@ -24,6 +24,7 @@ DENSE = Program.dense(4)
         ("A0 F0 A1 F1", "A1 F1"),
         ("A0 A1 F1 A2 F2 A3 F3", "A0 A1 F1"),
         ("A0 F0 A1~A2 F1~F2 A3 F3", "A1~A2 F1~F2"),
+        ("A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A3 F3", "A1 A2 F1 F2"),
         ("A0 F0@up4 A1 F1 A2 F2 A3 F3", "F0@up4"),
         ("A0 F0 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} A2 F2 A3 F3", "A1/2:0 A1/2:1 F1/2:0 F1/2:1"),
         ("A0 F0 A1 F1 A2 F2 A3 F3", ""),

@@ -86,7 +86,8 @@ def _copies(layout: Layout) -> str:
     """What is to be known of a layout that has sublayers several times; nothing if it has none."""
     stored = Counter(sublayer for layer in layout.layers for sublayer in layer.sublayers)
     layers = [layer for sublayer, times in stored.items() if times > 1 for layer in sublayer.layers]
-    return f"what runs several times, of layers {layer_list(layers)}, is stored as often as it runs" if layers else ""
+    which = f"layer{'s' * (len(set(layers)) > 1)} {layer_list(layers)}"
+    return f"what runs several times, of {which}, is stored as often as it runs" if layers else ""
 
 
 def _explained(refusals: dict[str, list[str]]) -> list[str]:
