@@ -187,5 +187,5 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
     assert done.stdout.startswith("shuffle ant-eater ants True True\n")
     text = " ".join(done.stdout.split())
     assert "prune-mlp, lowrank (" in text
-    assert ", repeat, ant-eater (eats ants), or all." in text
+    assert ", repeat, ant-eater (eats ants), or all; " in text
     assert "desync, ants, upper-bound" in text
