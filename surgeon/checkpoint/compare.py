@@ -19,8 +19,8 @@ from torch import Tensor
 from surgeon.checkpoint.companions import companions_of
 from surgeon.checkpoint.describe import Surgery
 from surgeon.checkpoint.hunks import Hunk, hunks
-from surgeon.checkpoint.ranks import Layer, RankDifference, rank_differences
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.sizes import Layer, SizeDifference, size_differences
 from surgeon.checkpoint.write import as_bytes
 from surgeon.progress import Advance
 
@@ -97,15 +97,15 @@ class Comparison:
         facts: by name, A's and B's.
         config: by key of config.json, A's and B's; None for a key that is not there.
         files: by name, "only in A", "only in B" or "different".
-        hunks: where the programs differ but for ranks.
-        ranks: where these differ.
+        hunks: where the programs differ but for sizes: widths and ranks.
+        sizes: where these differ.
     """
 
     a: Surgery
     b: Surgery
     facts: dict[str, Pair] = field(default_factory=dict)
     hunks: tuple[Hunk, ...] = ()
-    ranks: tuple[RankDifference, ...] = ()
+    sizes: tuple[SizeDifference, ...] = ()
     tensors: TensorComparison | None = None
     config: dict[str, Pair] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Comparison:
     def equal(self) -> bool:
         """Whether nothing differs."""
         found = self.tensors or TensorComparison()
-        of_models = (self.facts, self.hunks, self.ranks, self.config, self.files)
+        of_models = (self.facts, self.hunks, self.sizes, self.config, self.files)
         return not any((*of_models, found.only_a, found.only_b, found.different))
 
 
@@ -128,7 +128,7 @@ def compare(a: Surgery, b: Surgery, advance: Advance = lambda _: None) -> Compar
     first, second = _facts_of(a), _facts_of(b)
     both = [name for name in first if name in second]  # what only one of them can have is left out
     facts = {name: (first[name], second[name]) for name in both if first[name] != second[name]}
-    comparison = Comparison(a, b, facts, found, tuple(rank_differences(a.program, b.program)))
+    comparison = Comparison(a, b, facts, found, tuple(size_differences(a.program, b.program)))
     if a.recipe is not None or b.recipe is not None:
         return comparison
     ours, theirs = a.stored.checkpoint, b.stored.checkpoint

@@ -16,7 +16,7 @@ from surgeon.words import first_few
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.compare import Comparison, Difference, Key, TensorComparison
-    from surgeon.checkpoint.ranks import Layer
+    from surgeon.checkpoint.sizes import Layer
 
 DIFFERENT = 1  # the exit code
 _LONGEST_VALUE = 40  # characters of a value of config.json
@@ -81,7 +81,7 @@ def _labelled(found: Comparison) -> Iterator[tuple[str, Iterable[str]]]:
         where = f"layer {hunk.first}" if hunk.first == hunk.last else f"layers {hunk.first} to {hunk.last}"
         hunks.append(f"{where}: {hunk.a} | {hunk.b}")
     yield "program", hunks or ["the same"]
-    yield "ranks", [f"{one.where}: {one.a} | {one.b}" for one in found.ranks]
+    yield "sizes", [f"{one.where}: {one.a} | {one.b}" for one in found.sizes]
     if found.tensors is not None:
         yield "config", list(_config(found.config)) or ["the same"]
         yield "files", [f"{name}: {what}" for name, what in found.files.items()] or ["the same"]
@@ -137,7 +137,7 @@ def _by_how_much(group: list[Difference]) -> str:
 
 def _groups(keys: Iterable[Key], counts: Mapping[Layer, int]) -> list[str]:
     """Tensors by layers: layers with the same ones together, those that follow one another as a range."""
-    from surgeon.checkpoint.ranks import layers_text
+    from surgeon.checkpoint.sizes import layers_text
 
     names: dict[Layer, list[str]] = {}
     for key in keys:
@@ -176,7 +176,7 @@ def as_record(found: Comparison) -> dict[str, Any]:
         "b": found.b.name,
         "facts": found.facts,
         "program": [asdict(hunk) for hunk in found.hunks],
-        "ranks": [asdict(one) for one in found.ranks],
+        "sizes": [asdict(one) for one in found.sizes],
     }
     if found.tensors is not None:
         different = [asdict(one) for one in found.tensors.different]

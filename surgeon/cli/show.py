@@ -71,7 +71,7 @@ def show(
 def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
     from surgeon.checkpoint.companions import companions_in, left_behind
-    from surgeon.checkpoint.ranks import rank_lines
+    from surgeon.checkpoint.sizes import size_lines
     from surgeon.reports.outline import outline_text
 
     program, steps = found.program, found.steps_per_layer
@@ -93,7 +93,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         if found.recipe.weights is not None:
             yield "weights", found.recipe.weights
     yield "program", outline_text(program, found.num_layers, steps)
-    yield from (("ranks", line) for line in rank_lines(program))
+    yield from (("sizes", line) for line in size_lines(program))
     if not program.attended:
         yield "note", "there is no attention, so that no token looks at another"
     if found.trained is not None:

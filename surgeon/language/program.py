@@ -101,6 +101,11 @@ class Sublayer:
         """Whose weights it has: (kind, layer), of each of its layers."""
         return tuple((self.kind, layer) for layer in self.layers)
 
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """What it has less of than its layer: how many KV groups or neurons, and its ranks, by name."""
+        return self.ranks if self.width is None else ((UNITS[self.kind], self.width), *self.ranks)
+
     def rank(self, role: str) -> int | None:
         """The rank of a matrix that is the product of two factors; None for a whole one."""
         return dict(self.ranks).get(role)
@@ -298,8 +303,8 @@ class Program:
         return Program(_renamed(self.nodes, rename))
 
     def whole(self) -> Program:
-        """The same program with a matrix in the place of every two factors."""
-        return self.renamed(lambda sublayer: replace(sublayer, ranks=()))
+        """The same program of all KV groups and neurons, and with a matrix in the place of every two factors."""
+        return self.renamed(lambda sublayer: replace(sublayer, ranks=(), width=None))
 
     def parameters(self, shapes: LayerShapes) -> int:
         """How many parameters its sublayers have, those that occur several times counted once.

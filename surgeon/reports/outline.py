@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer, layer_nodes, steps_of
+from surgeon.language.program import ATTENTION, UNITS, Fork, Node, Program, Step, Sublayer, layer_nodes, steps_of
 
 FEWEST_IN_A_STRETCH = 3  # layers
 
@@ -17,17 +17,24 @@ class LayersInOrder:
     """Layers whose steps are as they were, drawn as one box.
 
     Attributes:
-        ranks: by role, of the matrices that are two factors in each of them.
+        sizes: by name, of what each of them has less of: KV groups or neurons, and ranks of matrices.
     """
 
     first: int
     last: int
-    ranks: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
 
     @property
     def text(self) -> str:
-        """What is to be said of them, without their ranks."""
+        """What is to be said of them, without their sizes."""
         return f"layers {self.first}-{self.last}"
+
+    @property
+    def how(self) -> str:
+        """What became of them, in a few words."""
+        names = {name for name, _ in self.sizes}
+        changes = {"narrow": names & {*UNITS.values()}, "low-rank": names - {*UNITS.values()}}
+        return ", ".join(change for change, these in changes.items() if these) or "as they were"
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
         layers = _layers_in_order(program.nodes, at, same, steps_per_layer)
         if layers >= FEWEST_IN_A_STRETCH:
             first = _sublayers(node)[0].layers[0]
-            yield LayersInOrder(first, first + layers - 1, _ranks(program.nodes[at : at + steps_per_layer]))
+            yield LayersInOrder(first, first + layers - 1, _sizes(program.nodes[at : at + steps_per_layer]))
             at += layers * steps_per_layer
         else:
             yield Same(node) if at in same and node == whole[at] and isinstance(node, Step) else node
@@ -80,11 +87,11 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
 
 
 def outline_text(program: Program, num_layers: int, steps_per_layer: int) -> str:
-    """The program's text, with stretches of layers in words, and without ranks."""
+    """The program's text, with stretches of layers in words, and without sizes."""
     words = []
     for item in outline(program, num_layers, steps_per_layer):
         if isinstance(item, LayersInOrder):
-            words.append(f"({item.text} {'low-rank' if item.ranks else 'as they were'})")
+            words.append(f"({item.text} {item.how})")
         elif isinstance(item, LeftOut):
             words.append(f"(no {item.text})")
         else:
@@ -118,8 +125,8 @@ def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
 
 
 def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:
-    """How many layers of the same ranks begin here, without one between them that is left out."""
-    layers, ranks = 0, _ranks(nodes[at : at + steps_per_layer])
+    """How many layers of the same sizes begin here, without one between them that is left out."""
+    layers, sizes = 0, _sizes(nodes[at : at + steps_per_layer])
     while True:
         start = at + layers * steps_per_layer
         end = start + steps_per_layer
@@ -127,15 +134,15 @@ def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_l
         here = Program(tuple(nodes[start:end]))
         if not same.issuperset(range(start, end)) or here.whole().nodes != layer_nodes(layer, steps_per_layer):
             return layers
-        if _ranks(here.nodes) != ranks:
+        if _sizes(here.nodes) != sizes:
             return layers
         if end < len(nodes) and _is_late(nodes[end]):
             return layers  # what reads in front of a plus needs it to be seen
         layers += 1
 
 
-def _ranks(nodes: Sequence[Node]) -> tuple[tuple[str, int], ...]:
-    return tuple(entry for node in nodes for sublayer in _sublayers(node) for entry in sublayer.ranks)
+def _sizes(nodes: Sequence[Node]) -> tuple[tuple[str, int], ...]:
+    return tuple(entry for node in nodes for sublayer in _sublayers(node) for entry in sublayer.sizes)
 
 
 def _is_late(node: Node) -> bool:

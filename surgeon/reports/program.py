@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
-from surgeon.checkpoint.ranks import ranks_text
-from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer, steps_of
+from surgeon.checkpoint.sizes import sizes_text
+from surgeon.language.program import ATTENTION, UNITS, Fork, Node, Program, Step, Sublayer, steps_of
 from surgeon.processes.files import whole_file
 from surgeon.reports.outline import Item, LayersInOrder, LeftOut, Same, outline
 
@@ -112,15 +112,15 @@ def _stack(item: Item) -> float:
 
 
 def _box_height(sublayer: Sublayer) -> float:
-    return _BOX_HEIGHT + len(sublayer.ranks) * _RANK_HEIGHT
+    return _BOX_HEIGHT + len(sublayer.sizes) * _RANK_HEIGHT
 
 
 def _stretch_height(item: LayersInOrder) -> float:
-    return _STRETCH_HEIGHT + len(_rank_lines(item)) * _RANK_HEIGHT
+    return _STRETCH_HEIGHT + len(_size_lines(item)) * _RANK_HEIGHT
 
 
-def _rank_lines(item: LayersInOrder) -> list[str]:
-    return ranks_text(dict(item.ranks)).split("; ") if item.ranks else []
+def _size_lines(item: LayersInOrder) -> list[str]:
+    return sizes_text(dict(item.sizes)).split("; ") if item.sizes else []
 
 
 def _lane(branch: Sequence[Node]) -> float:
@@ -169,10 +169,10 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
             plus = end - 0.1
             _draw_fork(axes, item, (x + 0.1, plus), y)
         elif isinstance(item, LayersInOrder):
-            how, fill = ("low-rank", _LOW_RANK) if item.ranks else ("as they were", _UNCHANGED)
-            below = _rank_lines(item)
+            fill = _LOW_RANK if item.sizes else _UNCHANGED
+            below = _size_lines(item)
             span = (x + 0.12, end - 0.12)
-            _box(axes, span, y, _stretch_height(item), fill, f"{item.text}\n{how}", "#444444", below)
+            _box(axes, span, y, _stretch_height(item), fill, f"{item.text}\n{item.how}", "#444444", below)
         else:
             axes.plot(
                 [(x + end) / 2] * 2, [y - 0.12, y + 0.32], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), linewidth=1.2
@@ -196,8 +196,8 @@ def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side
         axes.plot([read, plus], [center, center], color=color, linewidth=1.1, zorder=1)
         strong = _ATTENTION if sublayer.kind == ATTENTION else _FEED_FORWARD
         fill, text = (_PALE[strong], "#333333") if pale else (strong, "white")
-        name, ranks = str(replace(sublayer, ranks=())), [f"{role} {rank}" for role, rank in sublayer.ranks]
-        _box(axes, (left, right), center, _box_height(sublayer), fill, name, text, ranks)
+        name, sizes = str(replace(sublayer, ranks=(), width=None)), [f"{what} {size}" for what, size in sublayer.sizes]
+        _box(axes, (left, right), center, _box_height(sublayer), fill, name, text, sizes)
     _plus(axes, plus, y)
 
 
@@ -258,8 +258,12 @@ def _legend(axes: Axes, rows: Sequence[Sequence[Item]], y: float) -> None:
     ]
     items = [item for row in rows for item in row]
     nodes = tuple(item for item in items if isinstance(item, Step | Fork))
-    if any(isinstance(item, LayersInOrder) and item.ranks for item in items):
-        handles.append(Patch(facecolor=_LOW_RANK, label="two factors in place of matrices, of these ranks"))
+    less = {name for item in items if isinstance(item, LayersInOrder) for name, _ in item.sizes}
+    if less:
+        label = "two factors in place of matrices, of these ranks"
+        if not less.isdisjoint(UNITS.values()):
+            label = "fewer heads or neurons" + ("" if less <= {*UNITS.values()} else ", and factors of these ranks")
+        handles.append(Patch(facecolor=_LOW_RANK, label=label))
     if any(step.late for step in steps_of(nodes)):
         handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
     if any(isinstance(item, LeftOut) for item in items):

@@ -18,8 +18,8 @@ from surgeon.checkpoint.belongings import FileKind, kind_of
 from surgeon.checkpoint.companions import companions_in, left_behind, names_in
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
-from surgeon.checkpoint.ranks import rank_lines
 from surgeon.checkpoint.read import DEMO
+from surgeon.checkpoint.sizes import size_lines
 from surgeon.checkpoint.training import STAGES
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
@@ -184,7 +184,7 @@ def _surgery(found: Surgery) -> dict[str, Any]:
     proof = report.get("proof")
     return {
         "what_it_is": _line(what_it_is),
-        "sizes": [
+        "facts": [
             ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
             ["synchronisations per pass on two tensor-parallel ranks", *syncs],
             ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
@@ -193,7 +193,7 @@ def _surgery(found: Surgery) -> dict[str, Any]:
         "summaries": OPERATIONS,
         "program": _in_lines(program),
         "legend": _legend(program),
-        "ranks": list(rank_lines(program)),
+        "sizes": list(size_lines(program)),
         "proof": proof if isinstance(proof, dict) else None,
         "differ": _differ(proof) if isinstance(proof, dict) else "",
         "source_hash": report.get("source", {}).get("model_hash"),

@@ -53,11 +53,11 @@ def test_ranks_are_told_beside_the_programs(surgeon_says: Run, tiny_checkpoint: 
     code, out, err = surgeon_says("diff", tiny_checkpoint, tmp_path / "both.yaml")
     assert (code, err) == (1, "")
     assert "program     layers 0 to 1: as unedited | [A0 A1] [F0 F1]\n" in out
-    assert out.endswith("ranks       layers 1, 3: whole | q, k 6; down 8\n            layer 2: whole | q, k 6\n")
+    assert out.endswith("sizes       layers 1, 3: whole | q, k 6; down 8\n            layer 2: whole | q, k 6\n")
     code, out, _ = surgeon_says("diff", tiny_checkpoint, tmp_path / "ranks.yaml", "--json")
     record = json.loads(out)
     assert (code, record["equal"], record["program"]) == (1, False, [])
-    assert record["ranks"][0] == {"layers": [[1], [3]], "a": "whole", "b": "q, k 6; down 8"}
+    assert record["sizes"][0] == {"layers": [[1], [3]], "a": "whole", "b": "q, k 6; down 8"}
     before, after = record["facts"]["in layers"]
     assert before > after
     assert surgeon_says("diff", tmp_path / "ranks.yaml", tmp_path / "ranks.yaml")[0] == 0

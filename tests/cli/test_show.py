@@ -87,7 +87,7 @@ def test_ranks_and_how_many_parameters_are_left(surgeon_says: Run, tiny_checkpoi
         assert (code, err) == (0, "")
         said = facts(out)
         assert said["program"] == "A0 F0 A1 F1 A2 F2 A3 F3"
-        assert said["ranks"] == "layers 0, 2 to 3: q, k 6; up 7; down 8 layer 1: q, k 6; up 7"
+        assert said["sizes"] == "layers 0, 2 to 3: q, k 6; up 7; down 8 layer 1: q, k 6; up 7"
         share = sizes[0] / sizes[1]
         assert said["parameters"] == f"{sizes[0]:,} of {sizes[1]:,} in the layers' matrices ({share:.1%})"
 

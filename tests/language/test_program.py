@@ -275,7 +275,7 @@ def test_widths_are_part_of_what_a_sublayer_is() -> None:
 
 
 def test_the_same_program_with_whole_matrices() -> None:
-    program = Program.parse("A0@q5 {F0/2:0@up3 | [A1 F1@down2]} >A2~A3@v4")
+    program = Program.parse("A0#2@q5 {F0#6/2:0@up3 | [A1 F1@down2]} >A2~A3@v4")
     assert str(program.whole()) == "A0 {F0/2:0 | [A1 F1]} >A2~A3"
 
 

@@ -22,7 +22,7 @@ def items(program: Program, steps_per_layer: int = 2) -> list[str]:
     found = []
     for item in outline(program, 8, steps_per_layer):
         if isinstance(item, LayersInOrder):
-            found.append(f"{item.first}-{item.last}" + "@" * bool(item.ranks))
+            found.append(f"{item.first}-{item.last}" + "@" * bool(item.sizes))
         elif isinstance(item, Same):
             found.append(f"={item.step}")
         elif isinstance(item, LeftOut):
@@ -59,6 +59,9 @@ def test_in_words_ranks_stand_aside() -> None:
     program = Program.parse("A0@q3 F0 [A1@k2 A2] [F1 F2] A3@q2 F3@up4 A4@q2 F4@up4 A5@q2 F5@up4 A6 F6 A7 F7")
     expected = "A0 F0 [A1 A2] [F1 F2] (layers 3-5 low-rank) A6 F6 A7 F7"
     assert outline_text(program, 8, 2) == expected
+    narrow = Program.parse(" ".join(f"A{k}#2 F{k}@up3" for k in range(8)))
+    assert outline_text(narrow, 8, 2) == "(layers 0-7 narrow, low-rank)"
+    assert outline_text(Program.parse("A0#1 F0 A1#2 F1"), 2, 2) == "A0 F0 A1 F1"
     (stretch,) = (item for item in outline(program, 8, 2) if isinstance(item, LayersInOrder))
     assert stretch == LayersInOrder(3, 5, (("q", 2), ("up", 4)))
 

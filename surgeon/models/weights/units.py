@@ -142,8 +142,8 @@ def magnitudes(kind: str, layer: int, weights: LayerWeights) -> Tensor:
     total = torch.zeros(count, dtype=torch.float64)
     for projection in weights.family.spec(kind).projections:
         matrix = weights.matrix(whole, projection.role).whole().detach()
-        of_features = matrix.double().square().sum(int(projection.reads_stream))
-        total += of_features.cpu().view(count, -1).sum(1)
+        norms = torch.linalg.vector_norm(matrix, dim=int(projection.reads_stream), dtype=torch.float64)
+        total += norms.cpu().square().view(count, -1).sum(1)
     return total
 
 

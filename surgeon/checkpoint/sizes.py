@@ -1,24 +1,25 @@
-"""The ranks of a program in words: of which layers' matrices are two factors, and where two programs differ in that."""
+"""The sizes of a program's sublayers in words: which are narrow or of low rank, and where two programs differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from surgeon.language.program import ROLES, Program
+from surgeon.language.program import ROLES, UNITS, Program
 
 Layer = tuple[tuple[int, ...], int]  # the layers of the unedited model that one comes from, and which copy it is
 WHOLE, ABSENT = "whole", "not there"
-_IN_ORDER = [role for roles in ROLES.values() for role in roles]
+_OF_KIND = {kind: (UNITS[kind], *ROLES[kind]) for kind in ROLES}
+_IN_ORDER = [name for names in _OF_KIND.values() for name in names]
 
 
 @dataclass(frozen=True)
-class RankDifference:
-    """Layers whose ranks differ between two programs in the same way.
+class SizeDifference:
+    """Layers whose sizes differ between two programs in the same way.
 
     Attributes:
         layers: of the sublayers; several in one where their weights are averaged.
-        a, b: the ranks, in words.
+        a, b: the sizes, in words.
     """
 
     layers: tuple[tuple[int, ...], ...]
@@ -31,8 +32,8 @@ class RankDifference:
         return layers_text([(layer, 0) for layer in self.layers])
 
 
-def rank_lines(program: Program) -> list[str]:
-    """A line for every group of layers with the same ranks, "layers 2 to 5: q, o 38; up 55"; whole ones have none."""
+def size_lines(program: Program) -> list[str]:
+    """A line for every group of layers of the same sizes, "layers 2 to 5: KV groups 3; up 55"; whole ones have none."""
     groups: dict[str, list[Layer]] = {}
     for layers, text in sorted(_by_layers(program).items()):
         if text != WHOLE:
@@ -40,23 +41,23 @@ def rank_lines(program: Program) -> list[str]:
     return [f"{layers_text(layers)}: {text}" for text, layers in groups.items()]
 
 
-def rank_differences(a: Program, b: Program) -> list[RankDifference]:
-    """Where the ranks of two programs differ; layers that only one of them has are told if they have ranks there."""
+def size_differences(a: Program, b: Program) -> list[SizeDifference]:
+    """Where the sizes of two programs differ; layers that only one of them has are told if they are less than whole."""
     first, second = _by_layers(a), _by_layers(b)
     groups: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     for layers in sorted(first.keys() | second.keys()):
         pair = first.get(layers, ABSENT), second.get(layers, ABSENT)
         if len({*pair, WHOLE, ABSENT}) > 2 and pair[0] != pair[1]:
             groups.setdefault(pair, []).append(layers)
-    return [RankDifference(tuple(layers), *pair) for pair, layers in groups.items()]
+    return [SizeDifference(tuple(layers), *pair) for pair, layers in groups.items()]
 
 
-def ranks_text(ranks: Mapping[str, str | int]) -> str:
-    """Ranks by role, in words, equal ones together: "q, o 38; k, v 25"."""
-    groups: dict[str, list[str]] = {}
-    for role in sorted(ranks, key=_IN_ORDER.index):
-        groups.setdefault(str(ranks[role]), []).append(role)
-    return "; ".join(f"{', '.join(roles)} {rank}" for rank, roles in groups.items())
+def sizes_text(sizes: Mapping[str, str | int]) -> str:
+    """Widths and ranks by name, in words, equal ranks together: "KV groups 3; q, o 38; k, v 25"."""
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in sorted(sizes, key=_IN_ORDER.index):
+        groups.setdefault((str(sizes[name]), name in UNITS.values()), []).append(name)
+    return "; ".join(f"{', '.join(names)} {size}" for (size, _), names in groups.items())
 
 
 def layers_text(layers: Iterable[Layer]) -> str:
@@ -78,14 +79,14 @@ def _one(layer: Layer) -> str:
 
 
 def _by_layers(program: Program) -> dict[tuple[int, ...], str]:
-    """The ranks in words, by the layers of the sublayers; of a matrix that occurs with several ranks, all of them."""
+    """The sizes in words, by the layers of the sublayers; of what occurs in several sizes, all of them."""
     found: dict[tuple[int, ...], dict[str, dict[str, None]]] = {}
     for sublayer in program.sublayers():
-        by_role = found.setdefault(sublayer.layers, {})
-        for role in ROLES[sublayer.kind]:
-            by_role.setdefault(role, {})[str(sublayer.rank(role) or WHOLE)] = None
+        by_name, sizes = found.setdefault(sublayer.layers, {}), dict(sublayer.sizes)
+        for name in _OF_KIND[sublayer.kind]:
+            by_name.setdefault(name, {})[str(sizes.get(name) or WHOLE)] = None
     texts = {}
-    for layers, by_role in found.items():
-        factored = {role: " or ".join(ranks) for role, ranks in by_role.items() if [*ranks] != [WHOLE]}
-        texts[layers] = ranks_text(factored) or WHOLE
+    for layers, by_name in found.items():
+        less = {name: " or ".join(sizes) for name, sizes in by_name.items() if [*sizes] != [WHOLE]}
+        texts[layers] = sizes_text(less) or WHOLE
     return texts

@@ -1,10 +1,10 @@
-"""Ranks in words, and where those of two programs differ."""
+"""Widths and ranks in words, and where those of two programs differ."""
 
 from __future__ import annotations
 
 import pytest
 
-from surgeon.checkpoint.ranks import RankDifference, layers_text, rank_differences, rank_lines
+from surgeon.checkpoint.sizes import SizeDifference, layers_text, size_differences, size_lines
 from surgeon.language.program import Program
 
 
@@ -17,6 +17,8 @@ from surgeon.language.program import Program
         ("F1@up3 {A0@k2 A1 | A2/2:0@k2}", ["layers 0, 2: k 2", "layer 1: up 3"]),
         ("A0~A1@v4 F0~F1 A2~A3@v4 F2@up4", ["layers 0+1 to 2+3: v 4", "layer 2: up 4"]),
         ("A0@q5 A0 F0@up2 F0@up3", ["layer 0: q 5 or whole; up 2 or 3"]),
+        ("A0#3@q3 F0#40 A1#3@q3 F1#40 A2 F2#3", ["layers 0 to 1: KV groups 3; q 3; neurons 40", "layer 2: neurons 3"]),
+        ("A0#3 A0", ["layer 0: KV groups 3 or whole"]),
         (
             " ".join(f"A{k}@q{8 + k % 2}" for k in range(12)),
             ["layers 0, 2, 4, 6, 8, 10: q 8", "layers 1, 3, 5, 7, 9, 11: q 9"],
@@ -24,7 +26,7 @@ from surgeon.language.program import Program
     ],
 )
 def test_equal_ranks_are_said_once(program: str, lines: list[str]) -> None:
-    assert rank_lines(Program.parse(program)) == lines
+    assert size_lines(Program.parse(program)) == lines
 
 
 @pytest.mark.parametrize(
@@ -33,15 +35,16 @@ def test_equal_ranks_are_said_once(program: str, lines: list[str]) -> None:
         ("A0@q5 F0", "A0@q5 F0", []),
         ("A0 F0 A1 F1", "A0 F0 A1", []),  # a layer that is not there is no difference of ranks if it was whole
         ("A0 F0 A1 A2", "A0@q5 F0 A1@q5 A2@q6", [([(0,), (1,)], "whole", "q 5"), ([(2,)], "whole", "q 6")]),
+        ("A0#2 F0", "A0 F0#9@up3", [([(0,)], "KV groups 2", "neurons 9; up 3")]),
         ("A0@q5,k4", "F0@up3 A0@k4", [([(0,)], "q 5; k 4", "k 4; up 3")]),
         ("A0 A1@q5", "A0", [([(1,)], "q 5", "not there")]),
         ("A0@q5 A1@q5", "A0~A1@q5", [([(0,), (1,)], "q 5", "not there"), ([(0, 1)], "not there", "q 5")]),
     ],
 )
 def test_differences(a: str, b: str, expected: list[tuple[list[tuple[int, ...]], str, str]]) -> None:
-    found = rank_differences(Program.parse(a), Program.parse(b))
+    found = size_differences(Program.parse(a), Program.parse(b))
     assert sorted(found, key=lambda one: one.layers) == sorted(
-        (RankDifference(tuple(layers), *texts) for layers, *texts in expected), key=lambda one: one.layers
+        (SizeDifference(tuple(layers), *texts) for layers, *texts in expected), key=lambda one: one.layers
     )
 
 
