@@ -71,7 +71,10 @@ PROGRAMS = {
     "tracks of one-step layers": str(tracks(Program.dense(4, 1), range(1, 4), count=2, depth=3)),
     "desync": str(desync(DENSE, range(1, 4), count=2)),
     "fused attention and MLP": str(fuse_attention_mlp(DENSE, range(1, 3))),
+    "narrow": "A0 F0#20 [A1#2 A2#2] [F1#12 F2] >A3 >F3#4",
+    "one KV group of two": "[A0#1 A1#1] [F0#20 F1#8] {A2#1 F2 | A3 F3#28}",
 }
+GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
@@ -80,6 +83,7 @@ CASES = [
     for family in OVERRIDES
     for name in (SHORT_LIST if family in SHORT else PROGRAMS)
     if family != "gemma2" or "/" not in PROGRAMS[name]  # its sublayers cannot be sliced
+    if family in GROUPED or name != "one KV group of two"  # whose heads are two, for two ranks
 ]
 WAYS = [(1, "shm"), (2, "shm"), (4, "shm"), (2, "gloo"), (4, "gloo")]
 
