@@ -21,7 +21,15 @@ from tests.cost.examples import hardware, shapes
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "opt", "qwen3", "phi3"])
-@pytest.mark.parametrize(("program", "ranks"), [("A0 F0 [A1 A2] [F1 F2]", 2), ("A0@q8,k4,v4,o8 F0~F1 A1/2:0", 1)])
+@pytest.mark.parametrize(
+    ("program", "ranks"),
+    [
+        ("A0 F0 [A1 A2] [F1 F2]", 2),
+        ("A0@q8,k4,v4,o8 F0~F1 A1/2:0", 1),
+        ("[A0#2 A1#1] F0#12 F1#20@up5", 2),
+        ("A0#1 F0#40/2:1", 1),
+    ],
+)
 def test_a_configuration_says_what_a_checkpoint_does(
     family: str, program: str, ranks: int, tiny_model: Callable[..., Any], tmp_path: Path
 ) -> None:

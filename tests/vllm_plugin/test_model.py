@@ -15,7 +15,7 @@ from torch import Tensor
 import surgeon
 from surgeon.models.families import FAMILIES
 from surgeon.training.scratch.tracks import track_program
-from tests.checkpoint.helpers import plain_logits, relative_error
+from tests.checkpoint.helpers import plain_logits, relative_error, run_export
 from tests.stored import configure, with_head_only, with_own_head
 from tests.tiny_models import VOCABULARY, tiny_model
 from tests.vllm_plugin import fake_vllm
@@ -78,6 +78,17 @@ def test_logits(family: str, build: Build, tmp_path: Path) -> None:
     program = WHOLE if family == "gemma2" else SLICED
     expected = plain_logits(save(tmp_path, family, program), program, IDS)
     assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_narrow_layers(family: str, build: Build, tmp_path: Path) -> None:
+    program = "A0 F0#20 >A1#1 >F1 A2 F2 A3#1 F3#5"
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "source")
+    run_export(tmp_path / "source", tmp_path / "narrow", program)
+    built = build(tmp_path / "narrow")
+    assert relative_error(logits([built]), plain_logits(model, program, IDS)) < 1e-4
+    assert [slot.kv_heads for slot in built.slots] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
