@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,22 +24,30 @@ from transformers import PreTrainedModel
 from surgeon.analysis.factors.gradients import summed_gradients
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, matrices_in
+from surgeon.language.operations.width import Criterion
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, WRITING, Program, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
-from surgeon.models.weights import ModelWeights
+from surgeon.models.weights import ModelWeights, ScoredUnits
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
 
-Criterion = Literal["activation", "taylor", "wanda"]
 Part = tuple[str, int]  # a layer's attention or feed-forward: (kind, layer)
 Importance = dict[Part, Tensor]  # of each unit, (KV groups,) or (neurons,), float64
 
 WRITES = {ATTENTION: "o", FEED_FORWARD: "down"}
 JOURNAL, GRADIENTS = "importance.jsonl", "importance.gradients.safetensors"
+
+
+def scored_units(
+    model: PreTrainedModel, wanted: Mapping[Part, Criterion], windows: Windows, folder: Path | None = None, **more: Any
+) -> dict[Part, ScoredUnits]:
+    """What says which units are kept where they are chosen by importance; arguments and errors as `unit_importance`."""
+    found = unit_importance(model, wanted, windows, folder, **more) if wanted else {}
+    return {part: ScoredUnits(values, wanted[part]) for part, values in found.items()}
 
 
 def unit_importance(

@@ -95,7 +95,7 @@ def edit(
             plan = plan_factors(program, original)
             if plan.is_calibrated:
                 raise ValueError(
-                    f"{program.source}: its factors go by a text, and a loaded model gets those of the matrices alone; "
+                    f"{program.source}: its factors or units go by a text, and a loaded model gets those of weights; "
                     "edit a model that is open, and evaluate or export that, or give factors"
                 )
             factors = plan.source

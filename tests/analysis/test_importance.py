@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from surgeon.analysis import importance as importance_module
 from surgeon.analysis.engine import memory
-from surgeon.analysis.importance import Criterion, unit_importance
+from surgeon.analysis.importance import unit_importance
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed
+from surgeon.language.operations.width import Criterion
 from surgeon.language.program import ROLES, Program
 from surgeon.models.edit import edit
 from surgeon.opened import open_model

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.operations.lowrank import Calibration, Method
+from surgeon.language.operations.width import CRITERIA, Criterion
 from surgeon.language.program import ATTENTION, Program
 from surgeon.language.recipe import Recipe
 from surgeon.models.weights import ListedUnits, Magnitude, RandomUnits, UnitsByLayer, UnitSource
 from surgeon.models.weights.decompose import ALPHA, NEEDS
 from surgeon.opened import Model
+
+WAYS = ("sequential", "update")  # in which factors go by a text
+_TEXT = tuple(Calibration.__annotations__.keys() - set(WAYS))  # which text that is
 
 
 @dataclass(frozen=True)
@@ -39,18 +43,25 @@ class FactorPlan:
     Attributes:
         makings: of every matrix that the program has a rank for.
         calibration: the text that they go by; empty if none does.
-        units: of every narrowed sublayer whose units do not follow from its weights, by kind and layer.
+        units: of narrowed sublayers that are told their units otherwise than by weights or text, by kind and layer.
+        importance: by what those whose units go by text choose them, likewise.
     """
 
     program: Program
     makings: Mapping[Matrix, Making]
     calibration: Calibration = field(default_factory=Calibration)
     units: Mapping[tuple[str, int], UnitSource] = field(default_factory=dict)
+    importance: Mapping[tuple[str, int], Criterion] = field(default_factory=dict)
+
+    @property
+    def has_calibrated_factors(self) -> bool:
+        """Whether some factors go by text."""
+        return any(making.is_calibrated for making in self.makings.values())
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether some factors go by text."""
-        return any(making.is_calibrated for making in self.makings.values())
+        """Whether some factors, or the choice of some units, go by text."""
+        return bool(self.importance) or self.has_calibrated_factors
 
     @property
     def is_of_weights(self) -> bool:
@@ -71,8 +82,9 @@ class FactorPlan:
     def to_json(self) -> dict[str, Any]:
         """What the values of the factors follow from, beside the model and the text."""
         methods = {str(matrix): [making.method, making.alpha] for matrix, making in sorted(self.makings.items())}
-        ways = {name: self.calibration.get(name, False) for name in ("sequential", "update")}
-        units = {f"{kind}{layer}": str(source) for (kind, layer), source in sorted(self.units.items())}
+        ways = {name: self.calibration.get(name, False) for name in WAYS}
+        chosen = sorted({**self.units, **self.importance}.items())
+        units = {f"{kind}{layer}": str(by) for (kind, layer), by in chosen}
         return {"program": str(self.program), "methods": methods, **ways, **({"units": units} if units else {})}
 
 
@@ -85,33 +97,45 @@ def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
     program = model.program
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
-    units: dict[tuple[str, int], UnitSource] = {}
+    has_factors = False
+    units: dict[tuple[str, int], UnitSource | Criterion] = dict.fromkeys(_narrowed(program), Magnitude())
     for operation, program in recipe.steps(model.program, model.family.layer_shapes(model.config), model.own):
         making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
         ranked = ((one.kind, one.layers, role) for one in program.sublayers() for role, _ in one.ranks)
         new = {key for key in ranked if key not in by_rank}
         by_rank |= dict.fromkeys(new, making)
-        narrow = {one.parts[0] for one in program.sublayers() if one.width is not None}
-        units |= {part: _unit_source(part[0], operation.parameters) for part in narrow - units.keys()}
-        if new and making.is_calibrated:
+        chosen = {part: _choice(part[0], operation.parameters) for part in _narrowed(program) - units.keys()}
+        units |= chosen
+        if (new and making.is_calibrated) or any(isinstance(by, str) for by in chosen.values()):
             given: Calibration = operation.parameters.get("calibration") or Calibration()
-            if calibration is not None and calibration != given:
+            # How factors go by the text is nothing to units.
+            ways = WAYS if making.is_calibrated and has_factors else ()
+            if calibration is not None and any(calibration.get(key) != given.get(key) for key in (*_TEXT, *ways)):
                 raise ValueError(
                     f"{recipe.source}:{operation.line}: {operation.name}: calibration is another than that of an "
-                    "earlier entry; factors are made in one walk through the model, so give all entries the same"
+                    "earlier entry; what goes by a text goes by the same one, so give all entries the same"
                 )
-            calibration = given
+            calibration = {**(calibration or {}), **given}
+            has_factors |= making.is_calibrated
     makings = {
         Matrix(replace(sublayer, piece=None), role): by_rank[sublayer.kind, sublayer.layers, role]
         for sublayer in program.sublayers()
         for role, _ in sublayer.ranks
     }
-    chosen = {part: source for part, source in units.items() if source != Magnitude()}
-    return FactorPlan(program, makings, calibration or Calibration(), chosen)
+    importance = {part: by for part, by in units.items() if isinstance(by, str)}
+    told = {part: by for part, by in units.items() if not isinstance(by, str) and by != Magnitude()}
+    return FactorPlan(program, makings, calibration or Calibration(), told, importance)
 
 
-def _unit_source(kind: str, parameters: Mapping[str, Any]) -> UnitSource:
-    """What says which units an entry of a recipe keeps of a kind."""
+def _narrowed(program: Program) -> set[tuple[str, int]]:
+    return {one.parts[0] for one in program.sublayers() if one.width is not None}
+
+
+def _choice(kind: str, parameters: Mapping[str, Any]) -> UnitSource | Criterion:
+    """What says which units an entry of a recipe keeps of a kind: a source, or a criterion that goes by text."""
     if kind == ATTENTION and isinstance(listed := parameters.get("heads"), list):
         return ListedUnits(tuple(listed))
-    return RandomUnits(parameters.get("seed", 0)) if parameters.get("by") == "random" else Magnitude()
+    by = parameters.get("by", "magnitude")
+    if by in CRITERIA:
+        return cast("Criterion", by)
+    return RandomUnits(parameters.get("seed", 0)) if by == "random" else Magnitude()

@@ -8,7 +8,7 @@ come before those behind them. Inside a fork, all matrices are whole until those
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from surgeon.language.program import WRITING, Node, Step, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, check_layers, program_of
 from surgeon.models.families import family_of
-from surgeon.models.weights import Factors
+from surgeon.models.weights import Factors, UnitsByLayer, UnitSource
 from surgeon.models.weights.decompose import (
     NEEDS,
     Decomposer,
@@ -63,6 +63,7 @@ def make_factors(
     memory: int | None = None,
     record: dict[str, Any] | None = None,
     kept: torch.dtype = torch.float32,
+    units: Mapping[tuple[str, int], UnitSource] | None = None,
 ) -> FactorFolder:
     """Make the factors of all matrices that a program has a rank for, and write them and `factors.json`.
 
@@ -73,6 +74,7 @@ def make_factors(
         memory: a limit in bytes on the memory of the whole process.
         record: provenance to begin `factors.json` with.
         kept: what the factors will be rounded to where they are used; the folder has them in float32.
+        units: what says which units narrowed sublayers have, by kind and layer; by default their weights.
 
     Raises:
         ValueError: if the model runs a program whose weights are those of no layer, or one of its own where a method
@@ -81,6 +83,9 @@ def make_factors(
         OSError: if the folder cannot be written to, or another process is writing to it.
     """
     check_layers(plan.program, model.config.num_hidden_layers)
+    for matrix, making in plan.makings.items():
+        if making.method == "fisher" and matrix.sublayer.width is not None:
+            raise ValueError(f"{matrix}: the method fisher goes by gradients of whole layers; use whitened")
     assert windows is not None or not plan.is_calibrated
     identity = {
         "format": FORMAT,
@@ -98,7 +103,7 @@ def make_factors(
                 "the method fisher goes by gradients through layers one after the other, and the model runs a program "
                 "of its own; use whitened"
             )
-        work = _Work(model, plan, windows, journal, memory, kept)
+        work = _Work(model, plan, windows, journal, memory, kept, units or {})
         if work.missing:
             work.make_missing()
         notes = tuple(notes_on(journal.facts))
@@ -146,10 +151,11 @@ class _Work:
         journal: FactorJournal,
         memory: int | None,
         rounded_to: torch.dtype,
+        units: Mapping[tuple[str, int], UnitSource],
     ) -> None:
         self.model, self.plan, self.windows, self.journal, self.memory = model, plan, windows, journal, memory
         self.rounded_to = rounded_to
-        self.kept = FactorCache(NoSource(), journal.folder)
+        self.kept = FactorCache(UnitsByLayer(units, NoSource()), journal.folder)
         self.sequential = bool(plan.calibration.get("sequential"))
         self.update = bool(plan.calibration.get("update"))
         self.missing = [matrix for matrix in sorted(plan.makings) if not journal.has(matrix)]

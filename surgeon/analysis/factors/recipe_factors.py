@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from surgeon.analysis.factors.factor_plan import FactorPlan, plan_factors
-from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.models.weights import UnitsByLayer
+from surgeon.analysis.factors.factor_plan import WAYS, FactorPlan, plan_factors
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.width import CRITERIA
+from surgeon.models.weights import FactorSource, UnitsByLayer
 from surgeon.opened import EditedModel
 from surgeon.provenance import provenance
 
@@ -42,33 +45,48 @@ def with_factors(
     # What makes them takes a second to import, which most recipes have no use for.
     from surgeon.analysis.factors.calibration import load_recorded, recorded
     from surgeon.analysis.factors.make_factors import make_factors
+    from surgeon.analysis.importance import scored_units
     from surgeon.analysis.subject import load_for_analysis
 
     windows = load_recorded(model, plan.calibration)
-    kept, loaded = kept or model.dtype, load_for_analysis(model, memory)
+    loaded, notes = load_for_analysis(model, memory), list(windows.notes)
     used = recorded(windows, plan.calibration.get("after", 0))
-    for way in ("sequential", "update"):
-        if plan.calibration.get(way):
-            used[way] = True
-    record = provenance(recipe.model, model.hash, calibration_text=used)
-    found = make_factors(loaded, plan, windows, folder, model_hash=model.hash, memory=memory, record=record, kept=kept)
-    for note in (*windows.notes, *found.notes):
+    scored = scored_units(loaded, plan.importance, windows, folder, model_hash=model.hash, memory=memory)
+    units = {**plan.units, **scored}
+    source: FactorSource = UnitsByLayer(units)
+    if plan.has_calibrated_factors:
+        ways = {way: True for way in WAYS if plan.calibration.get(way)}
+        record = provenance(recipe.model, model.hash, calibration_text={**used, **ways})
+        found = make_factors(
+            loaded,
+            plan,
+            windows,
+            folder,
+            model_hash=model.hash,
+            memory=memory,
+            record=record,
+            kept=kept or model.dtype,
+            units=units,
+        )
+        source, notes = found.source, [*notes, *found.notes]
+    for note in notes:
         warnings.warn(note, stacklevel=2)
     # The recipe names the text that was used; a file goes by its bare name, not by where it lies here.
     data = Path(used["data"])
     named = {**used, "data": data.name if data.is_absolute() else str(data)}
-    entries = (
-        replace(entry, parameters={**entry.parameters, "calibration": named})
-        if entry.parameters.get("method", "plain") != "plain"
-        else entry
-        for entry in recipe.operations
-    )
+    entries = (_calibrated(entry, named) for entry in recipe.operations)
     published = replace(recipe, operations=tuple(entries))
     identity = plan.to_json() | {"calibration": windows.digest}
-    source = found.source
-    if plan.units:
-        source = FactorCache(UnitsByLayer(plan.units, source.source), source.folder)
     return replace(edited, recipe=published, factors=source, factors_identity=identity)
+
+
+def _calibrated(entry: AppliedOperation, text: Mapping[str, Any]) -> AppliedOperation:
+    """An entry of a recipe with the text that was used, if it goes by one."""
+    parameters = entry.parameters
+    if parameters.get("method", "plain") == "plain" and parameters.get("by") not in CRITERIA:
+        return entry
+    ways = {way: True for way in WAYS if parameters.get("calibration", {}).get(way)}
+    return replace(entry, parameters={**parameters, "calibration": {**text, **ways}})
 
 
 def with_units(edited: EditedModel, plan: FactorPlan) -> EditedModel:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import floor
-from typing import Literal
+from typing import Literal, get_args
 
 from surgeon.language.operations.base import operation, require_present, show_range
+from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import ATTENTION, FEED_FORWARD, UNITS, LayerShapes, Program, Sublayer, require_width
 
-By = Literal["magnitude", "random"]
+Criterion = Literal["activation", "wanda", "taylor"]  # what goes by text: surgeon.analysis.importance describes them
+By = Literal["magnitude", "random", Criterion]
+CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
 
 @operation(anywhere=True)
@@ -21,6 +24,7 @@ def width(
     neurons: float | int | None = None,
     by: By = "magnitude",  # noqa: ARG001 - this and what follows say which of them, and that is weights
     seed: int = 0,  # noqa: ARG001
+    calibration: Calibration | None = None,  # noqa: ARG001
 ) -> Program:
     """Leave attentions some of their heads, and feed-forwards some of their neurons.
 
@@ -31,8 +35,11 @@ def width(
         heads: how many KV groups each attention keeps: a share of them (0.75; rounded, at least one), a whole number,
             or a list of their numbers. 1 is one group, 1.0 is all.
         neurons: how many neurons each feed-forward keeps: a share, or a whole number.
-        by: which ones are kept: those of the largest weights, or any. Listed KV groups are kept whatever it says.
+        by: which ones are kept: those of the largest weights, some at random, or what a text needs most: by
+            activations (Minitron), by these and the weights behind them (Wanda), or by gradients of the loss
+            (LLM-Pruner's Taylor). Listed KV groups are kept whatever it says.
         seed: of the random choice.
+        calibration: the text.
 
     Raises:
         ValueError: if neither heads nor neurons are given, one is out of range, a sublayer is narrowed already, is an

@@ -82,6 +82,29 @@ class ListedUnits:
 
 
 @dataclass(frozen=True)
+class ScoredUnits:
+    """Those first that have the highest scores; of equal ones those that stand first.
+
+    Attributes:
+        scores: of each unit of a layer, (units,).
+        by: what they are, for those who ask.
+    """
+
+    scores: Tensor = field(compare=False, repr=False)
+    by: str
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """As `UnitSource` has it.
+
+        Raises:
+            ValueError: if the scores are of another number of units.
+        """
+        if len(self.scores) != (count := weights.stored_width(kind, layer)):
+            raise ValueError(f"there are scores of {len(self.scores)} units of {kind}{layer}, which has {count}")
+        return descending(self.scores)
+
+
+@dataclass(frozen=True)
 class UnitsByLayer:
     """A source of units for each of some layers, and what another source has of everything else.
 
@@ -100,36 +123,6 @@ class UnitsByLayer:
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """As the source has them."""
         return self.source.factors(sublayer, role, matrix)
-
-
-@dataclass(frozen=True)
-class ScoredUnits:
-    """Those first that have the highest scores, and what another source has of everything else.
-
-    Attributes:
-        scores: of each unit, (units,), by kind and layer.
-        source: of factors; and of the order of layers without scores, if it knows one, else by their weights.
-    """
-
-    scores: Mapping[tuple[str, int], Tensor]
-    source: FactorSource = field(default_factory=TruncatedSVD)
-
-    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """Those of the other source."""
-        return self.source.factors(sublayer, role, matrix)
-
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
-        """As `UnitSource` has it; equal ones in the order in which they stand.
-
-        Raises:
-            ValueError: if the scores are of another number of units.
-        """
-        scores = self.scores.get((kind, layer))
-        if scores is None:
-            return unit_source(self.source).order(kind, layer, weights)
-        if len(scores) != (count := weights.stored_width(kind, layer)):
-            raise ValueError(f"there are scores of {len(scores)} units of {kind}{layer}, which has {count}")
-        return descending(scores)
 
 
 def magnitudes(kind: str, layer: int, weights: LayerWeights) -> Tensor:

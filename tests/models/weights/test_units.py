@@ -20,6 +20,7 @@ from surgeon.models.weights import (
     NamedTensors,
     ScoredUnits,
     TruncatedSVD,
+    UnitsByLayer,
 )
 from surgeon.models.weights.units import LayerWeights
 
@@ -85,15 +86,17 @@ def test_a_source_may_know_better(llama: Any) -> None:
 
 
 def test_scores_say_which_are_kept(llama: Any) -> None:
-    """Of equal ones those that stand first; layers without scores go by the other source, factors, too."""
-    weights = seen(llama, ScoredUnits({("A", 0): torch.tensor([1.0, 3, 2, 3])}, LastFirst()))
+    """Of equal ones those that stand first; layers without scores go by their weights."""
+    source = UnitsByLayer({("A", 0): ScoredUnits(torch.tensor([1.0, 3, 2, 3]), "taste")}, TruncatedSVD())
+    weights = seen(llama, source)
     assert [weights.kept_units(sublayer(f"A0#{count}")).tolist() for count in (1, 2, 3)] == [[1], [1, 3], [1, 2, 3]]
-    assert weights.kept_units(sublayer("A1#2")).tolist() == [2, 3]
-    whole = weights.sublayer(sublayer("A0#2"))["q.weight"]
+    by_weights = seen(llama).kept_units(sublayer("A1#2"))
+    assert weights.kept_units(sublayer("A1#2")).tolist() == by_weights.tolist()
     found = weights.sublayer(sublayer("A0#2@q16"))
+    whole = weights.sublayer(sublayer("A0#2"))["q.weight"]
     torch.testing.assert_close(found["q.second.weight"] @ found["q.first.weight"], whole)
     with pytest.raises(ValueError, match="scores of 3 units of F1, which has 48"):
-        seen(llama, ScoredUnits({("F", 1): torch.ones(3)})).kept_units(sublayer("F1#2"))
+        seen(llama, UnitsByLayer({("F", 1): ScoredUnits(torch.ones(3), "taste")})).kept_units(sublayer("F1#2"))
 
 
 def test_factors_are_of_what_is_left(llama: Any) -> None:
