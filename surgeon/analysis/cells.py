@@ -188,13 +188,13 @@ def selected_cells(
             varied: dict[str, Any] = {} if heatmap.varied is None else {heatmap.varied: value}
             apply = partial(heatmap, layers=layers, shapes=shapes, **varied)
             changes = [partial(apply, seed=one) for one in seeds] if heatmap.seeded else [apply]
+            start = program or Program.dense(num_layers, steps_per_layer)
             if program is None:
-                dense = Program.dense(num_layers, steps_per_layer)
-                programs = [change(dense) for change in changes]
+                programs = [change(start) for change in changes]
             else:
                 found = (changed_within(program, layers, steps_per_layer, change) for change in changes)
                 programs = [one for one in found if one is not None]
-            if programs:
+            if programs and (value is None or programs[0] != start):  # a value may come to what there is
                 cell = Cell(name, layers.start, layers.stop - 1, tuple(programs), value=value)
                 cells.append(replace(cell, seeds=seeds) if heatmap.seeded else cell)
     if program is not None and not cells:

@@ -12,7 +12,7 @@ A KV group is a KV head with all query heads that share it. With X the inputs of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 from surgeon.analysis.factors.gradients import summed_gradients
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, matrices_in
-from surgeon.language.operations.width import Criterion
+from surgeon.language.operations.width import USUAL, Criterion
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, WRITING, Program, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
-from surgeon.models.weights import ModelWeights, ScoredUnits
+from surgeon.models.weights import ModelWeights, ScoredUnits, TruncatedSVD, UnitsByLayer
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
@@ -48,6 +48,19 @@ def scored_units(
     """What says which units are kept where they are chosen by importance; arguments and errors as `unit_importance`."""
     found = unit_importance(model, wanted, windows, folder, **more) if wanted else {}
     return {part: ScoredUnits(values, wanted[part]) for part, values in found.items()}
+
+
+def most_important(
+    model: PreTrainedModel, programs: Iterable[Program], windows: Windows, folder: Path | None = None, **more: Any
+) -> UnitsByLayer | None:
+    """What says which units programs keep that are measured on a text: those that matter most on it, by Wanda.
+
+    None where no program has a narrowed sublayer. Other arguments and errors as `unit_importance`.
+    """
+    sublayers = (one for program in programs for one in program.sublayers())
+    narrowed = {one.parts[0] for one in sublayers if one.width is not None}
+    scored = scored_units(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
+    return UnitsByLayer(scored, TruncatedSVD(remembers=True)) if scored else None
 
 
 def unit_importance(

@@ -18,6 +18,7 @@ from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import Job, measure_in_workers
+from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject
 from surgeon.analysis.tables import Outcome, cell_values, cells_table, permutations_table
 from surgeon.checkpoint.read import read_json
@@ -26,6 +27,7 @@ from surgeon.language.program import Program
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
+from surgeon.models.weights import FactorSource
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.summary import Values, perplexity, perplexity_interval
@@ -114,7 +116,9 @@ def scan(
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
         journal.start(at_once, screened)
-        run = _Run(subject, work, at_once, journal, workers, batch)
+        programs, where = work.plan.programs, {"model_hash": subject.opened.hash, "memory": subject.memory}
+        units = most_important(model, programs, windows, folder, **where)
+        run = _Run(subject, work, at_once, journal, workers, batch, units)
         outcomes = list(run.outcomes(screened))
         journal.finish(selection)
         asked = selection.to_json()
@@ -203,6 +207,7 @@ class _Run:
     journal: ScanJournal
     workers: int
     batch: int | None
+    units: FactorSource | None
 
     def values(self, program: Program, windows: Sequence[int]) -> tuple[Values, Values]:
         """Negative log-likelihood and divergence of a cell's program, (windows,) each."""
@@ -256,9 +261,10 @@ class _Run:
 
             if self.workers > 1 and others:  # workers measure the unedited model beside others only
                 job = Job(subject.opened.folder, ids, str(dense), tuple(map(str, others)), batch=self.batch)
-                job = replace(job, memory=subject.memory, folder=journal.folder)
+                job = replace(job, memory=subject.memory, folder=journal.folder, factors=self.units)
                 measured = measure_in_workers(job, self.workers, ran)
             else:
                 options = MeasureOptions(self.at_once, is_done, ran, memory=subject.memory, folder=journal.folder)
+                options = replace(options, factors=self.units)
                 measured = measure(subject.model, ids, left, options)
             journal.add_new(measured, windows)

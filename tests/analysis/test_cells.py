@@ -70,10 +70,11 @@ def test_triplets_leave_what_is_over_as_it_is() -> None:
 def test_the_papers_five_unless_others_are_asked_for() -> None:
     assert SCANNED == ("shuffle", "prune", "merge", "parallel", "2-parallel")
     assert check_operations(["all"]) == list(HEATMAPS)
-    assert len(HEATMAPS) == 12
+    assert len(HEATMAPS) == 14
     assert check_operations(["ladder", "all", "lp"]) == list(HEATMAPS)
     assert check_operations(["ladder", "lp", "lp"]) == ["lp", "ladder"]
     assert check_operations(["pair", "lp"]) == ["2-parallel", "3-parallel", "lp"]  # all that the operation has
+    assert check_operations(["width"]) == ["width-heads", "width-neurons"]
     with pytest.raises(ValueError, match="'prune-atention'.*did you mean 'prune-attention'"):
         check_operations(["prune-atention"])
     with pytest.raises(ValueError, match="unknown operation 'x'.*prune-mlp, .*all"):

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import surgeon
 from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells
+from surgeon.analysis.importance import most_important
 from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
 from surgeon.language.operations.shuffle import permutation
 from surgeon.language.program import Program
@@ -30,12 +31,12 @@ from tests.tiny_models import tiny_model
 WINDOWS, TOKENS = 5, 12
 
 
-def plain_loop(model: Any, ids: torch.Tensor, program: Program) -> tuple[float, float]:
+def plain_loop(model: Any, ids: torch.Tensor, program: Program, units: Any = None) -> tuple[float, float]:
     """Perplexity and divergence from the full logits of an edited model."""
     with torch.no_grad():
         original = model(input_ids=ids, use_cache=False).logits[:, :-1]
         if program.nodes:
-            surgeon.edit(model, program)
+            surgeon.edit(model, program, factors=units)
             changed = model(input_ids=ids, use_cache=False).logits[:, :-1]
             surgeon.restore(model)
         else:
@@ -65,11 +66,14 @@ def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Pat
     result = run(tmp_path, windows, model, list(HEATMAPS), seed=3)
     steps = family_of(model.config).steps_per_layer
     cells = scan_cells(list(HEATMAPS), LAYERS, 3, steps, family_of(model.config).layer_shapes(model.config))
-    assert len(result.cells) == len(cells) == 10 * 10 + LAYERS * 5
+    shares = 2 + 4 if family_of(model.config).units(model.config)["kv_heads"] == 2 else 3 + 4  # others come to all
+    assert len(result.cells) == len(cells) == 10 * 10 + LAYERS * (5 + shares)
+    units = most_important(model, [cell.program for cell in cells], windows)
     for row, cell in zip(result.cells.itertuples(index=False), cells, strict=True):
         assert (row.operation, row.first, row.last) == (cell.operation, cell.first, cell.last)
-        assert row.keep == cell.value or (math.isnan(row.keep) and cell.value is None)
-        perplexity, divergence = plain_loop(model, windows.ids, cell.program)
+        given = [value for value in (row.keep, row.heads, row.neurons) if not math.isnan(value)]
+        assert given == ([] if cell.value is None else [cell.value])
+        perplexity, divergence = plain_loop(model, windows.ids, cell.program, units)
         assert row.perplexity == pytest.approx(perplexity, rel=1e-5), cell
         assert row.divergence == pytest.approx(divergence, rel=1e-5, abs=2e-6), cell
     dense = Program.dense(LAYERS, steps)

@@ -28,6 +28,7 @@ from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.subject import load_for_analysis
 from surgeon.language.program import Program
 from surgeon.models.edit import restore
+from surgeon.models.weights import FactorSource
 from surgeon.opened import open_model
 from surgeon.processes.children import when_parent_ends
 from surgeon.quality.head import Quality
@@ -49,6 +50,7 @@ class Job:
         memory: a limit in bytes for this worker.
         batch: at most this many windows are run together; each worker finds what suits it by default.
         folder: for hidden states that do not fit into the memory.
+        factors: as `MeasureOptions` has it.
     """
 
     checkpoint: Path
@@ -60,6 +62,7 @@ class Job:
     memory: int | None = None
     batch: int | None = None
     folder: Path | None = None
+    factors: FactorSource | None = None
 
     @property
     def plan(self) -> SharedPlan:
@@ -163,7 +166,11 @@ def _work(job: Job, messages: Any) -> None:
         model, plan = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device)), job.plan
         at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
         options = MeasureOptions(
-            at_once, ran=lambda amount: messages.put(("ran", amount)), memory=job.memory, folder=job.folder
+            at_once,
+            ran=lambda amount: messages.put(("ran", amount)),
+            memory=job.memory,
+            folder=job.folder,
+            factors=job.factors,
         )
         for measured in measure(model, job.ids, plan, options):
             quality = measured.quality

@@ -7,15 +7,42 @@ from math import floor
 from typing import Literal, get_args
 
 from surgeon.language.operations.base import operation, require_present, show_range
+from surgeon.language.operations.declare import Heatmap
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import ATTENTION, FEED_FORWARD, UNITS, LayerShapes, Program, Sublayer, require_width
 
 Criterion = Literal["activation", "wanda", "taylor"]  # what goes by text: surgeon.analysis.importance describes them
 By = Literal["magnitude", "random", Criterion]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+USUAL: Criterion = "wanda"  # of scans and searches, which have a text
+_BY_TEXT = {"by": USUAL, "seed": 0}
 
 
-@operation(anywhere=True)
+_SHARES = (0.9, 0.75, 0.5, 0.25)
+
+
+@operation(
+    heatmaps={
+        "width-heads": Heatmap(
+            "Width of attention",
+            _BY_TEXT,
+            place=13,
+            varied="heads",
+            values=_SHARES,
+            note="each layer alone, its attention with these shares of its KV groups, those of most importance on the "
+            "text (Wanda)",
+        ),
+        "width-neurons": Heatmap(
+            "Width of MLP",
+            _BY_TEXT,
+            place=14,
+            varied="neurons",
+            values=_SHARES,
+            note="the same for the neurons of its MLP",
+        ),
+    },
+    anywhere=True,
+)
 def width(
     program: Program,
     layers: range,

@@ -71,10 +71,13 @@ def test_the_tables_are_as_they_were_before_operations_declared_them() -> None:
         "prune-mlp",
         "lowrank",
         "repeat",
+        "width-heads",
+        "width-neurons",
     ]
     assert tuple(HEATMAPS)[:5] == SCANNED
     assert [name for name, heatmap in HEATMAPS.items() if heatmap.seeded] == ["shuffle"]
-    assert {name: heatmap.varied for name, heatmap in HEATMAPS.items() if heatmap.varied} == {"lowrank": "keep"}
+    varied = {name: heatmap.varied for name, heatmap in HEATMAPS.items() if heatmap.varied}
+    assert varied == {"lowrank": "keep", "width-heads": "heads", "width-neurons": "neurons"}
     assert {name: heatmap.group for name, heatmap in HEATMAPS.items() if heatmap.curves} == {
         "2-parallel": 2,
         "lp": 2,
