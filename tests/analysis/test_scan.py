@@ -67,7 +67,7 @@ def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Pat
     steps = family_of(model.config).steps_per_layer
     cells = scan_cells(list(HEATMAPS), LAYERS, 3, steps, family_of(model.config).layer_shapes(model.config))
     shares = 2 + 4 if family_of(model.config).units(model.config)["kv_heads"] == 2 else 3 + 4  # others come to all
-    assert len(result.cells) == len(cells) == 10 * 10 + LAYERS * (5 + shares)
+    assert len(result.cells) == len(cells) == 11 * 10 + LAYERS * (5 + shares)
     units = most_important(model, [cell.program for cell in cells], windows)
     for row, cell in zip(result.cells.itertuples(index=False), cells, strict=True):
         assert (row.operation, row.first, row.last) == (cell.operation, cell.first, cell.last)

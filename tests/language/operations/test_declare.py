@@ -188,7 +188,7 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert done.stdout.startswith("shuffle ant-eater ants True True\n")
-    text = " ".join(done.stdout.split())
+    text = " ".join(done.stdout.split()).replace("- ", "-")  # lines end at hyphens, too
     assert "prune-mlp, lowrank (" in text
-    assert ", repeat, ant-eater (eats ants), or all; " in text
+    assert ", ant-eater (eats ants), or all; " in text
     assert "desync, ants, upper-bound" in text
