@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from surgeon.library.report import report
     from surgeon.library.scan import scan
     from surgeon.library.search import search
+    from surgeon.library.search_problem import SearchProblem
     from surgeon.library.sensitivity import sensitivity
     from surgeon.library.serve import serve
     from surgeon.library.similarity import similarity
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
+    from surgeon.searches.samplers import SurgerySampler
     from surgeon.training.distill.distiller import Distillation
     from surgeon.training.model import RackOptions
     from surgeon.training.settings import TrainSettings
@@ -52,8 +54,10 @@ _ELSEWHERE = {
     "Program": "surgeon.language.program",
     "RackOptions": "surgeon.training.model",
     "Recipe": "surgeon.language.recipe",
+    "SearchProblem": "surgeon.library.search_problem",
     "Step": "surgeon.language.program",
     "Sublayer": "surgeon.language.program",
+    "SurgerySampler": "surgeon.searches.samplers",
     "TrainSettings": "surgeon.training.settings",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
@@ -70,8 +74,10 @@ __all__ = [
     "Program",
     "RackOptions",
     "Recipe",
+    "SearchProblem",
     "Step",
     "Sublayer",
+    "SurgerySampler",
     "TrainSettings",
     "__version__",
     "bench",

@@ -1,8 +1,8 @@
-"""A worker of a search that takes no model: what each program costs is made up, and takes a known time.
+"""A worker of a search that takes no model: what each trial costs is made up, and takes a known time.
 
     python -m scripts.search.made_up STORAGE STUDY SECONDS LOG
 
-It writes a line into LOG for every program that it begins to measure.
+It writes a line into LOG for every trial that it begins to measure.
 """
 
 from __future__ import annotations
@@ -11,56 +11,59 @@ import hashlib
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from surgeon.results.edit import Edit, as_choice
-from surgeon.searches.study.rounds import RoundStudy
+from optuna.distributions import IntDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from surgeon.searches.study.shared_study import PROGRAM, SharedStudy, Told
 from surgeon.searches.study.storage import open_storage
-from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
-LAYERS, ROUNDS = 17, 4
-EDITS = [Edit(first, first + 2, "pair", "lp") for first in range(LAYERS - 1)]
+LAYERS, TRIALS, TOGETHER = 12, 60, 3
 
 
-def propose(earlier: Sequence[Trial]) -> list[Proposal]:
-    """All pairs alone; then the best program of all with every further pair, three times."""
-    last = earlier[-1].proposal.level if earlier else 0.0
-    if last == ROUNDS:
-        return []
-    of_last = [trial for trial in earlier if trial.proposal.level == last]
-    best = min(of_last, key=lambda trial: trial.measured.divergence, default=None)
-    base = () if best is None else best.proposal.choice
-    choices = [as_choice([*base, edit]) for edit in EDITS if edit not in base]
-    return [Proposal(", ".join(map(str, choice)), "made up", choice, (last or 0.0) + 1) for choice in choices]
+def key(params: Mapping[str, int]) -> str:
+    """What a trial tries, as text."""
+    return "".join(map(str, params.values()))
 
 
-def divergence(proposal: Proposal) -> float:
-    """A number that follows from the program, and from nothing else."""
-    digest = hashlib.sha256(proposal.key.encode()).digest()
-    return len(proposal.choice) + int.from_bytes(digest[:4], "big") / 2**32
+def ask(stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:
+    """The first ones that nobody has tried, in an order that depends on how many are finished."""
+    tried, found = {key(trial.params) for trial in stored}, list[FrozenTrial]()
+    start = sum(trial.state.is_finished() for trial in stored)
+    for number in range(start, start + 2**LAYERS):
+        params = {f"layer {layer}": number >> layer & 1 for layer in range(LAYERS)}
+        if key(params) not in tried and len(found) < count:
+            kinds = {name: IntDistribution(0, 1) for name in params}
+            known = {PROGRAM: key(params)}
+            found.append(create_trial(state=TrialState.RUNNING, params=params, distributions=kinds, user_attrs=known))
+    return found
 
 
-def open_study(storage: str, name: str) -> RoundStudy:
+def divergence(program: str) -> float:
+    """A number that follows from what is tried, and from nothing else."""
+    return int.from_bytes(hashlib.sha256(program.encode()).digest()[:4], "big") / 2**32
+
+
+def open_study(storage: str, name: str) -> SharedStudy:
     """The study; `storage` as `surgeon search --storage` takes it."""
     opened = open_storage(storage, Path(tempfile.gettempdir()))
-    return RoundStudy(opened, name, {"layers": LAYERS, "rounds": ROUNDS}, EDITS)
+    return SharedStudy(opened, name, {"layers": LAYERS})
 
 
 def main() -> None:
     storage, name, seconds, log = sys.argv[1:]
 
-    def measure(proposals: Sequence[Proposal], _: Sequence[Trial]) -> list[MeasuredProgram]:
+    def measure(taken: Sequence[FrozenTrial], _: Sequence[FrozenTrial]) -> list[Told]:
         with Path(log).open("a") as file:
-            file.writelines(f"{proposal.key}\n" for proposal in proposals)
-        time.sleep(float(seconds) * len(proposals))
-        values = [divergence(proposal) for proposal in proposals]
-        return [MeasuredProgram(value + 10, value, value, value, 100) for value in values]
+            file.writelines(f"{key(trial.params)}\n" for trial in taken)
+        time.sleep(float(seconds) * len(taken))
+        return [Told([divergence(key(trial.params))]) for trial in taken]
 
     study = open_study(storage, name)
-    base = study.shared("base", lambda: time.sleep(float(seconds)) or 7)
-    assert base == 7
-    for _ in study.run(propose, measure, together=3):
+    assert study.kept("base", lambda: time.sleep(float(seconds)) or 7) == 7
+    for _ in study.run(ask, measure, TRIALS, TOGETHER):
         pass
 
 

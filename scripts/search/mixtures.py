@@ -30,6 +30,7 @@ from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.searches.trying import try_programs
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,7 @@ class Known:
         numbers = {edit: number for number, edit in enumerate(self.mixture.edits)}
         terms = self.terms.of([numbers[edit] for edit in mixture.edits])
         question = Question(settings, mixture, SearchBudget(settings.limits, self.pricing), self.original)
-        searching, found = Search(question, terms, self.evaluator, trials), list[Trial]()
-        while proposals := searching.propose(found):
-            measured = searching.measure(proposals, list(found))
-            pairs = zip(proposals, measured, strict=True)
-            found += [Trial(number, *pair) for number, pair in enumerate(pairs, start=len(found))]
+        found = try_programs(Search(question, self.evaluator, terms), trials)
         return min(found, key=question.cost, default=None)
 
 

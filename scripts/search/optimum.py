@@ -37,6 +37,7 @@ from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import Trial
+from surgeon.searches.trying import try_programs
 
 TRIALS = (30, 60, 120)
 ENUMERATED = 16  # layers, up to which all choices are measured
@@ -137,13 +138,7 @@ def _search(known: Measured, depth: int) -> list[Trial]:
     original = known.evaluator.measure([dense])[dense]
     settings = SearchSettings("pair", f"depth={depth}")
     question = Question(settings, known.mixture, SearchBudget(settings.limits, pricing), original)
-    searching = Search(question, known.terms, known.evaluator, max(TRIALS))
-    trials: list[Trial] = []
-    while proposals := searching.propose(trials):
-        measured = searching.measure(proposals, list(trials))
-        found = zip(proposals, measured, strict=True)
-        trials += [Trial(number, *one) for number, one in enumerate(found, start=len(trials))]
-    return trials
+    return [*try_programs(Search(question, known.evaluator, known.terms), max(TRIALS))]
 
 
 def _windows(known: Measured, depth: int) -> float:

@@ -82,6 +82,15 @@ class SearchQuestion:
             "by commas give a Pareto front, and so does a cost without a limit of quality.",
         ),
     ] = "divergence"
+    sampler: Annotated[
+        str,
+        typer.Option(
+            "--sampler",
+            help="Who proposes programs: surgeon, from what every edit does alone and from all trials; or one of "
+            "Optuna's on the same parameters and constraints: tpe, gp, cmaes, nsga2, random.",
+        ),
+    ] = "surgeon"
+    seed: Annotated[int, typer.Option("--seed", help="For Optuna's samplers.")] = 0
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,14 @@ from surgeon.searches.results import (
     trials_table,
     write_front,
 )
-from surgeon.searches.search import BATCH, Search
-from surgeon.searches.study.rounds import RoundStudy
+from surgeon.searches.samplers import SURGEON, require_sampler
+from surgeon.searches.search import Search
+from surgeon.searches.study.shared_study import FINISHED, SharedStudy
 from surgeon.searches.study.storage import StudyStorage, open_storage, say_aside
 from surgeon.searches.study.workers import WorkerProcesses, interruptible
-from surgeon.searches.terms import Terms, measure_terms, work_of_terms
+from surgeon.searches.terms import Terms, work_of_terms
 from surgeon.searches.trial import Trial
+from surgeon.searches.trying import try_programs
 from surgeon.searches.winners import RUNNERS_UP, remeasure
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class SearchOptions:
     output: str
     trials: int
     settings: SearchSettings
+    sampler: str
+    seed: int
     tokens: int
     window: int | None
     separator: str | None
@@ -130,6 +134,8 @@ def search(
     prompt: int | None = None,
     new: int | None = None,
     link_delay: str | None = None,
+    sampler: str = SURGEON,
+    seed: int = 0,
     holdout: int | None = None,
     holdout_data: str | Path | None = None,
     heal: int | None = None,
@@ -157,6 +163,8 @@ def search(
             between them; None: how deep is the model really?
         objective: what to make small, several give a front, and so does a cost without a limit of quality.
         ranks, batch, prompt, new, link_delay: what tracks and times are of, as `SearchSettings` has them.
+        sampler: who proposes programs: "surgeon", or one of Optuna's, "tpe", "gp", "cmaes", "nsga2" or "random", with
+            this `seed`, on the same parameters with the same constraints.
         holdout: tokens held out from the search, to measure the winner and the runners-up on again, by default as many
             as are searched on; 0: none.
         holdout_data: text to hold out in the place of what follows in the data.
@@ -172,18 +180,21 @@ def search(
         FileNotFoundError, ValueError: if model, text or storage cannot be used; if what is asked for cannot be had, or
             was not found; or if the study is of something else.
         OSError: if the folder or the storage cannot be written to.
+        ImportError: if the sampler, or the storage, needs a package that is not installed.
     """
     check_counts(trials=trials, heal=heal, workers=workers, ranks=ranks, batch=batch)
     asked = (
-        None if space is None else _as_text("space", space),
-        None if budget is None else _as_text("budget", budget),
-        _as_text("objective", objective),
+        None if space is None else as_text("space", space),
+        None if budget is None else as_text("budget", budget),
+        as_text("objective", objective),
     )
     options = SearchOptions(
         str(data),
         str(output),
         trials,
         SearchSettings(*asked, ranks, batch, prompt, new, link_delay),
+        sampler,
+        seed,
         tokens,
         window,
         separator,
@@ -200,7 +211,7 @@ def search(
     return found
 
 
-def _as_text(name: str, given: str | Sequence[str]) -> str:
+def as_text(name: str, given: str | Sequence[str]) -> str:
     """One or several, as a text with commas."""
     several = [given] if isinstance(given, str) else given
     if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
@@ -219,6 +230,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     opened = model if isinstance(model, Model) else open_model(model, weights=False)
     options = replace(options, settings=options.settings.on(opened))
     settings, healing, output = options.settings, options.healing, Path(options.output)
+    require_sampler(options.sampler, len(settings.recorded))
     mixture, own = settings.mixture(opened), opened.own
     healing.require_layers_in_turn(own)
     budget = None if settings.is_timed_here else settings.priced(mixture)
@@ -244,21 +256,28 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     given = {"model": opened.name, "options": asdict(options)}
     others = WorkerProcesses(1 if worker else options.workers, WORKER, given, output)
     with interruptible(worker), others:
-        study = _open_study(subject, mixture.edits, options, storage)
+        study = _open_study(subject, options, storage)
         if not worker:
-            warn(lost_trials(output, study.name, storage.place, len(study.finished())))
+            finished = [trial for trial in study.trials() if trial.state in FINISHED]
+            warn(lost_trials(output, study.name, storage.place, len(finished)))
         if budget is None:
-            here = study.shared("here", lambda: calibrate(HERE, subject.opened, sorted({1, settings.ranks}), ROUNDS))
+            ranks = sorted({1, settings.ranks})
+            here = study.kept("here", lambda: calibrate(HERE, subject.opened, ranks, ROUNDS), others=bool(worker))
             budget = settings.priced(mixture, parse_hardware(here))
         question = Question(settings, mixture, budget, original)
-        terms = _terms(study, question, evaluator)
-        trials = _try_programs(study, question, terms, evaluator, options.trials)
+        searching = Search(question, evaluator, races=options.sampler == SURGEON)
+        if options.sampler == SURGEON:  # the others do not go by terms
+            searching.known_terms = _terms(study, searching, others=bool(worker))
+        trials = _try_programs(study, searching, options)
     if worker:
         return None
-    tables = {"trials": trials_table(question, trials), "terms": terms_table(question, terms)}
+    tables = {"trials": trials_table(question, trials)}
+    if searching.known_terms is not None:
+        tables["terms"] = terms_table(question, searching.known_terms)
     for name, table in tables.items():  # they are there where no trial keeps the budget, too
         SearchRun.TABLES[name].write(output, table)
-    record = subject.provenance(**asdict(settings), trials=len(trials), study=study.name, storage=storage.place)
+    by = {"sampler": options.sampler} | ({} if options.sampler == SURGEON else {"seed": options.seed})
+    record = subject.provenance(**asdict(settings), **by, trials=len(trials), study=study.name, storage=storage.place)
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
@@ -284,46 +303,47 @@ def _tasks(subject: Subject, objectives: Sequence[Aspect], output: Path) -> Task
     return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output)
 
 
-def _open_study(subject: Subject, edits: Sequence[Any], options: SearchOptions, storage: StudyStorage) -> RoundStudy:
+def _open_study(subject: Subject, options: SearchOptions, storage: StudyStorage) -> SharedStudy:
     """The study in its storage, new or gone on with."""
     known = {"format": FORMAT, "model_hash": subject.opened.hash, "data": subject.windows.digest}
-    known |= asdict(options.settings)
+    known |= {**asdict(options.settings), "sampler": options.sampler, "seed": options.seed}
     name = options.study or DEFAULT_STUDY
     if options.study is None and options.storage is not None:
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         name = f"{DEFAULT_STUDY} {subject.opened.label} {digest[:8]}"
     objectives = tuple(map(str, options.settings.recorded))
-    return RoundStudy(storage, name, known, edits=edits, objectives=objectives, workers=options.workers)
+    return SharedStudy(storage, name, known, objectives, workers=options.workers)
 
 
-def _terms(study: RoundStudy, question: Question, evaluator: Evaluator) -> Terms:
-    """What edits do alone, measured by one worker for all."""
-    mixture = question.mixture
-    programs = [mixture.program((edit,)) for edit in mixture.edits]
+def _terms(study: SharedStudy, searching: Search, others: bool) -> Terms:
+    """What edits do alone, as the study has it.
+
+    Args:
+        others: whether another worker of this machine measures it.
+    """
+    evaluator, programs = searching.evaluator, searching.single_edits
 
     def compute() -> Any:
         with progress(f"search: {len(programs)} single edits", work_of_terms(evaluator, programs), "sublayers") as ran:
             evaluator.ran = ran
-            return measure_terms(evaluator, programs).to_json()
+            return searching.measured_terms().to_json()
 
     try:
-        return Terms.from_json(study.shared("terms", compute))
+        return Terms.from_json(study.kept("terms", compute, others))
     finally:
         evaluator.ran = lambda _: None
 
 
-def _try_programs(
-    study: RoundStudy, question: Question, terms: Terms, evaluator: Evaluator, trials: int
-) -> list[Trial]:
+def _try_programs(study: SharedStudy, searching: Search, options: SearchOptions) -> list[Trial]:
     """Run all trials, with the other workers; those of earlier commands are among what is returned."""
-    searching = Search(question, terms, evaluator, trials)
-    # A study of an earlier version may have programs that are none to this one.
-    earlier = [trial for trial in study.finished() if question.mixture.allows(trial.proposal.choice)]
-    found = {trial.proposal.key: trial for trial in earlier}
+    question = searching.question
+    found = {trial.number: trial for trial in searching.finished(study.trials())}
 
-    with progress("search", trials, "trials", len(found), lambda: question.best_in_words(found.values())) as ran:
-        for trial in study.run(searching.propose, searching.measure, BATCH, question.recorded_costs):
-            found[trial.proposal.key] = trial
+    with progress(
+        "search", options.trials, "trials", len(found), lambda: question.best_in_words(found.values())
+    ) as ran:
+        for trial in try_programs(searching, options.trials, options.sampler, options.seed, study):
+            found[trial.number] = trial
             ran(1)
     return sorted(found.values(), key=lambda trial: trial.number)
 
@@ -373,7 +393,7 @@ def _end(
     text = commented(recipe, question, winner, record)
     found = SearchResult(
         tables["trials"],
-        tables["terms"],
+        tables.get("terms", pd.DataFrame()),
         tables.get("front", pd.DataFrame()),
         quality=quality_table(curves),
         mixing=mixing_table(gains),

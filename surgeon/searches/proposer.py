@@ -71,14 +71,14 @@ class Proposer:
                         found[self._key(choice)] = Proposal(self._key(choice), source, choice, goal.level)
         return [*found.values()]
 
-    def next_round(self, trials: Sequence[Trial], counts: Sequence[int]) -> list[Proposal]:
+    def next_round(self, trials: Sequence[Trial], counts: Sequence[int], running: Iterable[str] = ()) -> list[Proposal]:
         """After some trials: for every goal so many choices that were not tried; fewer if there are no more.
 
         Args:
-            trials: in an order that is the same wherever the search runs.
+            running: keys of what is tried now.
         """
         surrogate = self.surrogate(trials)
-        tried = {trial.proposal.key for trial in trials}
+        tried = {trial.proposal.key for trial in trials}.union(running)
         found: dict[str, Proposal] = {}
         for goal, count in zip(self.goals, counts, strict=True):
             if count:

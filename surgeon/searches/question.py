@@ -12,6 +12,7 @@ from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.within import require_whole_layers
+from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.front import pareto_front
@@ -85,8 +86,9 @@ class SearchSettings:
 
     @property
     def recorded(self) -> tuple[Aspect, ...]:
-        """What a study has of every trial: the objectives but those of which only the best are measured."""
-        return tuple(one for one in self.objectives if one.name != ACCURACY) or (Aspect("divergence"),)
+        """What a study has of every trial: the objectives, but those measured of the best only, and `along`."""
+        measured = tuple(one for one in self.objectives if one.name != ACCURACY) or (Aspect("divergence"),)
+        return tuple(dict.fromkeys([*measured, *self.along]))
 
     @cached_property
     def along(self) -> tuple[Aspect, ...]:
@@ -225,6 +227,15 @@ class Question:
             for cost, levels in self.levels.items()
             for level in levels
         )
+
+    def level(self, program: Program) -> float | None:
+        """Of the first cost that is looked along and that a program lessens, the last level that it comes down to."""
+        for cost, levels in self.levels.items():
+            price = self.budget.pricing.price(cost, program)
+            met = [level for level in levels if price <= level * (1 + 1e-9)]
+            if met:
+                return min(met)
+        return None
 
     @property
     def prices(self) -> Prices:

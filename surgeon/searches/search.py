@@ -1,4 +1,4 @@
-"""A search: rounds of proposals, measured, until there were enough trials.
+"""A search: what is asked of which model, what is tried next, and what a trial comes to.
 
 All spaces together have a proposer, and each space by itself has one as well: what one space can do alone is easier to
 foretell than a mixture, a search of several never does worse than one of them, and it can be said what each gives.
@@ -6,37 +6,73 @@ foretell than a mixture, a search of several never does worse than one of them, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.language.program import Program
 from surgeon.results.edit import Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
+from surgeon.searches.parameters import EditParameters
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.question import Question
-from surgeon.searches.terms import Terms
+from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
-BATCH = 8  # proposals of a round: measured together, and made of the same knowledge
-FIRST = 3  # of the first round, for each goal: one of every kind
+BATCH = 8  # proposals that are made of the same knowledge, and measured together
+FIRST, FIRST_OF_ALL = (
+    3,
+    30,
+)  # of the first round: for each goal, one of every kind; for all of them, where they are many
 MIXTURE = "mixture"
+DIGITS = 9  # of what was measured: further ones may depend on what it was measured together with
+PROGRAM, EDITS, SOURCE, LEVEL, MEASURED = "program", "edits", "source", "level", "measured"  # attributes of trials
+_WORST = 100.0  # of a constraint
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Search:
-    """A search of a model; `propose` and `measure` are what `RoundStudy.run` takes.
+    """A search of a model.
 
     Attributes:
-        terms: of the mixture's edits.
-        trials: how many there are to be.
+        known_terms: of the mixture's edits; None: they are measured when they are asked for.
+        races: whether a program is stopped when it is hopelessly worse than the best so far.
     """
 
     question: Question
-    terms: Terms
     evaluator: Evaluator
-    trials: int
+    known_terms: Terms | None = None
+    races: bool = True
+    # What was worked out before: trials by what is stored of them, the last round, with what was finished then.
+    _trials: dict[tuple[Any, ...], Trial] = field(default_factory=dict, init=False, repr=False)
+    _round: tuple[Any, list[Proposal]] = field(default=((), []), init=False, repr=False)
+
+    @cached_property
+    def terms(self) -> Terms:
+        """What edits do alone."""
+        return self.known_terms or self.measured_terms()
+
+    def measured_terms(self) -> Terms:
+        """The same, measured now."""
+        return measure_terms(self.evaluator, self.single_edits)
+
+    @property
+    def single_edits(self) -> list[Program]:
+        """The program of every edit alone."""
+        mixture = self.question.mixture
+        return [mixture.program((edit,)) for edit in mixture.edits]
+
+    @cached_property
+    def parameters(self) -> EditParameters:
+        """The edits as Optuna knows them."""
+        return EditParameters(self.question.mixture)
 
     @cached_property
     def strands(self) -> dict[str, Proposer]:
@@ -48,48 +84,119 @@ class Search:
         able = {name: proposer for name, proposer in alone.items() if proposer.can_meet}
         return {MIXTURE: self._proposer(mixture), **able}
 
-    def propose(self, earlier: Sequence[Trial]) -> list[Proposal]:
-        """The next round, given all trials of the earlier ones."""
-        left = self.trials - len(earlier)
-        if left <= 0:
-            return []
+    def next_proposal(self, finished: Sequence[Trial], running: Collection[str] = ()) -> Proposal | None:
+        """What to try next; None if nothing is left.
+
+        The first round's proposals come first. Then those of rounds that are made of all that is finished, in turn, of
+        each round as many as are asked for before more is known.
+
+        Args:
+            running: keys of what is being tried: it counts as tried, whatever it will come to.
+        """
+        tried = {trial.proposal.key for trial in finished} | set(running)
+        for proposal in self._first_round:
+            if proposal.key not in tried:
+                return proposal
+        made_of = [(trial.number, trial.proposal.key) for trial in finished]
+        if self._round[0] != made_of:
+            self._round = made_of, self._next_round(finished)
+        found = self._round[1]
+        turn = (len(tried) - len(self._first_round)) % max(1, len(found))
+        fresh = (proposal for proposal in [*found[turn:], *found[:turn]] if proposal.key not in tried)
+        chosen = next(fresh, None)
+        if chosen is None:  # all of the round is given out, and nothing of it finished yet
+            found += (more := self._next_round(finished, running))
+            chosen = next(iter(more), None)
+        return chosen
+
+    @cached_property
+    def _first_round(self) -> list[Proposal]:
+        """A few of each goal: they run on all of the text, and later ones can be raced against them."""
+        goals = sum(len(proposer.goals) for proposer in self.strands.values())
+        count = max(1, min(FIRST, FIRST_OF_ALL // max(1, goals)))
         found: dict[str, Proposal] = {}
-        if not earlier:  # a few of each goal: they run on all of the text, and later ones can be raced against them
-            goals = sum(len(proposer.goals) for proposer in self.strands.values())
-            count = max(1, min(FIRST, self.trials // 2 // max(1, goals)))
-            for proposer in self.strands.values():
-                for proposal in proposer.first_round(count):
-                    found.setdefault(proposal.key, proposal)
-            return [*found.values()][:left]
-        batch, others = min(BATCH, left), len(self.strands) - 1
+        for proposer in self.strands.values():
+            for proposal in proposer.first_round(count):
+                found.setdefault(proposal.key, proposal)
+        return [*found.values()]
+
+    def _next_round(self, finished: Sequence[Trial], running: Collection[str] = ()) -> list[Proposal]:
+        """At most `BATCH` proposals, half of them the mixture's."""
+        found: dict[str, Proposal] = {}
+        others = len(self.strands) - 1
         for name, proposer in self.strands.items():
-            # Half of the trials are the mixture's.
-            share = max(1, batch // 2 // others) if name != MIXTURE and others else batch - batch // 2 * bool(others)
-            trials = [trial for trial in earlier if proposer.knows(trial.proposal.choice)]
-            made = proposer.next_round(trials, self.question.shared_out(proposer.goals, trials, share))
+            share = max(1, BATCH // 2 // others) if name != MIXTURE and others else BATCH - BATCH // 2 * bool(others)
+            trials = [trial for trial in finished if proposer.knows(trial.proposal.choice)]
+            counts = self.question.shared_out(proposer.goals, trials, share)
+            made = proposer.next_round(trials, counts, running)
             if not made:  # these goals are tried out; others may not be
-                made = proposer.next_round(trials, [share] * len(proposer.goals))[:share]
+                made = proposer.next_round(trials, [share] * len(proposer.goals), running)[:share]
             for proposal in made:
                 found.setdefault(proposal.key, proposal)
-        return [*found.values()][:left]
+        return [*found.values()]
+
+    def proposal(self, values: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Proposal:
+        """What a trial tries, by the values of its parameters.
+
+        Args:
+            attributes: of the trial, which may say where it comes from, and for which level.
+        """
+        choice, known = self.parameters.choice(values), attributes or {}
+        program = self.question.mixture.program(choice)
+        level = known[LEVEL] if LEVEL in known else self.question.level(program)
+        return Proposal(str(program), known.get(SOURCE, ""), choice, level)
+
+    def trial(self, stored: FrozenTrial) -> Trial:
+        """A finished trial of a study; of one that another objective measured its first value alone is known."""
+        measured = stored.user_attrs.get(MEASURED) or repr(stored.values)
+        known = stored.number, measured, *stored.params.values()
+        if known not in self._trials:
+            proposal = self.proposal(stored.params, stored.user_attrs)
+            if MEASURED in stored.user_attrs:
+                found = MeasuredProgram.from_json(_rounded(json.loads(measured)))
+            else:
+                value = stored.values[0] if stored.values else math.inf
+                found = MeasuredProgram(value, value, math.nan, math.nan, 0)
+            self._trials[known] = Trial(stored.number, proposal, found)
+        return self._trials[known]
+
+    def finished(self, stored: Sequence[FrozenTrial]) -> list[Trial]:
+        """Of a study's trials those that are finished and say this search's edits, in order."""
+        return [
+            self.trial(one)
+            for one in stored
+            if one.state in FINISHED and self.parameters.edits.keys() <= one.params.keys()
+        ]
 
     def measure(self, proposals: Sequence[Proposal], earlier: Sequence[Trial]) -> list[MeasuredProgram]:
-        """Measure a round's proposals, or some of them, each against the best of its kind so far."""
-        rivals = [self._rival(proposal, earlier) for proposal in proposals]
-        numbers = [None if rival is None else rival.number for rival in rivals]
-        programs = [Program.parse(proposal.key) for proposal in proposals]
-        found: dict[Program, MeasuredProgram] = {}
-        for number, rival in dict(zip(numbers, rivals, strict=True)).items():
-            against = [program for program, other in zip(programs, numbers, strict=True) if other == number]
-            found |= self.evaluator.measure(against, None if rival is None else rival.measured)
-        return [found[program] for program in programs]
+        """Measure some proposals, each against the best of its kind so far; what is known already is not run again."""
+        known = {trial.proposal.key: trial.measured for trial in earlier if trial.measured.whole}
+        fresh = [proposal for proposal in proposals if proposal.key not in known]
+        rivals = {proposal.key: self._rival(proposal, earlier) for proposal in fresh}
+        for rival in {None if rival is None else rival.number: rival for rival in rivals.values()}.values():
+            against = [Program.parse(key) for key, other in rivals.items() if other is rival]
+            measured = self.evaluator.measure(against, None if rival is None else rival.measured)
+            known |= {str(program): found for program, found in measured.items()}
+        return [known[proposal.key] for proposal in proposals]
+
+    def costs(self, proposal: Proposal, measured: MeasuredProgram) -> list[float]:
+        """What a study has of a trial, by `question.settings.recorded`; what is not finite is as bad as can be said."""
+        return [_tellable(cost) for cost in self.question.recorded_costs(proposal, measured)]
+
+    def constraints(self, proposal: Proposal, measured: MeasuredProgram) -> dict[str, float]:
+        """How far a trial is from each limit of the budget, by the limit's text; 0 within it."""
+        budget = self.question.budget
+        short = (*budget.shortfalls(Program.parse(proposal.key)), *self.question.lacks_of_quality(measured))
+        limits = zip((*budget.of_programs, *budget.of_quality), short, strict=True)
+        return {str(limit): min(amount, _WORST) for limit, amount in limits}
 
     def _rival(self, proposal: Proposal, earlier: Sequence[Trial]) -> Trial | None:
         """The best trial so far of the same level and, where spaces are looked at by themselves, of the same space.
 
         None where programs are not compared by their divergence: only that is known before a program has run through.
         """
-        if [str(objective) for objective in self.question.objectives if not objective.is_priced] != ["divergence"]:
+        of_quality = [str(objective) for objective in self.question.objectives if not objective.is_priced]
+        if not self.races or of_quality != ["divergence"]:
             return None
         kind = MIXTURE if not self.question.along else self._space_of(proposal.choice)
         same = [
@@ -115,3 +222,17 @@ class Search:
     def _value(self, trial: Trial) -> float:
         quality = [objective for objective in self.question.objectives if not objective.is_priced]
         return self.question.budget.pricing.costs(quality, trial)[0] if quality else trial.measured.divergence
+
+
+def _rounded(value: Any) -> Any:
+    """A JSON value with the digits of its numbers that mean something."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _tellable(value: float) -> float:
+    """A cost as Optuna's tools can show it."""
+    return value if math.isfinite(value) else 1e30

@@ -390,7 +390,8 @@ def test_a_quality_that_cannot_be_kept(
         (("--objective", "divregence"), "did you mean 'divergence'?"),
         (("--objective", "divergence,divergence"), "names divergence twice"),
         (("--objective", "accuracy"), "say on which, as in accuracy:piqa"),
-        (("--objective", "params"), "objective params asks for no quality"),
+        (("--sampler", "tp"), "unknown sampler 'tp'; did you mean 'tpe'?"),
+        (("--sampler", "cmaes", "--objective", "divergence,depth"), "cmaes"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_a_model_is_loaded(
@@ -477,6 +478,20 @@ def test_interrupted_it_goes_on(
     whole, ended = (pd.read_csv(tmp_path / name / "trials.csv") for name in ("whole", "ended"))
     assert len(whole) == math.comb(5, 3), "all sets of three pairs of eight layers"
     pd.testing.assert_frame_equal(ended, whole, rtol=1e-4)
+
+
+def test_samplers_of_optuna(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """What single edits do alone is not measured for them; another sampler, or seed, is another search."""
+    options = ("--budget", "depth=2", "--space", "pair,drop:layers", "--trials", "6", "--sampler", "tpe")
+    assert search(tiny_checkpoint, tiny_text, tmp_path, *options, "--seed", "3") == 0
+    trials = pd.read_csv(tmp_path / "trials.csv")
+    assert set(trials["source"]) == {"TPE"}
+    assert trials["whole"].all()
+    assert not (tmp_path / "terms.csv").exists()
+    record = json.loads((tmp_path / "search.json").read_text())
+    assert (record["sampler"], record["seed"]) == ("tpe", 3)
+    assert search(tiny_checkpoint, tiny_text, tmp_path, *options, "--seed", "4") == 1
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
 
 
 def test_help_has_the_words_of_the_other_commands(capsys: pytest.CaptureFixture[str]) -> None:

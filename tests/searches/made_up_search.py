@@ -18,7 +18,7 @@ from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.search import Search
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.searches.trial import MeasuredProgram, Proposal
 from tests.tiny_models import tiny_model
 
 LAYERS, WINDOWS = 10, 4
@@ -50,7 +50,17 @@ class MadeUpEvaluator:
         return MeasuredProgram(math.exp(2 + value), value, value, value, 100, tuple(2 + w for w in windows), windows)
 
 
-def search(spaces: str, budget: str | None, objectives: str = "divergence", trials: int = 30) -> tuple[Search, Any]:
+class MadeUpSearch(Search):
+    """A search that tells its evaluator what its proposals will cost."""
+
+    def proposal(self, values: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Proposal:
+        found = super().proposal(values, attributes)
+        made: Any = self.evaluator
+        made.known[found.key] = damage(found.choice)
+        return found
+
+
+def search(spaces: str, budget: str | None, objectives: str = "divergence") -> tuple[Search, Any]:
     model = Model.of_config(tiny_model("llama", num_layers=LAYERS).config, "tiny")
     settings, evaluator = SearchSettings(spaces, budget, objectives), MadeUpEvaluator()
     mixture = settings.mixture(model)
@@ -58,13 +68,4 @@ def search(spaces: str, budget: str | None, objectives: str = "divergence", tria
     question = Question(settings, mixture, budgeted, evaluator.measured(0.0))
     alone = np.array([damage([edit]) for edit in mixture.edits])
     made: Any = evaluator
-    return Search(question, Terms(alone, np.eye(len(alone))), made, trials), evaluator
-
-
-def run(searching: Search, evaluator: MadeUpEvaluator) -> list[Trial]:
-    trials: list[Trial] = []
-    while proposals := searching.propose(trials):
-        evaluator.known |= {proposal.key: damage(proposal.choice) for proposal in proposals}
-        measured = searching.measure(proposals, list(trials))
-        trials += [Trial(len(trials) + n, p, m) for n, (p, m) in enumerate(zip(proposals, measured, strict=True))]
-    return trials
+    return MadeUpSearch(question, made, Terms(alone, np.eye(len(alone)))), evaluator

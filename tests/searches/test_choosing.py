@@ -9,20 +9,21 @@ import pytest
 
 from surgeon.searches.choosing import choose, ranked
 from surgeon.searches.trial import Proposal, Trial
-from tests.searches.made_up_search import run, search
+from surgeon.searches.trying import try_programs
+from tests.searches.made_up_search import search
 
 
 def test_quality_that_nothing_has_says_the_nearest() -> None:
-    searching, evaluator = search("pair", "divergence<=0.001", trials=10)
-    trials = run(searching, evaluator)
+    searching, _ = search("pair", "divergence<=0.001")
+    trials = [*try_programs(searching, 10)]
     least = min(trial.measured.divergence for trial in trials)
     with pytest.raises(ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"):
         choose(searching.question, trials, [])
 
 
 def test_two_objectives_give_the_middle_of_their_front() -> None:
-    searching, evaluator = search("pair", None, "divergence,depth", trials=30)
-    trials = run(searching, evaluator)
+    searching, _ = search("pair", None, "divergence,depth")
+    trials = [*try_programs(searching, 30)]
     (winner,), why = choose(searching.question, trials, [])
     assert "nearest to the best of every objective" in why
     values = [searching.question.costs(trial) for trial in trials]

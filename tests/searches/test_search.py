@@ -12,14 +12,16 @@ from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import DEPTH, SIZE, SearchSettings
 from surgeon.searches.results import Winner
 from surgeon.searches.search import BATCH, MIXTURE
+from surgeon.searches.trial import Trial
+from surgeon.searches.trying import try_programs
 from surgeon.searches.winners import Finalist, HeldOutComparison
-from tests.searches.made_up_search import run, search
+from tests.searches.made_up_search import damage, search
 from tests.tiny_models import tiny_model
 
 
 def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> None:
     searching, evaluator = search("pair", "depth=7")
-    trials = run(searching, evaluator)
+    trials = [*try_programs(searching, 30)]
     assert len(trials) == 30
     assert all(searching.question.is_met(trial) for trial in trials)
     assert evaluator.raced[0] is None, "the first ones run through"
@@ -31,8 +33,8 @@ def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> N
 
 
 def test_a_mixture_is_searched_beside_its_spaces_alone() -> None:
-    searching, evaluator = search("pair,drop:layers", "depth=7", trials=40)
-    trials = run(searching, evaluator)
+    searching, _ = search("pair,drop:layers", "depth=7")
+    trials = [*try_programs(searching, 40)]
     assert list(searching.strands) == [MIXTURE, "drop", "pair"]
     alone = {
         name: [t for t in trials if {edit.space for edit in t.proposal.choice} == {name}] for name in ("drop", "pair")
@@ -40,19 +42,19 @@ def test_a_mixture_is_searched_beside_its_spaces_alone() -> None:
     assert all(alone.values())
     best = min(trials, key=lambda trial: trial.measured.divergence)
     for name in ("drop", "pair"):
-        single, own = search(name, "depth=7", trials=40)
-        assert best.measured.divergence <= min(t.measured.divergence for t in run(single, own))
+        single, _ = search(name, "depth=7")
+        assert best.measured.divergence <= min(t.measured.divergence for t in try_programs(single, 40))
 
 
 def test_a_space_that_cannot_reach_a_budget_is_searched_in_the_mixture_only() -> None:
-    searching, evaluator = search("pair,ladder", "depth=7", trials=12)
+    searching, _ = search("pair,ladder", "depth=7")
     assert list(searching.strands) == [MIXTURE, "pair"], "a ladder is as deep as the model"
-    assert len(run(searching, evaluator)) == 12
+    assert len([*try_programs(searching, 12)]) == 12
 
 
 def test_without_a_budget_every_depth_is_looked_at() -> None:
-    searching, evaluator = search("pair", None, trials=40)
-    trials = run(searching, evaluator)
+    searching, _ = search("pair", None)
+    trials = [*try_programs(searching, 40)]
     levels = [goal.level for goal in searching.question.goals]
     assert levels == [9, 8, 7, 6, 5]
     assert {trial.proposal.level for trial in trials} == set(levels)
@@ -69,8 +71,8 @@ def test_without_a_budget_every_depth_is_looked_at() -> None:
 
 
 def test_quality_alone_is_kept_at_the_least_depth() -> None:
-    searching, evaluator = search("pair", "divergence<=0.2", trials=40)
-    trials = run(searching, evaluator)
+    searching, _ = search("pair", "divergence<=0.2")
+    trials = [*try_programs(searching, 40)]
     ranked, _ = choose(searching.question, trials, [])
     every = [t for t in trials if t.measured.divergence <= 0.2]
     depth = {t.number: Program.parse(t.proposal.key).effective_depth() for t in trials}
@@ -83,25 +85,53 @@ def test_quality_alone_is_kept_at_the_least_depth() -> None:
 
 
 def test_what_is_measured_by_other_objectives_is_not_raced() -> None:
-    searching, evaluator = search("pair", "depth=8", "perplexity", trials=12)
-    run(searching, evaluator)
+    searching, evaluator = search("pair", "depth=8", "perplexity")
+    assert len([*try_programs(searching, 12)]) == 12
     assert set(evaluator.raced) == {None}
 
 
-def test_more_trials_go_on_from_what_is_known() -> None:
-    searching, evaluator = search("pair", "depth=7", trials=11)
-    first = run(searching, evaluator)
-    assert len(first) == 11
-    assert len(searching.propose(first[:3])) == BATCH
-    more, _ = search("pair", "depth=7", trials=20)
-    again = more.propose(first)
-    assert len(again) == BATCH
-    assert not {proposal.key for proposal in again} & {trial.proposal.key for trial in first}
+def test_what_is_running_is_not_proposed_again_and_what_was_proposed_first_comes_first() -> None:
+    """Also where nothing is finished yet, as for many workers at the beginning; and until there is nothing more."""
+    searching, _ = search("pair", "depth=7")
+    given: list[str] = []
+    while (proposal := searching.next_proposal([], given)) is not None:
+        given.append(proposal.key)
+    assert len({*given}) == len(given) == 35, "all ways to choose 3 of 9 pairs that do not overlap"
+    first = [proposal.key for proposal in searching.strands["pair"].first_round(3)]
+    assert given[:3] == first
+    small, _ = search("pair", "depth=9")
+    trials = [*try_programs(small, 100)]
+    assert {trial.proposal.choice for trial in trials} >= {(edit,) for edit in small.question.mixture.edits}
+    assert small.next_proposal(trials) is None
+
+
+def test_of_one_knowledge_a_batch_is_made_and_with_more_known_another_one() -> None:
+    searching, _ = search("pair", "depth=7")
+    trials = [*try_programs(searching, 11)]
+    batch: list[str] = []
+    for _ in range(BATCH):
+        proposal = searching.next_proposal(trials, batch)
+        assert proposal is not None
+        batch.append(proposal.key)
+    again, _ = search("pair", "depth=7")
+    expected = again.strands["pair"].next_round(trials, [BATCH])
+    assert {*batch} == {proposal.key for proposal in expected}
+    assert not {*batch} & {trial.proposal.key for trial in trials}
+
+
+def test_a_program_that_is_known_is_not_measured_again() -> None:
+    searching, evaluator = search("pair", "depth=9")
+    choice = searching.question.mixture.edits[:1]
+    proposal = searching.proposal(searching.parameters.values(choice))
+    (first,) = searching.measure([proposal], [])
+    evaluator.known.clear()
+    assert searching.measure([proposal], [Trial(0, proposal, first)]) == [first]
+    assert first.divergence == damage(choice)
 
 
 def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
-    searching, evaluator = search("pair", "divergence<=0.2", trials=20)
-    ranked, why = choose(searching.question, run(searching, evaluator), [])
+    searching, evaluator = search("pair", "divergence<=0.2")
+    ranked, why = choose(searching.question, [*try_programs(searching, 20)], [])
     seen = ranked[0].measured
     for unseen, said in ((0.19, []), (0.31, ["divergence<=0.2 is not kept on held-out text: divergence 0.31 nats"])):
         assert seen.divergence <= 0.2
@@ -150,8 +180,8 @@ def test_a_question_that_names_no_space_has_all_that_lessen_what_it_asks_for(
 
 
 def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
-    searching, evaluator = search("pair,drop:layers", "depth=7,divergence<=0.6", trials=60)
-    question, trials = searching.question, run(searching, evaluator)
+    searching, _ = search("pair,drop:layers", "depth=7,divergence<=0.6")
+    question, trials = searching.question, [*try_programs(searching, 60)]
     assert question.traded == (Aspect("divergence"), DEPTH)
     depths = [question.price(DEPTH, trial) for trial in trials]
     good = [depth for depth, trial in zip(depths, trials, strict=True) if trial.measured.divergence <= 0.6]
@@ -165,10 +195,10 @@ def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
 
 
 def test_two_costs_are_looked_along_in_one_search() -> None:
-    searching, evaluator = search("pair,rank", None, trials=60)
+    searching, _ = search("pair,rank", None)
     question = searching.question
     assert question.along == (DEPTH, SIZE)
-    trials = run(searching, evaluator)
+    trials = [*try_programs(searching, 60)]
     curves = {
         (curve.along, curve.name)
         for cost in question.along

@@ -92,14 +92,15 @@ def _parts(own: Program, layers: range) -> list[tuple[range, int]]:
     layer = layers.start
     while layer < layers.stop:
         here = [(run, depth) for run, depth in runs if layer in run]
-        if len(here) != 1:
+        in_forks = any(depth for _, depth in here)
+        if not here or (in_forks and len(here) > 1):
             raise ValueError(
                 f"layers {show_range(layers)}: the model does not run layer {layer} whole and once, so that nothing "
                 f"can be done to it: its program is {shown(str(own), 200)}"
             )
-        ((run, depth),) = here
-        found.append((range(layer, min(run.stop, layers.stop)), depth))
-        layer = run.stop
+        stop = min(run.stop for run, _ in here)  # of layers that it repeats, all places are changed alike
+        found.append((range(layer, min(stop, layers.stop)), here[0][1]))
+        layer = stop
     return found
 
 

@@ -1,0 +1,133 @@
+"""`surgeon.SearchProblem`: what a search is about, for a study of Optuna that a notebook runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial
+
+from surgeon.analysis.subject import open_subject
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
+from surgeon.library.search import as_text
+from surgeon.models.edit import restore
+from surgeon.opened import Model, open_model
+from surgeon.quality.data import DEFAULT_TOKENS
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.samplers import SURGEON, distributions, make_sampler
+from surgeon.searches.search import Search
+from surgeon.searches.trying import attributes, told
+
+
+class SearchProblem(Search):
+    """What to make small within what, as an objective and a space of Optuna's.
+
+        problem = surgeon.SearchProblem("demo", "demo", budget="depth=12")
+        study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
+        study.optimize(problem.objective, n_trials=30)
+        problem.recipe(study.best_trial)
+
+    Limits of the budget are constraints. What parameters say is tried as far as its edits go together
+    (`EditParameters.choice`). Every trial has its program and its edits among its attributes.
+
+    Args:
+        model: a folder, a hub name, "demo", or a model that is open.
+        data: a text file, a table or a dataset, or "demo".
+        space, budget, objective, ranks, batch, prompt, new, link_delay: as `surgeon.search` takes them.
+        tokens: of the text, in windows of `window`; documents are apart at `separator`.
+        memory: the most that this process may take, in bytes or as text ("2GB").
+
+    Raises:
+        FileNotFoundError, ValueError: if model or text cannot be used, or what is asked for cannot be had.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        data: str | Path,
+        *,
+        space: str | Sequence[str] | None = None,
+        budget: str | Sequence[str] | None = None,
+        objective: str | Sequence[str] = "divergence",
+        ranks: int = 2,
+        batch: int = 1,
+        prompt: int | None = None,
+        new: int | None = None,
+        link_delay: str | None = None,
+        tokens: int = DEFAULT_TOKENS,
+        window: int | None = None,
+        separator: str | None = None,
+        memory: int | str | None = None,
+    ) -> None:
+        spaces = None if space is None else as_text("space", space)
+        limits = None if budget is None else as_text("budget", budget)
+        asked = spaces, limits, as_text("objective", objective)
+        settings = SearchSettings(*asked, ranks, batch, prompt, new, link_delay)
+        if settings.is_timed_here:
+            raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
+        opened = model if isinstance(model, Model) else open_model(model, weights=False)
+        settings = settings.on(opened)
+        mixture = settings.mixture(opened)
+        limited = settings.priced(mixture)
+        subject = open_subject(model, str(data), tokens=tokens, window=window, separator=separator, memory=memory)
+        if opened.own is not None:
+            restore(subject.model)  # its program is the one that others are compared with
+        evaluator = Evaluator(subject.model, subject.windows, subject.memory, own=opened.own)
+        original = evaluator.measure([mixture.model.program])[mixture.model.program]
+        super().__init__(Question(settings, mixture, limited, original), evaluator)
+        self.opened = subject.opened
+
+    @property
+    def directions(self) -> list[str]:
+        """Of a study: all is to be small."""
+        return ["minimize"] * len(self.metric_names)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """What the objective's values are."""
+        return [str(aspect) for aspect in self.question.settings.recorded]
+
+    @property
+    def search_space(self) -> dict[str, BaseDistribution]:
+        """By the names of the parameters: of each space and layer, none ("") or one of the edits that begin there."""
+        return self.parameters.categories
+
+    def sampler(self, name: str = SURGEON, seed: int = 0) -> BaseSampler:
+        """A sampler for this problem's studies: "surgeon", "tpe", "gp", "cmaes", "nsga2" or "random".
+
+        Raises:
+            ValueError: if there is none of that name, or it is for one objective and there are several.
+            ImportError: if it needs a package that is not installed.
+        """
+        return make_sampler(self, name, seed)
+
+    def objective(self, trial: optuna.Trial) -> float | tuple[float, ...]:
+        """Measure what a trial's parameters say."""
+        for name, kind in distributions(self, trial.study.sampler).items():
+            if isinstance(kind, IntDistribution):
+                trial.suggest_int(name, kind.low, kind.high)
+            elif isinstance(kind, CategoricalDistribution):
+                trial.suggest_categorical(name, kind.choices)
+        proposal = self.proposal(trial.params)
+        program = Program.parse(proposal.key)
+        measured = self.evaluator.measure([program])[program]
+        found = told(self, trial.params, measured)
+        for name, value in {**attributes(proposal), **found.attributes}.items():
+            trial.set_user_attr(name, value)
+        for name, amount in found.constraints.items():
+            trial.set_constraint(name, amount)
+        return tuple(found.values) if len(found.values) > 1 else found.values[0]
+
+    def program(self, trial: FrozenTrial | optuna.Trial) -> Program:
+        """What a trial of this problem tries."""
+        return Program.parse(self.proposal(trial.params).key)
+
+    def recipe(self, trial: FrozenTrial | optuna.Trial) -> Recipe:
+        """The recipe of it."""
+        choice = self.proposal(trial.params).choice
+        return self.question.mixture.recipe(choice, self.opened.reference, self.opened.hash)

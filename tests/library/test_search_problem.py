@@ -1,0 +1,57 @@
+"""A search as an objective and a space of Optuna's, on a tiny model."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+import surgeon
+from surgeon.library.search_problem import SearchProblem
+
+TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
+
+
+@pytest.fixture
+def problem(tiny_checkpoint: Path, tiny_text: Path) -> SearchProblem:
+    return surgeon.SearchProblem(tiny_checkpoint, tiny_text, space="pair,drop:layers", budget="depth=2", **TEXT)
+
+
+def test_a_notebook_finds_what_the_command_finds(problem: SearchProblem, tiny_text: Path, tmp_path: Path) -> None:
+    study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
+    assert isinstance(study.sampler, surgeon.SurgerySampler)
+    study.optimize(problem.objective, n_trials=100)  # fewer: all are tried
+    found = surgeon.search(
+        problem.opened.folder, tiny_text, tmp_path, space="pair,drop:layers", budget="depth=2", holdout=0, **TEXT
+    )
+    assert str(problem.program(study.best_trial)) == str(found.program)
+    assert study.best_value == pytest.approx(found.winner.trial.measured.divergence, rel=1e-5)
+    assert {trial.user_attrs["program"] for trial in study.trials} == {*found.trials["program"]}
+    recipe = problem.recipe(study.best_trial)
+    assert recipe.to_yaml() == found.recipe.to_yaml()
+    assert str(recipe.program(4)) == study.best_trial.user_attrs["program"]
+
+
+@pytest.mark.parametrize("name", ["tpe", "nsga2", "random", "cmaes"])
+def test_others_search_the_same_space_with_the_same_limits(problem: SearchProblem, name: str) -> None:
+    if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
+        pytest.skip("cmaes is not installed")
+    study = optuna.create_study(directions=problem.directions, sampler=problem.sampler(name, seed=1))
+    study.optimize(problem.objective, n_trials=6)
+    for trial in study.trials:
+        assert trial.params.keys() == problem.search_space.keys()
+        depth = problem.program(trial).effective_depth()
+        assert trial.constraints == {"depth=2": max(0.0, (depth - 2) / (4 - 2))}
+
+
+def test_several_objectives(tiny_checkpoint: Path, tiny_text: Path) -> None:
+    problem = surgeon.SearchProblem(tiny_checkpoint, tiny_text, space="pair", **TEXT)
+    assert problem.metric_names == ["divergence", "depth"]
+    study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
+    study.optimize(problem.objective, n_trials=4)
+    assert {trial.values[1] for trial in study.trials} == {3.0, 2.0}
+    with pytest.raises(ValueError, match="time on this machine"):
+        surgeon.SearchProblem(tiny_checkpoint, tiny_text, budget="latency=1ms@here", **TEXT)
