@@ -85,7 +85,8 @@ def require_reachable(budget: SearchBudget, mixture: Mixture) -> Nearest:
 def _out_of_reach(budget: SearchBudget, limit: Limit, nearest: Nearest, mixture: Mixture, spaces: str) -> str:
     before, after = (_costs(budget, [limit], program) for program in (mixture.model.program, nearest.program))
     if before == after:
-        return f"{limit} is out of reach: no edit of {spaces} lowers the model's {before}"
+        moves = "raises" if limit.aspect.quantity.upward else "lowers"
+        return f"{limit} is out of reach: no edit of {spaces} {moves} the model's {before}"
     verb, end = ("bring" if "," in spaces else "brings"), ("most" if limit.aspect.quantity.upward else "least")
     last = sum(mixture.attentions_lost[edit] for edit in nearest.choice) == mixture.most_lost > 0
     why = ", as a program has to keep one attention" if last else ""

@@ -200,6 +200,7 @@ def test_a_time_is_reached_with_as_few_edits_as_it_takes() -> None:
         ),
         ("syncs<=1", "drop:layers", "drop brings the model from syncs 12 to syncs 2 at the least, as a program"),
         ("depth=1", "drop:attention", "drop brings the model from depth 6 to depth 3.5 at the least, as a program"),
+        ("depth>=8", "pair", "depth>=8 is out of reach: no edit of pair raises the model's depth 6"),
         ("kv_bytes=0.5x,depth=4", "pair", "kv_bytes=0.5x is out of reach: no edit of pair lowers the model's kv_bytes"),
     ],
 )

@@ -92,6 +92,24 @@ def test_trials_correct_what_single_edits_foretell() -> None:
     assert {trial.proposal.source for trial in trials} <= set(SOURCES)
 
 
+def test_layers_run_again_in_the_place_of_those_that_are_dropped() -> None:
+    mixed = mixture("drop:layers,repeat")
+    alone = np.array([true_damage([edit]) for edit in mixed.edits])
+
+    def prices(program: Program) -> tuple[float, ...]:
+        return len(set(program.sublayers())) / 2, -program.effective_depth()
+
+    asking = Proposer(mixed, Terms(alone, np.eye(len(alone))), prices, (Goal((LAYERS - 2.0, -LAYERS)),))
+    trials: list[Trial] = []
+    run(asking.first_round(3), trials)
+    run(asking.next_round(trials, [4]), trials)
+    assert len(trials) == 7
+    for trial in trials:
+        program = Program.parse(trial.proposal.key)
+        assert len(program.layers) == LAYERS - 2
+        assert program.effective_depth() >= LAYERS
+
+
 def test_all_proposals_meet_their_goal_and_none_comes_twice() -> None:
     goals = [Goal((float(depth),), float(depth)) for depth in (9, 8, 7, 6)]
     asking, trials = proposer("pair:3,par", goals), []

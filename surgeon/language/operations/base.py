@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from surgeon.errors import shown
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, apply, check_free, declare
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Node, Program, Sublayer, layer_nodes
+from surgeon.language.program import (
+    ATTENTION,
+    FEED_FORWARD,
+    KINDS,
+    LayerShapes,
+    Node,
+    Program,
+    Step,
+    Sublayer,
+    layer_nodes,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -139,8 +149,10 @@ class Stretch:
 
     def replaced_by(self, *nodes: Node) -> Program:
         """The program with other nodes in the stretch's place, everywhere."""
-        before, *others = self.around
-        return Program(before + tuple(node for after in others for node in nodes + after))
+        made, *others = self.around
+        for after in others:
+            made += nodes + after
+        return Program(made)
 
 
 def find_stretch(program: Program, layers: range) -> Stretch:
@@ -151,7 +163,7 @@ def find_stretch(program: Program, layers: range) -> Stretch:
     """
     for steps_per_layer in (2, 1) if layers else ():
         wanted = tuple(layer_nodes(layer, steps_per_layer) for layer in layers)
-        around = _around(tuple(node for nodes in wanted for node in nodes), program.nodes)
+        around = _around(tuple(node for nodes in wanted for node in nodes), layers[0], program.nodes)
         if len(around) > 1:
             return Stretch(wanted, around)
     require_present(program, layers)
@@ -161,17 +173,19 @@ def find_stretch(program: Program, layers: range) -> Stretch:
     )
 
 
-def _around(run: tuple[Node, ...], nodes: tuple[Node, ...]) -> tuple[tuple[Node, ...], ...]:
-    """What stands before, between and after the places where nodes have a run of some; all nodes if there is none."""
-    pieces, place = list[tuple[Node, ...]](), 0
-    while run[0] in nodes[place:]:
-        place = nodes.index(run[0], place)
-        if nodes[place : place + len(run)] == run:
-            pieces.append(nodes[:place])
-            nodes, place = nodes[place + len(run) :], 0
-        else:
-            place += 1
-    return (*pieces, nodes)
+def _around(run: tuple[Node, ...], first: int, nodes: tuple[Node, ...]) -> tuple[tuple[Node, ...], ...]:
+    """What stands before, between and after the places where nodes have this run, which begins with the layer `first`.
+
+    All nodes, where there is no such place.
+    """
+    pieces, end = list[tuple[Node, ...]](), 0
+    for start, node in enumerate(nodes):
+        if start < end or not isinstance(node, Step) or node.sublayers[0].layers != (first,):
+            continue  # seen sooner than by comparing steps, which searches would do millions of times
+        if nodes[start : start + len(run)] == run:
+            pieces.append(nodes[end:start])
+            end = start + len(run)
+    return (*pieces, nodes[end:])
 
 
 def require_present(program: Program, layers: range) -> None:
