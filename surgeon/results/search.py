@@ -31,7 +31,7 @@ UNITS = {
 }
 _COSTS = {"depth": "effective depth"}
 _ENGINEERED = {"latency": "s", "params": "", "weight_bytes": "B", "size": "B", "kv_bytes": "B", "wire_bytes": "B"}
-_STOPPED, _OTHER, _KNEE = 7, 6, 3  # styles
+_STOPPED, _OTHER, _KNEE = 7, 6, 6  # styles
 _ABOVE = 30.0  # times the least: where the axis ends
 _STRIP = 0.3  # of an inch, the height of a space's strip
 _APART = (0.035, 0.035)  # of a panel: numbers nearer than this cover each other
@@ -272,7 +272,8 @@ def mixing_chart(along: str, mixing: pd.DataFrame) -> Chart:
         points(axes, rows["cost"], rows[name], tips, place, "all together" if place == 0 else "the best space alone")
     _dearest_left(axes, along, mixing["cost"])
     _label_cost(axes.xaxis, along)
-    return Chart(figure, f"What mixing spaces wins at equal {along}")
+    text = "held-out text" if str(mixing["held_out"].iloc[0]) == "True" else "the text of the search"
+    return Chart(figure, f"All together and the best space alone, on {text}")
 
 
 def _dearest_left(axes: Axes, along: str, costs: pd.Series[Any]) -> None:

@@ -129,7 +129,7 @@ class TrialTable:
     def relative(self) -> Numbers:
         """(trials,): their measure, or in a search along a cost, times the least that was found at the same level.
 
-        NaN at levels that have no trial to compare with.
+        Within the budget, or at levels at which nothing is, of all; NaN where there is no trial to compare with.
         """
         if not self.has_levels:
             return self.values
@@ -219,7 +219,8 @@ class TrialTable:
         return sorted(found, key=lambda one: -abs(math.log(one.ratio)) / math.log(one.high / one.low))
 
     def _least(self, level: float) -> float:
-        own = self.values[self.within & (self.levels == level)]
+        every = self.levels == level
+        own = self.values[every & (self.within if (self.within & every).any() else self.whole)]
         return float(own.min()) if len(own) else math.nan
 
     def _words(self, name: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from surgeon.searches.trial import Trial
 
 Prices = Callable[[Program], tuple[float, ...]]  # what a program costs of each limited quantity; less is better
 
+ANY = 1e300  # of a price that a goal does not limit
 _SLACK = 1e-9
 
 
@@ -24,6 +25,11 @@ class Goal:
 
     most: tuple[float, ...]
     level: float | None = None
+
+    @property
+    def limited(self) -> tuple[bool, ...]:
+        """Which of the prices have a limit."""
+        return tuple(most < ANY for most in self.most)
 
     def is_met(self, prices: Sequence[float]) -> bool:
         """Whether a program of these prices keeps all limits."""

@@ -50,6 +50,11 @@ class Mixture:
         every = {edit for space in self.spaces for edit in space.edits(self.model)}
         return tuple(edit for edit in sorted(every) if changes(edit))
 
+    @property
+    def single_edits(self) -> list[Program]:
+        """The program of each edit alone."""
+        return [self.program((edit,)) for edit in self.edits]
+
     def require_edits(self) -> None:
         """Refuse spaces that the model can have nothing of.
 

@@ -95,6 +95,10 @@ class Pricing:
         """A program's costs, in the order of `aspects`; infinite where the ranks cannot run it."""
         return tuple(self.price(aspect, program) for aspect in self.aspects)
 
+    def is_cheaper(self, program: Program) -> bool:
+        """Whether a program costs less of something than the unedited model."""
+        return any(price < dense for price, dense in zip(self.prices(program), self.dense, strict=True))
+
     def price(self, aspect: Aspect, program: Program) -> float:
         """One of them."""
         try:

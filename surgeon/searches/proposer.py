@@ -11,6 +11,7 @@ import numpy as np
 
 from surgeon.language.program import Program
 from surgeon.results.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
+from surgeon.results.trials import MOST_DIVERGENCE
 from surgeon.searches.goals import Goal, Prices
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import BEAM, Counts, Damage, Flags, Numbers, Savings, best_choices
@@ -244,6 +245,18 @@ class Proposer:
     def knows(self, choice: Choice) -> bool:
         """Whether all edits of a choice are its own."""
         return all(edit in self._number for edit in choice)
+
+    @property
+    def goals_worth_trying(self) -> tuple[Goal, ...]:
+        """Along each cost the goals as far as one that takes a whole nat by the sum of what edits do alone."""
+        found, ended = [], set[tuple[bool, ...]]()
+        for goal in self.goals:
+            if goal.level is None or goal.limited not in ended:
+                found.append(goal)
+                least = [self.terms.damage.alone[self._numbers(choice)].sum() for choice in self._additive[goal]]
+                if least and min(least) > MOST_DIVERGENCE:  # what is cheaper still is another model
+                    ended.add(goal.limited)
+        return tuple(found)
 
     @property
     def can_meet(self) -> bool:

@@ -16,20 +16,20 @@ from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.front import pareto_front
-from surgeon.searches.goals import Goal, Prices, at_the_edge, evenly
+from surgeon.searches.goals import ANY, Goal, Prices, at_the_edge, evenly
 from surgeon.searches.limits import Limit, SearchBudget, parse_limits
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.pricing import open_pricing
+from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import ACCURACY, HERE, Aspect, parse_objectives
 from surgeon.searches.reach import reach, require_reachable
-from surgeon.searches.spaces import DEEPER, parse_spaces, usual_spaces
+from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
 DEPTH, SIZE = Aspect("depth"), Aspect("size")
 _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
 _TO_LIMIT = 4  # of them, where the cost is limited: as far as the limit
-_ANY = 1e300  # of a cost that a goal does not limit
+_NEAR = 1e-9  # in parts of a cost: what sums round
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,12 @@ class SearchSettings:
         if self.space is not None:
             return self
         usual = usual_spaces({DEEPER if aspect.deep else aspect.name for aspect in self.aspects})
-        able = [name for name in usual if Mixture(parse_spaces(name, self.ranks), model, self.ranks).edits]
+        spaces = {name: Mixture(parse_spaces(name, self.ranks), model, self.ranks) for name in usual}
+        if self.is_timed_here:  # which has to be measured first
+            able = [name for name, mixture in spaces.items() if mixture.edits]
+        else:
+            pricing = self.pricing(model)
+            able = [name for name, mixture in spaces.items() if any(map(pricing.is_cheaper, mixture.single_edits))]
         return replace(self, space=",".join(able or usual))
 
     @cached_property
@@ -147,6 +152,11 @@ class SearchSettings:
         mixture.require_edits()
         return mixture
 
+    def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
+        """What a model's programs cost; as `priced`."""
+        deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
+        return open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
+
     def priced(self, mixture: Mixture, here: Hardware | None = None) -> SearchBudget:
         """The budget for a model, with warnings of what to know of it.
 
@@ -157,9 +167,7 @@ class SearchSettings:
             FileNotFoundError, ValueError: if there is no such hardware, the link's delay is no time, the model is
                 within the budget already, the spaces do not bring it there, or lessen nothing of what is looked along.
         """
-        model = mixture.model
-        deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
-        pricing = open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
+        pricing = self.pricing(mixture.model, here)
         for note in pricing.notes:
             warnings.warn(note, stacklevel=2)
         budget = SearchBudget(self.limits, pricing)
@@ -183,23 +191,35 @@ class Question:
     Attributes:
         budget: of the settings' limits; its pricing knows `settings.aspects`.
         original: the unedited model's quality on the text.
+        whole: the question of all spaces, of whose levels this one's are those that its own edits come to.
     """
 
     settings: SearchSettings
     mixture: Mixture
     budget: SearchBudget
     original: MeasuredProgram
+    whole: Question | None = None
+
+    def of(self, spaces: Sequence[Space]) -> Question:
+        """The same question of some of the spaces, along the same levels."""
+        return replace(self, mixture=replace(self.mixture, spaces=tuple(spaces)), whole=self)
 
     @cached_property
     def levels(self) -> dict[Aspect, tuple[float, ...]]:
-        """Those of each cost that is looked along: of `SearchSettings.along`, those that edits lessen."""
-        found = {cost: levels_of(cost, self.budget, self.mixture) for cost in self.settings.along}
-        return {cost: levels for cost, levels in found.items() if levels}
+        """Those of each cost that is looked along."""
+        if self.whole is None:
+            every = {cost: levels_of(cost, self.budget, self.mixture) for cost in self.settings.along}
+            return {cost: levels for cost, levels in every.items() if levels}
+        least = {cost: least_cost(cost, self.budget, self.mixture) for cost in self.along}
+        return {
+            cost: tuple(level for level in levels if level >= least[cost] - _NEAR * abs(least[cost]))
+            for cost, levels in self.whole.levels.items()
+        }
 
     @property
     def along(self) -> tuple[Aspect, ...]:
-        """The costs that are looked along."""
-        return tuple(self.levels)
+        """The costs that are looked along: of `SearchSettings.along`, those that edits lessen."""
+        return tuple(self.levels if self.whole is None else self.whole.levels)
 
     @property
     def is_for_the_cheapest(self) -> bool:
@@ -223,7 +243,7 @@ class Question:
         if not self.along:
             return (Goal(most),)
         return tuple(
-            Goal((*most, *(level if other == cost else _ANY for other in self.along)), level)
+            Goal((*most, *(level if other == cost else ANY for other in self.along)), level)
             for cost, levels in self.levels.items()
             for level in levels
         )
@@ -322,15 +342,23 @@ def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[flo
     Its limit, if it has one, is one of them. There are none where the edits do not lessen it: late steps keep the
     depth, say.
     """
-    nothing = replace(budget, limits=(Limit(cost, 0.0, relative=False, text=f"{cost}=0"),))
     dense = budget.pricing.price(cost, mixture.model.program)
-    least = budget.pricing.price(cost, reach(nothing, mixture).program)
+    least = least_cost(cost, budget, mixture)
     most = [budget.most(limit) for limit in budget.of_programs if limit.aspect == cost and budget.most(limit) < dense]
     if cost == DEPTH:
         whole = map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1))
         return tuple(sorted({*whole, *most}, reverse=True))
     if least >= dense:
         return ()
-    step = (dense - most[0]) / _TO_LIMIT if most else (dense - least) / LEVELS
-    found = [most[0] if most and number == _TO_LIMIT else dense - step * number for number in range(1, LEVELS + 1)]
-    return tuple(level for level in found if level >= least - 1e-9 * abs(least))
+    if most:
+        step = (dense - most[0]) / _TO_LIMIT
+        found = [most[0] if number == _TO_LIMIT else dense - step * number for number in range(1, LEVELS + 1)]
+    else:  # the nearer to the model, the closer: half of them save a quarter of what can be saved
+        found = [dense - (dense - least) * (number / LEVELS) ** 2 for number in range(1, LEVELS + 1)]
+    return tuple(level for level in found if level >= least - _NEAR * abs(least))
+
+
+def least_cost(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> float:
+    """The least that edits were found to bring a cost to."""
+    nothing = replace(budget, limits=(Limit(cost, 0.0, relative=False, text=f"{cost}=0"),))
+    return budget.pricing.price(cost, reach(nothing, mixture).program)

@@ -18,7 +18,6 @@ from optuna.trial import FrozenTrial, TrialState
 from surgeon.language.program import Program
 from surgeon.results.edit import Choice
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.mixture import Mixture
 from surgeon.searches.parameters import EditParameters
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.question import Question
@@ -66,8 +65,7 @@ class Search:
     @property
     def single_edits(self) -> list[Program]:
         """The program of every edit alone."""
-        mixture = self.question.mixture
-        return [mixture.program((edit,)) for edit in mixture.edits]
+        return self.question.mixture.single_edits
 
     @cached_property
     def parameters(self) -> EditParameters:
@@ -79,10 +77,10 @@ class Search:
         """Proposers of all spaces together, first, and of each that can reach a goal, by name."""
         mixture = self.question.mixture
         if len(mixture.spaces) == 1:
-            return {mixture.spaces[0].name: self._proposer(mixture)}
-        alone = {space.name: self._proposer(replace(mixture, spaces=(space,))) for space in mixture.spaces}
+            return {mixture.spaces[0].name: self._proposer(self.question)}
+        alone = {space.name: self._proposer(self.question.of((space,))) for space in mixture.spaces}
         able = {name: proposer for name, proposer in alone.items() if proposer.can_meet}
-        return {MIXTURE: self._proposer(mixture), **able}
+        return {MIXTURE: self._proposer(self.question), **able}
 
     def next_proposal(self, finished: Sequence[Trial], running: Collection[str] = ()) -> Proposal | None:
         """What to try next; None if nothing is left.
@@ -213,11 +211,11 @@ class Search:
         spaces = {edit.space for edit in choice}
         return spaces.pop() if len(spaces) == 1 else MIXTURE
 
-    def _proposer(self, mixture: Mixture) -> Proposer:
+    def _proposer(self, question: Question) -> Proposer:
         number = {edit: place for place, edit in enumerate(self.question.mixture.edits)}
-        question = replace(self.question, mixture=mixture)
-        terms = self.terms.of([number[edit] for edit in mixture.edits])
-        return Proposer(mixture, terms, question.prices, question.goals, self._value)
+        terms = self.terms.of([number[edit] for edit in question.mixture.edits])
+        found = Proposer(question.mixture, terms, question.prices, question.goals, self._value)
+        return replace(found, goals=found.goals_worth_trying)
 
     def _value(self, trial: Trial) -> float:
         quality = [objective for objective in self.question.objectives if not objective.is_priced]

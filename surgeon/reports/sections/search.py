@@ -155,8 +155,10 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
         for _, row in front.iterrows()
     ]  # fmt: skip
     caption = f"The front: {plural(len(front), 'program')}"
-    note = "Each has a recipe in the folder front."
-    return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}))
+    kept = [] if "within" not in front else [row for row, flag in enumerate(front["within"]) if str(flag) == "True"]
+    marked = frozenset((row, 0) for row in kept) if len(kept) < len(front) else frozenset()
+    note = "Each has a recipe in the folder front." + (" Those that keep the budget are marked." if marked else "")
+    return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}), marked=marked)
 
 
 def _what_mixing_wins(mixing: pd.DataFrame) -> Iterator[Block]:
@@ -166,9 +168,7 @@ def _what_mixing_wins(mixing: pd.DataFrame) -> Iterator[Block]:
         chart = mixing_chart(str(along), levels)
         rows = [
             [number(row["cost"]), f"{row['trial']:g}", number(row["together"]), row["space"],
-             number(row["alone_trial"]), number(row["alone"]), change(row["together"] / row["alone"]),
-             f"{number(row['difference'], 3)} ({interval(row['difference_low'], row['difference_high'], 3)})",
-             row["verdict"]]
+             *_apart(row), row["verdict"]]
             for _, row in levels.iterrows()
         ]  # fmt: skip
         marked = frozenset((row, 8) for row, word in enumerate(levels["verdict"]) if word in ("better", "worse"))
@@ -181,6 +181,17 @@ def _what_mixing_wins(mixing: pd.DataFrame) -> Iterator[Block]:
         yield chart
         yield Table(f"All spaces together against the best one alone, at equal {along}", head, rows, note,
                     left=frozenset({3, 8}), marked=marked)  # fmt: skip
+
+
+def _apart(row: pd.Series[Any]) -> list[str]:
+    """The best program of one space: trial, divergence, and how far the mixture is from it."""
+    if row["verdict"] == "only together":
+        return [""] * 4
+    alone = [f"{row['alone_trial']:g}", number(row["alone"])]
+    if row["verdict"] == "the same program":
+        return [*alone, "", ""]
+    known = interval(row["difference_low"], row["difference_high"], 3)
+    return [*alone, change(row["together"] / row["alone"]), f"{number(row['difference'], 3)} ({known})"]
 
 
 def _layers_touched(trials: TrialTable, layers: int) -> Map:
