@@ -83,10 +83,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         "syncs",
         f"{program.sync_points(2)} per forward pass on two ranks ({unedited}: {found.unedited.sync_points(2)})",
     )
-    shapes = found.stored.family.layer_shapes(found.stored.config)
-    left, before = program.parameters(shapes), found.unedited.parameters(shapes)
-    if left != before:
-        yield "parameters", f"{left:,} of {before:,} in the layers' matrices ({left / before:.1%})"
+    yield from (("parameters", line) for line in _parameters(found))
     if found.recipe is not None:
         for operation in found.recipe.operations:
             yield "operation", operation.to_yaml()
@@ -106,6 +103,18 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")
+
+
+def _parameters(found: Surgery) -> Iterator[str]:
+    """How many are left, if that is another number than before."""
+    shapes, program = found.stored.family.layer_shapes(found.stored.config), found.program
+    left, before = program.parameters(shapes), found.unedited.parameters(shapes)
+    source = found.report.get("source", {}).get("parameters")
+    if left != before:
+        yield f"{left:,} of {before:,} in the layers' matrices ({left / before:.1%})"
+    elif program != program.whole() and isinstance(source, int):  # all layers are as narrow as config.json says
+        left = found.stored.parameters
+        yield f"{left:,} of {source:,} ({left / source:.1%})"
 
 
 def _model(found: Surgery) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import surgeon
 from surgeon.checkpoint.read import Checkpoint
 from tests.cli.conftest import Run
 from tests.stored import configure
@@ -90,6 +91,25 @@ def test_ranks_and_how_many_parameters_are_left(surgeon_says: Run, tiny_checkpoi
         assert said["sizes"] == "layers 0, 2 to 3: q, k 6; up 7; down 8 layer 1: q, k 6; up 7"
         share = sizes[0] / sizes[1]
         assert said["parameters"] == f"{sizes[0]:,} of {sizes[1]:,} in the layers' matrices ({share:.1%})"
+
+
+def test_widths_and_how_many_parameters_are_left(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "width.yaml"
+    matrices = 4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)
+    narrow = matrices - 3 * (2 * 16 * 32 + 2 * 8 * 32 + 3 * 36 * 32)
+    whole = sum(p.numel() for p in surgeon.load(tiny_checkpoint).parameters())
+    for layers, form in (("0:3", "fused"), ("0:4", "plain")):
+        text = f"operations:\n  - width: {{layers: '{layers}', heads: 1, neurons: 0.25}}\n"
+        recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\n{text}")
+        assert surgeon_says("export", recipe, "-o", tmp_path / form)[0] == 0
+        said = facts(surgeon_says("show", tmp_path / form)[1])
+        assert said["sizes"] == f"layers 0 to {int(layers[-1]) - 1}: KV groups 1; neurons 12"
+        if form == "fused":
+            expected = f"{narrow:,} of {matrices:,} in the layers' matrices ({narrow / matrices:.1%})"
+        else:  # config.json says it of all layers
+            left = sum(p.numel() for p in surgeon.load(tmp_path / form).parameters())
+            expected = f"{left:,} of {whole:,} ({left / whole:.1%})"
+        assert said["parameters"] == expected
 
 
 def test_an_unedited_model(surgeon_says: Run) -> None:

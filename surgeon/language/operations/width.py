@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from math import floor
 from typing import Literal, get_args
@@ -77,6 +78,13 @@ def width(
         raise ValueError("give heads, neurons, or both: a share such as 0.75, or how many of them are kept")
     kept = {ATTENTION: heads, FEED_FORWARD: neurons}
     widths = {kind: count_of(kept[kind], kind, shapes.units[kind]) for kind in kept if kept[kind] is not None}
+    for kind, count in widths.items():
+        if count == shapes.units[kind] and isinstance(kept[kind], float) and kept[kind] != 1:
+            warnings.warn(
+                f"width: all {count} {UNITS[kind]} of layers {show_range(layers)} stay: {kept[kind]:g} of them, "
+                "rounded, is all",
+                stacklevel=3,
+            )
 
     def narrow(sublayer: Sublayer) -> Sublayer:
         count = None if set(layers).isdisjoint(sublayer.layers) else widths.get(sublayer.kind)

@@ -29,6 +29,8 @@ def test_shares_numbers_and_lists() -> None:
     assert str(width(DENSE, range(0, 1), SHAPES, heads=0.1, neurons=0.001)) == "A0#1 F0#1 A1 F1 A2 F2"
     assert str(width(DENSE, range(0, 1), SHAPES, heads=0.7, neurons=0.755)) == "A0#3 F0#72 A1 F1 A2 F2"  # rounded
     assert width(DENSE, range(3), SHAPES, heads=1.0, neurons=96) == DENSE
+    with pytest.warns(UserWarning, match="all 4 KV groups of layers 0:3 stay: 0.9 of them, rounded, is all"):
+        assert width(DENSE, range(3), SHAPES, heads=0.9) == DENSE
 
 
 def test_it_applies_to_what_other_operations_made() -> None:

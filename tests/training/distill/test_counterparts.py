@@ -48,7 +48,7 @@ def slowly(program: Program, num_layers: int) -> list[tuple[int, int]]:
 def named(texts: list[str]) -> set[int]:
     """The layers that parts of a program's text name: numbers right behind A or F."""
     words = " ".join(texts).replace("~", " ").replace("[", " ").replace("{", " ").replace(">", " ").split()
-    wholes = [word.partition("@")[0].partition("/")[0].rstrip("]}") for word in words]
+    wholes = [word.partition("@")[0].partition("/")[0].partition("#")[0].rstrip("]}") for word in words]
     return {int(word[1:]) for word in wholes if word[:1] in ("A", "F")}
 
 
