@@ -90,6 +90,20 @@ def test_a_recipe_is_healed_and_written(heal: Any, surgeon_says: Run, tmp_path: 
     assert heal('pair: {layers: "1:3"}')[2].startswith("error: ")  # it is there already
 
 
+@pytest.mark.thorough
+def test_layers_that_run_again_stay_one_set_of_weights(heal: Any, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """In the healed checkpoint, and in one that is trained on from it."""
+    assert heal('repeat: {layers: "1:3"}', "--steps", 1)[0] == 0
+    assert heal(tmp_path / "healed", "--steps", 1, "--teacher", tiny_checkpoint, output="again")[0] == 0
+    original = load_file(tiny_checkpoint / "model.safetensors")
+    for folder in (tmp_path / "healed", tmp_path / "again"):
+        report, written = json.loads((folder / "surgeon.json").read_text()), load_file(folder / "model.safetensors")
+        assert (report["form"], report["program"]) == ("program", "A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A3 F3")
+        assert written.keys() == original.keys()
+        changed = {name.split(".")[2] for name in written if not torch.equal(written[name], original[name])}
+        assert changed == {"1", "2"}
+
+
 def test_the_whole_of_it_by_options(heal: Any, tmp_path: Path) -> None:
     arguments = ("--train", "all", "--distill", "both", "--temperature", 2, "--text-weight", 0.1, "--seed", 3)
     more = ("--schedule", "cosine", "--warmup", 1, "--micro-batch", 1, "--trainer-arg", "gradient_checkpointing=true")

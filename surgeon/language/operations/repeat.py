@@ -22,7 +22,7 @@ def repeat(program: Program, layers: range, times: int = 2) -> Program:
         times: how often the layers run, 2 or more.
 
     Raises:
-        ValueError: if `times` is below 2, other layers run between these, or share a step with them.
+        ValueError: if `times` is below 2, the layers nowhere run in a row, or share a step with others.
     """
     if not 2 <= times <= MOST_TIMES:
         raise ValueError(f"times must be at least 2 and at most {MOST_TIMES}, not {times}; 2 runs the layers twice")
@@ -31,18 +31,19 @@ def repeat(program: Program, layers: range, times: int = 2) -> Program:
 
 
 def _repeated(nodes: tuple[Node, ...], layers: range, times: int) -> tuple[Node, ...]:
-    """The nodes of a program or a branch, with every run of these layers as often as that."""
+    """The nodes of a program or a branch, with every run that has all they have of these layers as often as that."""
     wanted = Program(nodes).layers.intersection(layers)
+    beside = tuple(_with_branches(node, layers, times) for node in nodes)
     made: list[Node] = []
-    beside = (_with_branches(node, layers, times) for node in nodes)
-    for is_inside, group in groupby(tuple(beside), key=lambda node: wanted.issuperset(Program((node,)).layers)):
-        run = tuple(group)
-        if is_inside and (elsewhere := wanted - Program(run).layers):
-            raise ValueError(
-                f"layers {show_range(layers)} do not run in a row: layer {min(elsewhere)} runs apart from {run[0]}; "
-                "give layers that run one after the other"
-            )
-        made += run * times if is_inside else run
+    runs = [tuple(run) for _, run in groupby(beside, key=lambda node: wanted.issuperset(Program((node,)).layers))]
+    for run in runs:
+        made += run * times if Program(run).layers == wanted else run
+    if wanted and beside == tuple(made) == nodes:
+        apart = [run for run in runs if wanted.issuperset(Program(run).layers)]
+        raise ValueError(
+            f"layers {show_range(layers)} do not run in a row: {apart[0][0]} runs apart from {apart[1][0]}; "
+            "give layers that run one after the other"
+        )
     return tuple(made)
 
 

@@ -92,15 +92,14 @@ def _parts(own: Program, layers: range) -> list[tuple[range, int]]:
     layer = layers.start
     while layer < layers.stop:
         here = [(run, depth) for run, depth in runs if layer in run]
-        in_forks = any(depth for _, depth in here)
-        if not here or (in_forks and len(here) > 1):
+        if len(here) != 1:
             raise ValueError(
                 f"layers {show_range(layers)}: the model does not run layer {layer} whole and once, so that nothing "
                 f"can be done to it: its program is {shown(str(own), 200)}"
             )
-        stop = min(run.stop for run, _ in here)  # of layers that it repeats, all places are changed alike
-        found.append((range(layer, min(stop, layers.stop)), here[0][1]))
-        layer = stop
+        ((run, depth),) = here
+        found.append((range(layer, min(run.stop, layers.stop)), depth))
+        layer = run.stop
     return found
 
 

@@ -210,7 +210,7 @@ def test_what_is_there_of_layers_is_repeated() -> None:
     assert str(once_more).split()[::2] == [f"A{layer}" for layer in (0, 1, 2, 1, 2, 0, 1, 2, 1, 2, 3)]
     with pytest.raises(ValueError, match=r"layers 1:3 cut through \[A2 A3\]; take in all of its layers, or none"):
         repeat(pair(DENSE, range(2, 4)), range(1, 3))
-    with pytest.raises(ValueError, match="layers 0:2 do not run in a row: layer 1 runs apart from A0"):
+    with pytest.raises(ValueError, match="layers 0:2 do not run in a row: A0 runs apart from A1"):
         repeat(reorder(DENSE, range(1, 4), order=[3, 2, 1]), range(0, 2))
 
 

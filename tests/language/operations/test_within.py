@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.language.operations import ladder, prune
+from surgeon.language.operations import ladder, prune, repeat
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.within import changed_within, require_whole_layers, runs_whole_layers
 from surgeon.language.program import LayerShapes, Program
@@ -80,13 +80,13 @@ def test_one_operation_after_another_in_a_branch() -> None:
         AppliedOperation("reorder", (range(2, 5),), {"order": [3, 2, 4]}).apply(OWN, SHAPES, OWN)
 
 
-def test_layers_that_a_program_of_its_own_repeats() -> None:
-    """Each of the places is changed; in tracks a stretch is repeated within each branch."""
+def test_layers_that_run_again() -> None:
+    """Of a program that repeats some, all places are changed; in tracks a stretch is repeated within each branch."""
     own = Program.parse("A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A3 F3")
-    paired = AppliedOperation("pair", (range(1, 3),)).apply(own, SHAPES, own)
-    assert str(paired) == "A0 F0 [A1 A2] [F1 F2] [A1 A2] [F1 F2] A3 F3"
-    again = AppliedOperation("repeat", (range(1, 3),)).apply(own, SHAPES, own)
-    assert len(again) == 2 * (2 + 2 * 4)
+    pruned = changed_within(own, range(1, 2), 2, lambda program: prune(program, range(1, 2)))
+    assert str(pruned) == "A0 F0 A2 F2 A2 F2 A3 F3"
+    again = changed_within(own, range(2, 4), 2, lambda program: repeat(program, range(2, 4)))
+    assert str(again) == "A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A3 F3 A2 F2 A3 F3"
     assert not runs_whole_layers(own, 4)
     in_tracks = AppliedOperation("repeat", (range(1, 3),)).apply(OWN, SHAPES, OWN)
     assert str(in_tracks).startswith("{A0 F0 A1 F1 A1 F1 | A2 F2 A2 F2 A3 F3} {A4 ")
