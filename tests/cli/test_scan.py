@@ -52,7 +52,8 @@ def test_every_operation(scan: Run, tmp_path: Path) -> None:
     assert code == 0, err
     table = pd.read_csv(tmp_path / "out" / "cells.csv")
     assert table["operation"].unique().tolist() == list(HEATMAPS)
-    assert len(table) == 3 * 10 + 2 * 5
+    # 0.9 and 0.75 of two KV heads are both of them, which changes nothing.
+    assert len(table) == sum(2 * len(heatmap.values) or 3 for heatmap in HEATMAPS.values()) - 2 * 2
     assert len(pd.read_csv(tmp_path / "out" / "permutations.csv")) == 3 * 2
     names = [f"curves-{name}.png" for name in ("2-parallel", "lp", "ladder")]
     assert out.splitlines()[-3:] == [str(tmp_path / "out" / name) for name in names]
@@ -108,7 +109,7 @@ def test_workers_with_nothing_but_the_unedited_model_to_run(scan: Run, tmp_path:
 def test_help_says_what_the_options_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scan", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert all(name in text for name in HEATMAPS)
+    assert all(name in text.replace("- ", "-") for name in HEATMAPS)  # lines may end within a name
     assert "begin at multiples of N, counted from the start of --layers, and whose length is a multiple of N" in text
     assert "beyond ten times the base perplexity" in text
     assert "4:30 is layers 4 to 29" in text
