@@ -8,6 +8,7 @@ It writes a line into LOG for every trial that it begins to measure.
 from __future__ import annotations
 
 import hashlib
+import random
 import sys
 import tempfile
 import time
@@ -29,9 +30,9 @@ def key(params: Mapping[str, int]) -> str:
 
 
 def ask(stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:
-    """The first ones that nobody has tried, in an order that depends on how many are finished."""
+    """Some that nobody has tried, from anywhere on."""
     tried, found = {key(trial.params) for trial in stored}, list[FrozenTrial]()
-    start = sum(trial.state.is_finished() for trial in stored)
+    start = random.randrange(2**LAYERS)
     for number in range(start, start + 2**LAYERS):
         params = {f"layer {layer}": number >> layer & 1 for layer in range(LAYERS)}
         if key(params) not in tried and len(found) < count:

@@ -21,7 +21,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,7 @@ SAMPLERS = ("surgeon", "tpe", "nsga2", "random", "cmaes", "gp")
 SLOW = {"gp": 60}  # trials, of one seed: a proposal takes seconds
 FEW = 2000  # choices that are enumerated
 OFFSPRING, SURVIVORS = 16, 4
+KEPT = 256 << 20  # bytes of states
 
 
 class KnownPrograms:
@@ -63,7 +64,7 @@ class KnownPrograms:
 
     def __init__(self, model: str, data: str, tokens: int, window: int, file: Path) -> None:
         self.subject = open_subject(model, data, tokens=tokens, window=window)
-        self.evaluator = Evaluator(self.subject.model, self.subject.windows)
+        self.evaluator = Evaluator(self.subject.model, self.subject.windows, kept=KEPT)
         self.file = file
         self.identity = f"{self.subject.opened.hash} {self.subject.windows.digest}"
         lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
@@ -90,8 +91,7 @@ class KnownPrograms:
         return {program: self._measured(self.known[str(program)]) for program in wanted}
 
     def divergence(self, program: Program, windows: int) -> float:
-        """On the first windows."""
-        self.measure([program])
+        """On the first windows, of a program that was measured."""
         return math.fsum(self.known[str(program)][:windows]) / windows
 
     def _measured(self, values: Sequence[float]) -> MeasuredProgram:
@@ -132,11 +132,11 @@ class Evolution:
     """EvoPress' on choices of edits.
 
     Args:
-        measure: of a program, on so many windows.
+        known: measures programs on all windows; what they do on the first ones counts as so much.
     """
 
-    def __init__(self, search: Search, seed: int, measure: Callable[[Program, int], float], windows: int) -> None:
-        self.search, self.dice, self.measure, self.windows = search, random.Random(seed), measure, windows
+    def __init__(self, search: Search, seed: int, known: KnownPrograms) -> None:
+        self.search, self.dice, self.known, self.windows = search, random.Random(seed), known, known.windows
         self.mixture, self.meets = search.question.mixture, self._meets
         self.spent, self.best, self.after = 0.0, math.inf, [math.inf]
 
@@ -149,13 +149,14 @@ class Evolution:
         return self.after[1 : trials + 1]
 
     def _selected(self, offspring: Sequence[Choice], parent: Choice | None = None) -> Choice:
+        self.known.measure(map(self.mixture.program, offspring))
         quarter, half = max(1, self.windows // 4), max(1, self.windows // 2)
         few = sorted(dict.fromkeys(offspring), key=lambda each: self._value(each, quarter))[:SURVIVORS]
         last = sorted(few, key=lambda each: self._value(each, half))[: SURVIVORS // 2]
         return min([*([parent] if parent else []), *last], key=lambda each: self._value(each, self.windows))
 
     def _value(self, choice: Choice, windows: int) -> float:
-        value = self.measure(self.mixture.program(choice), windows)
+        value = self.known.divergence(self.mixture.program(choice), windows)
         self.spent += windows / self.windows
         if windows == self.windows:
             self.best = min(self.best, value)
@@ -228,13 +229,14 @@ def rows_of(cell: Cell, samplers: Sequence[str], seeds: int) -> Iterator[Mapping
             found = history(cell.search(terms), name, seed, SLOW.get(name, AFTER[-1]))
             yield from rows(name, seed, found, time.monotonic() - begun)
     for seed in range(seeds):
-        evolved = Evolution(search, seed, cell.known.divergence, cell.known.windows).run(AFTER[-1])
+        evolved = Evolution(search, seed, cell.known).run(AFTER[-1])
         yield from rows("evolution", seed, evolved, 0.0)
     asking = cell.search(terms)
     first = asking.strands.get(MIXTURE, next(iter(asking.strands.values()))).first_round(3)
     choice = next((one.choice for one in first if one.source == ADDITIVE), None)
     if choice is not None:
-        alone = cell.known.divergence(search.question.mixture.program(choice), cell.known.windows)
+        program = search.question.mixture.program(choice)
+        alone = cell.known.measure([program])[program].divergence
         yield from rows("additive", 0, [alone] * AFTER[-1], 0.0)
     yield from rows("optimum", 0, [optimum(search, cell.known)] * AFTER[-1], 0.0)
 

@@ -28,10 +28,13 @@ class SurgerySampler(BaseSampler):
 
     Args:
         search: as `surgeon.SearchProblem` is one.
+
+    Attributes:
+        skipped: of what it would say first, how much it leaves to others who ask at the same moment.
     """
 
     def __init__(self, search: Search) -> None:
-        self.search = search
+        self.search, self.skipped = search, 0
         self.is_exhausted = False
         self._others = RandomSampler(seed=0)
 
@@ -49,7 +52,7 @@ class SurgerySampler(BaseSampler):
         running = [one for one in stored if not one.state.is_finished() and one.params]
         names = self.search.parameters.edits.keys()
         keys = {self.search.proposal(one.params).key for one in running if names <= one.params.keys()}
-        proposal = self.search.next_proposal(finished, keys)
+        proposal = self.search.next_proposal(finished, keys, self.skipped)
         self.is_exhausted = proposal is None
         if proposal is None:
             best = min(finished, key=lambda one: (one.measured.divergence, one.number), default=None)

@@ -82,7 +82,9 @@ class Search:
         able = {name: proposer for name, proposer in alone.items() if proposer.can_meet}
         return {MIXTURE: self._proposer(self.question), **able}
 
-    def next_proposal(self, finished: Sequence[Trial], running: Collection[str] = ()) -> Proposal | None:
+    def next_proposal(
+        self, finished: Sequence[Trial], running: Collection[str] = (), skipped: int = 0
+    ) -> Proposal | None:
         """What to try next; None if nothing is left.
 
         The first round's proposals come first. Then those of rounds that are made of all that is finished, in turn, of
@@ -90,16 +92,17 @@ class Search:
 
         Args:
             running: keys of what is being tried: it counts as tried, whatever it will come to.
+            skipped: how many to leave to others who ask at the same moment, where there are more.
         """
         tried = {trial.proposal.key for trial in finished} | set(running)
-        for proposal in self._first_round:
-            if proposal.key not in tried:
-                return proposal
+        first = [proposal for proposal in self._first_round if proposal.key not in tried]
+        if first:
+            return first[skipped % len(first)]
         made_of = [(trial.number, trial.proposal.key) for trial in finished]
         if self._round[0] != made_of:
             self._round = made_of, self._next_round(finished)
         found = self._round[1]
-        turn = (len(tried) - len(self._first_round)) % max(1, len(found))
+        turn = (len(tried) - len(self._first_round) + skipped) % max(1, len(found))
         fresh = (proposal for proposal in [*found[turn:], *found[:turn]] if proposal.key not in tried)
         chosen = next(fresh, None)
         if chosen is None:  # all of the round is given out, and nothing of it finished yet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -44,6 +45,8 @@ def try_programs(
     ours = SurgerySampler(search) if sampler == SURGEON else None
 
     def ask(stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:
+        if ours is not None:  # of those that ask at the same moment, most ask for other trials then
+            ours.skipped = random.randrange(BATCH) if shared.has_others(stored) else 0
         return asked(search, ours or OTHERS[sampler](seed + len(stored)), stored, count)
 
     def measure(taken: Sequence[FrozenTrial], earlier: Sequence[FrozenTrial]) -> list[Told]:
@@ -51,10 +54,9 @@ def try_programs(
         measured = search.measure(proposals, search.finished(earlier))
         return [told(search, trial.params, found) for trial, found in zip(taken, measured, strict=True)]
 
-    if study is None:
-        objectives = tuple(map(str, search.question.settings.recorded))
-        study = SharedStudy(StudyStorage(InMemoryStorage(), "memory"), "search", {}, objectives)
-    yield from map(search.trial, study.run(ask, measure, trials, together))
+    objectives = tuple(map(str, search.question.settings.recorded))
+    shared = study or SharedStudy(StudyStorage(InMemoryStorage(), "memory"), "search", {}, objectives)
+    yield from map(search.trial, shared.run(ask, measure, trials, together))
 
 
 def asked(search: Search, sampler: BaseSampler, stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:

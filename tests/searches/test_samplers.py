@@ -96,6 +96,7 @@ def test_studies_in_every_storage_of_which_threads_and_later_sessions_go_on(stor
     assert len({*keys(searching, found)}) == 12 or storage == "memory"
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::optuna.exceptions.ExperimentalWarning")
 def test_several_objectives_give_a_front_and_a_terminator_ends_a_study() -> None:
     searching, _ = search("pair", None)
     study = study_of(searching)
@@ -156,6 +157,18 @@ def test_what_breaks_limits_is_worse_than_all_others_to_a_sampler_without_constr
     searching, _ = search("pair,drop:layers", "depth=7")
     within = [searching.question.is_met(trial) for trial in try_programs(searching, 60, "cmaes")]
     assert sum(within[30:]) > 15
+
+
+def test_workers_that_ask_at_the_same_moment_ask_for_different_trials() -> None:
+    searching, _ = search("pair,drop:layers", "depth=7")
+    asked: list[str] = []
+    for skipped in (0, 2, 4):
+        sampler = SurgerySampler(searching)
+        sampler.skipped = skipped
+        study = optuna.create_study(sampler=sampler)
+        waiting = [study.ask(searching.parameters.categories) for _ in range(2)]
+        asked += keys(searching, [trial._cached_frozen_trial for trial in waiting])
+    assert len({*asked}) == 6
 
 
 def test_samplers_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,7 @@ class SharedStudy:
 
     def _ask(self, ask: Ask, every: Sequence[FrozenTrial], trials: int, together: int) -> list[FrozenTrial]:
         """Ask for a new batch, and hold it; without what others asked for at the same moment."""
-        holders = {json.dumps(one.user_attrs.get(WORKER)) for one in every if one.state == TrialState.RUNNING}
-        size = min(math.ceil(together / max(self.workers, len(holders))), trials - len(every))
+        size = min(math.ceil(together / self._crew(every)), trials - len(every))
         first = every[-1].number + 1 if every else 0
         batch = [self._hold(one, first, place, size) for place, one in enumerate(ask(every, size) if size > 0 else ())]
         if not batch or batch[-1].number == first + len(batch) - 1:
@@ -164,6 +163,15 @@ class SharedStudy:
                 self._set_state(trial, TrialState.FAIL)
                 self._held.discard(trial._trial_id)
         return [trial for trial in batch if trial.number in kept]
+
+    def has_others(self, every: Sequence[FrozenTrial]) -> bool:
+        """Whether other workers are there, as far as is known."""
+        return self._crew(every) > 1
+
+    def _crew(self, every: Sequence[FrozenTrial]) -> int:
+        """How many workers there are, as far as is known."""
+        running = [one.user_attrs.get(WORKER) for one in every if one.state == TrialState.RUNNING]
+        return max(self.workers, len({json.dumps(holder) for holder in [*running, asdict(self.me)]}))
 
     def _left_of_the_last_batch(self, ask: Ask) -> list[FrozenTrial]:
         """What is missing of the batch that was begun last, where its worker was killed as it asked for it."""
