@@ -28,7 +28,7 @@ from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
-from surgeon.searches.terms import Terms, measure_terms
+from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.trying import try_programs
 
@@ -84,7 +84,7 @@ def _known(given: argparse.Namespace) -> Known:
     subject = open_subject(given.model, given.data, given.tokens)
     mixture = Mixture(parse_spaces(given.space), subject.opened)
     evaluator = Evaluator(subject.model, subject.windows)
-    terms = measure_terms(evaluator, [mixture.program((edit,)) for edit in mixture.edits])
+    terms = measure_terms(evaluator, TermsPlan.whole([mixture.program((edit,)) for edit in mixture.edits]))
     dense = mixture.model.program
     deployment = Deployment(2, emulated=parse_link(given.link_delay or None, None))
     pricing = open_pricing(subject.opened, [Aspect("speedup", given.hardware)], deployment, Workload(1, 128, 128))

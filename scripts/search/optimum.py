@@ -35,7 +35,7 @@ from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import DEPTH, Question, SearchSettings
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
-from surgeon.searches.terms import Terms, measure_terms
+from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import Trial
 from surgeon.searches.trying import try_programs
 
@@ -90,7 +90,7 @@ def _measure(subject: Subject) -> Measured:
     mixture, layers = Mixture(parse_spaces("pair"), subject.opened), subject.opened.num_layers
     evaluator = Evaluator(subject.model, subject.windows)
     begun = time.monotonic()
-    terms = measure_terms(evaluator, [mixture.program((edit,)) for edit in mixture.edits])
+    terms = measure_terms(evaluator, TermsPlan.whole([mixture.program((edit,)) for edit in mixture.edits]))
     every: dict[str, float] = {}
     if layers <= ENUMERATED:
         programs = [mixture.program(choice) for choice in _every_choice(mixture)]

@@ -214,7 +214,7 @@ def every_choice(search: Search, chosen: Choice = (), start: int = 0) -> Iterato
 def rows_of(cell: Cell, samplers: Sequence[str], seeds: int) -> Iterator[Mapping[str, object]]:
     """One for each method, seed and number of trials."""
     search = cell.search()
-    terms = measure_terms(cell.known.evaluator, search.single_edits)
+    terms = measure_terms(cell.known.evaluator, search.terms_plan)
     named = {"model": cell.known.model.label, "space": cell.spaces, "budget": str(search.question.budget)}
 
     def rows(method: str, seed: int, found: Sequence[float], seconds: float) -> Iterator[Mapping[str, object]]:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
 from surgeon.analysis.factors.allocation import Curve, curves_of
+from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_layers, choose_weights, find_matrices
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
 from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
@@ -91,7 +92,9 @@ def request(
     return SpectrumRequest(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
 
 
-def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest) -> MeasuredSpectrum:
+def spectrum(
+    subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0
+) -> MeasuredSpectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
     What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
@@ -103,6 +106,7 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
     Args:
         subject: damage is measured on its text; its model is left as it is, also if this fails.
         calibration: what inputs are taken from, for whitening.
+        after: how many tokens come before it in its data.
 
     Raises:
         ValueError: if the model runs a program whose weights are those of no layer, or that does not run one of these
@@ -119,6 +123,7 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     record = subject.provenance(**calibration.record("calibration"), calibration_tokens=calibration.ids.numel())
+    record["calibration_text"] = recorded(calibration, after)
     with as_stored(model) as program:
         if program != program_of(model):
             record["program"] = str(program)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.processes.journal import Journal
+from surgeon.processes.journal import Journal, read_journal
 from surgeon.provenance import FORMAT
 
 JOURNAL = "journal.jsonl"
@@ -54,13 +54,37 @@ class WindowQuality:
     divergence: Values
 
 
-class SpectrumJournal(Journal):
-    """Everything that a folder's spectrum has measured, kept as it is measured.
+class SpectrumFindings:
+    """Everything that a spectrum has measured.
 
     Attributes:
         base_nll: the unedited model's negative log-likelihood by window, once it is known.
         spectra: by matrix.
         damage: by truncation.
+    """
+
+    def __init__(self) -> None:
+        self.base_nll: Values | None = None
+        self.spectra: dict[Matrix, SingularValues] = {}
+        self.damage: dict[Truncation, WindowQuality] = {}
+
+    def take(self, line: Any) -> None:
+        if "base" in line:
+            self.base_nll = np.array(line["base"], dtype=np.float64)
+            return
+        matrix = Matrix.of(line["layer"], line["weight"])
+        if "rank" in line:
+            numbers = (np.array(line[name], dtype=np.float64) for name in ("nll", "divergence"))
+            self.damage[Truncation(matrix, line["method"], line["rank"])] = WindowQuality(*numbers)
+            return
+        plain, whitened = (np.array(line[name], dtype=np.float64) for name in ("plain", "whitened"))
+        out_features, in_features = line["size"]
+        found = SingularValues((out_features, in_features), plain, whitened, line["factor"], line["input_rank"])
+        self.spectra[matrix] = found
+
+
+class SpectrumJournal(SpectrumFindings, Journal):
+    """The same in a folder, kept as it is measured.
 
     Args:
         folder: made if it is not there.
@@ -71,10 +95,8 @@ class SpectrumJournal(Journal):
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        self.base_nll: Values | None = None
-        self.spectra: dict[Matrix, SingularValues] = {}
-        self.damage: dict[Truncation, WindowQuality] = {}
-        super().__init__(folder / JOURNAL, "spectrum", {"format": FORMAT} | identity)
+        SpectrumFindings.__init__(self)
+        Journal.__init__(self, folder / JOURNAL, "spectrum", {"format": FORMAT} | identity)
 
     def add_base(self, nll: Values) -> None:
         """Keep the unedited model's numbers."""
@@ -95,19 +117,21 @@ class SpectrumJournal(Journal):
         """Whether any of these is still to be measured."""
         return any(truncation not in self.damage for truncation in truncations)
 
-    def take(self, line: Any) -> None:
-        if "base" in line:
-            self.base_nll = np.array(line["base"], dtype=np.float64)
-            return
-        matrix = Matrix.of(line["layer"], line["weight"])
-        if "rank" in line:
-            numbers = (np.array(line[name], dtype=np.float64) for name in ("nll", "divergence"))
-            self.damage[Truncation(matrix, line["method"], line["rank"])] = WindowQuality(*numbers)
-            return
-        plain, whitened = (np.array(line[name], dtype=np.float64) for name in ("plain", "whitened"))
-        out_features, in_features = line["size"]
-        found = SingularValues((out_features, in_features), plain, whitened, line["factor"], line["input_rank"])
-        self.spectra[matrix] = found
+
+def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumFindings]:
+    """What a folder's numbers depend on, and what it holds.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_journal`.
+    """
+    identity, lines = read_journal(folder / JOURNAL, "spectrum")
+    found = SpectrumFindings()
+    try:
+        for line in lines:
+            found.take(line)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / JOURNAL} is damaged; run surgeon spectrum again on its folder") from error
+    return identity, found
 
 
 def _named(matrix: Matrix) -> dict[str, Any]:

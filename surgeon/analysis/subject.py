@@ -16,7 +16,7 @@ from surgeon.gpus import gpu_with_room
 from surgeon.memory import free_bytes, gpu_free_bytes, parse_size, resident_bytes, show_size
 from surgeon.opened import Model, open_model
 from surgeon.provenance import provenance
-from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
+from surgeon.quality.data import DEFAULT_TOKENS, Windows, default_data, load_windows, window_for
 
 _LEAST_ROOM = 64 << 20  # for the numbers of a single small task
 
@@ -55,7 +55,7 @@ class Subject:
 
 def open_subject(
     model: str | Path | Model,
-    data: str | Path,
+    data: str | Path | None,
     tokens: int = DEFAULT_TOKENS,
     window: int | None = None,
     separator: str | None = None,
@@ -65,7 +65,8 @@ def open_subject(
     """Load a model and the text to measure it on, and warn of what there is to know of the text.
 
     Args:
-        model, data, tokens, window, separator: as `open_model` and `load_windows` take them.
+        model, data, tokens, window, separator: as `open_model` and `load_windows` take them; without data, the text of
+            `default_data`.
         memory: a limit on the memory of the whole process, in bytes or as one writes it ("2GB").
         elsewhere: other processes will run the model; here it only has to be known what it consists of.
 
@@ -75,7 +76,8 @@ def open_subject(
     """
     opened, limit = open_model(model), parse_size(memory) if isinstance(memory, str) else memory
     # The text comes first: what is wrong with it is said before a large model is loaded.
-    windows = load_windows(opened.tokenizer, str(data), window_for(opened.config, window), tokens, separator)
+    source = default_data(opened.tokenizer) if data is None else str(data)
+    windows = load_windows(opened.tokenizer, source, window_for(opened.config, window), tokens, separator)
     for note in windows.notes:
         warnings.warn(note, stacklevel=2)
     # One with a program of its own is not streamed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shlex
 import sys
 import traceback
 import warnings
@@ -158,7 +159,7 @@ def quiet_libraries() -> None:
 
 def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
     if hasattr(error, "format_message") and hasattr(error, "ctx"):  # typer's, of wrong usage
-        return _fail_usage(error)
+        return _fail_usage(error, arguments)
     if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
         # The interpreter flushes standard output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
@@ -170,15 +171,31 @@ def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
     return failure.code
 
 
-def _fail_usage(error: Any) -> int:
+def _fail_usage(error: Any, arguments: list[str]) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         _say(error.format_message())
     else:
         near = getattr(error, "possibilities", None)
         message = f"{error.message}. Did you mean {min(near)}?" if near else error.format_message().rstrip(".")
+        if type(error).__name__ == "MissingParameter":
+            message += f"; write {_completed(error, arguments)}"
         path = error.ctx.command_path if error.ctx else "surgeon"
         _say(f"error: {message} (see {path} --help)")
     return int(error.exit_code)
+
+
+def _completed(error: Any, arguments: list[str]) -> str:
+    """The whole command: what was given, with what is missing, and with the text to measure on where none is given."""
+    command, *given = arguments
+    every = error.ctx.command.params
+    positional = [one for one in every if one.param_type_name == "argument"]
+    if error.param in positional:
+        given.insert(positional.index(error.param), error.param.metavar or error.param.name.upper())
+    for option in every:
+        is_wanted = option not in positional and (option.required or option.name == "data")
+        if is_wanted and not any(word.partition("=")[0] in option.opts for word in given):
+            given += [option.opts[0], option.name.upper()]
+    return shlex.join(["surgeon", command, *given])
 
 
 def _output_of(arguments: list[str]) -> str | None:

@@ -101,7 +101,9 @@ def evaluate(
         typer.Option(help="cpu, cuda (one GPU where the model fits, else all), or auto: cuda where there is one."),
     ] = "auto",
 ) -> None:
-    """Measure a model's perplexity on a text (--data) and its accuracy on tasks with lm-eval (--tasks).
+    """Measure perplexity and divergence on a text (--data), and accuracy on tasks with lm-eval (--tasks).
+
+    Of a checkpoint, of a recipe (its model after the operations, without an export), or of any --program.
 
     The form of a .jsonl file follows from the keys of its rows: query, choices, gold (multiple choice);
     context_options, continuation, gold (one text after several contexts); context, continuation (LAMBADA); context,

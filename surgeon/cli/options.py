@@ -30,9 +30,18 @@ ModelArgument = Annotated[
     ),
 ]
 DataOption = Annotated[str, typer.Option("--data", help=DATA_HELP, show_default=False)]
+DefaultDataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help=DATA_HELP + " Without it demo, which is said, where the model's tokenizer has tokens for that.",
+        show_default=False,
+    ),
+]
 OutputOption = Annotated[
     Path, typer.Option("--output", "-o", help="Folder for the results; made if missing.", show_default=False)
 ]
+DefaultOutputOption = Annotated[str, typer.Option("--output", "-o", help="Folder for the results; made if missing.")]
 TokensOption = Annotated[int, typer.Option("--tokens", help="Tokens to measure on, from the start of the data.")]
 WindowOption = Annotated[
     int | None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
+from surgeon.cli.options import DefaultDataOption, DefaultOutputOption, MemoryOption, ModelArgument, TextArguments
 from surgeon.language.operations.declare import HEATMAPS, described
 
 _RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
@@ -82,8 +82,8 @@ class EffortArguments:
 @grouped
 def scan(
     model: ModelArgument,
-    data: DataOption,
-    output: OutputOption,
+    data: DefaultDataOption = None,
+    output: DefaultOutputOption = "runs/scan",
     *,
     cells: CellArguments,
     screen: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
+from surgeon.cli.options import DefaultDataOption, DefaultOutputOption, MemoryOption, ModelArgument, TextArguments
 
 _WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
 _FIXED = "\N{NO-BREAK SPACE}"
@@ -164,8 +164,8 @@ class SearchWorkers:
 @grouped
 def search(
     model: ModelArgument,
-    data: DataOption,
-    output: OutputOption,
+    data: DefaultDataOption = None,
+    output: DefaultOutputOption = "runs/search",
     trials: Annotated[int, typer.Option("--trials", help="How many programs to try in all.", min=1)] = 60,
     *,
     asked: SearchQuestion,
@@ -173,21 +173,31 @@ def search(
     last: LastChoice,
     work: SearchWorkers,
     text: TextArguments,
+    using: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--using",
+            metavar="FOLDER",
+            help="What a pass over the same model has found (a folder of surgeon scan, spectrum, similarity or "
+            "sensitivity); may be repeated. What was measured on the same text is not measured again.",
+            show_default=False,
+        ),
+    ] = None,
     memory: MemoryOption = None,
 ) -> None:
-    """Search for the best change of a model: layers in groups, late, left out or in another order, tracks, low ranks.
+    """Search for the change of a model that does the least to its predictions within a budget, or along one.
 
-    Every change is measured alone first; then whole programs are proposed from that, measured, and learnt from. Writes
-    recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json and pictures; where there is a front, a recipe
-    for each of its points, the front of each space alone, and what mixing them wins. Winners are measured again on text
-    that the search did not see, and with --heal once more when they are healed. Interrupted, the same command goes on
-    where it was; with more --trials it adds to them.
+    Every change is measured alone first, but for what passes have found (--using); then whole programs are proposed
+    from that, measured, and learnt from. Writes recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json
+    and pictures; where there is a front, a recipe for each of its points, the front of each space alone, and what
+    mixing them wins. Winners are measured again on text that the search did not see, and with --heal once more when
+    they are healed. Interrupted, the same command goes on where it was; with more --trials it adds to them.
     """
     from surgeon.library.search import search as run_search
     from surgeon.searches.mixing import gains_in_words
 
     options = vars(asked) | vars(use) | vars(last) | vars(work) | vars(text)
-    found = run_search(model, data, output, trials, **options, memory=memory)
+    found = run_search(model, data, output, trials, **options, using=using or (), memory=memory)
     question, winner, trial = found.question, found.winner, found.winner.trial
     pricing, measured = question.budget.pricing, trial.measured
     edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)

@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
+from surgeon.cli.options import DefaultDataOption, DefaultOutputOption, MemoryOption, ModelArgument, TextArguments
 
 
 @grouped
 def sensitivity(
     model: ModelArgument,
-    data: DataOption,
-    output: OutputOption,
+    data: DefaultDataOption = None,
+    output: DefaultOutputOption = "runs/sensitivity",
     *,
     text: TextArguments,
     memory: MemoryOption = None,

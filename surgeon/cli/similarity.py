@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DataOption, MemoryOption, ModelArgument, OutputOption, TextArguments
+from surgeon.cli.options import DefaultDataOption, DefaultOutputOption, MemoryOption, ModelArgument, TextArguments
 
 
 @grouped
 def similarity(
     model: ModelArgument,
-    data: DataOption,
-    output: OutputOption,
+    data: DefaultDataOption = None,
+    output: DefaultOutputOption = "runs/similarity",
     *,
     text: TextArguments,
     memory: MemoryOption = None,

@@ -18,8 +18,8 @@ from surgeon.results.scan import Scan
 
 def scan(
     model: str | Path | Model,
-    data: str | Path,
-    output: str | Path,
+    data: str | Path | None = None,
+    output: str | Path = "runs/scan",
     *,
     operations: str | Sequence[str] | None = None,
     layers: range | str | None = None,
@@ -39,7 +39,7 @@ def scan(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: a text file, a table or a dataset (docs/texts.md), or "demo".
+        data: a text file, a table or a dataset (docs/texts.md), or "demo"; by default that, with a warning.
         output: folder for cells.csv, permutations.csv, scan.json and pictures.
         operations: names of heatmaps, or one; by default the five of the paper, "all" for every one.
         layers: only stretches inside this range; "4:30" is layers 4 to 29.

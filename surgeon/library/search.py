@@ -16,14 +16,16 @@ from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import shown
 from surgeon.language.program import Program
-from surgeon.library.opening import check_counts, warn
+from surgeon.library.opening import as_folder, check_counts, warn
 from surgeon.memory import free_bytes
 from surgeon.models.edit import restore
+from surgeon.models.weights import FactorSource
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, held_out
+from surgeon.results.result import RunResult
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
@@ -31,6 +33,8 @@ from surgeon.searches.front import QualityCurve, pareto_front, quality_curves
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import ROUNDS, fast_enough_here
+from surgeon.searches.known import Known, measured_ranks, read_known
+from surgeon.searches.known_factors import open_factors
 from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
 from surgeon.searches.quantities import ACCURACY, HERE, Aspect
 from surgeon.searches.question import Question, SearchSettings
@@ -50,7 +54,7 @@ from surgeon.searches.search import Search
 from surgeon.searches.study.shared_study import FINISHED, SharedStudy
 from surgeon.searches.study.storage import StudyStorage, open_storage, say_aside
 from surgeon.searches.study.workers import WorkerProcesses, interruptible
-from surgeon.searches.terms import Terms, work_of_terms
+from surgeon.searches.terms import Terms
 from surgeon.searches.trial import Trial
 from surgeon.searches.trying import try_programs
 from surgeon.searches.winners import RUNNERS_UP, remeasure
@@ -66,7 +70,7 @@ WORKER = ("-P", "-m", "surgeon.library.search_worker")  # not from the current f
 class SearchOptions:
     """All that a search is given beside its model, as `search` describes it; all of its workers have the same."""
 
-    data: str
+    data: str | None
     output: str
     trials: int
     settings: SearchSettings
@@ -82,12 +86,13 @@ class SearchOptions:
     storage: str | None
     study: str | None
     workers: int
+    using: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SearchOptions:
         """The inverse of `asdict`."""
         settings, healing = SearchSettings(**values["settings"]), CandidateHealing(**values["healing"])
-        return cls(**{**values, "settings": settings, "healing": healing})
+        return cls(**{**values, "settings": settings, "healing": healing, "using": tuple(values["using"])})
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,8 +127,8 @@ class SearchResult(SearchRun):
 
 def search(
     model: str | Path | Model,
-    data: str | Path,
-    output: str | Path,
+    data: str | Path | None = None,
+    output: str | Path = "runs/search",
     trials: int = 60,
     *,
     space: str | Sequence[str] | None = None,
@@ -141,6 +146,7 @@ def search(
     heal: int | None = None,
     heal_data: str | Path | None = None,
     heal_batch: int = 8,
+    using: str | Path | RunResult | Sequence[str | Path | RunResult] = (),
     storage: str | None = None,
     study: str | None = None,
     workers: int = 1,
@@ -153,7 +159,7 @@ def search(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: a text file, a table or a dataset (docs/texts.md), or "demo".
+        data: a text file, a table or a dataset (docs/texts.md), or "demo"; by default that, with a warning.
         output: folder for recipe.yaml, trials.csv, terms.csv, search.json and pictures; where there is a front, a
             recipe for each of its points, too.
         trials: how many programs to try in all.
@@ -170,6 +176,8 @@ def search(
         holdout_data: text to hold out in the place of what follows in the data.
         heal: steps that the winner and the runners-up are healed for before the last choice among them, on `heal_data`,
             in batches of `heal_batch` windows; None: they are not.
+        using: what passes over the same model have found, one or several: results of `scan`, `spectrum`, `similarity`
+            and `sensitivity`, or their folders (docs/searching.md).
         storage: where the study lies, by default a journal in the output folder.
         study: its name in the storage; by default one that follows from the model and all settings.
         workers: processes of this machine that work on it.
@@ -189,7 +197,7 @@ def search(
         as_text("objective", objective),
     )
     options = SearchOptions(
-        str(data),
+        None if data is None else str(data),
         str(output),
         trials,
         SearchSettings(*asked, ranks, batch, prompt, new, link_delay),
@@ -205,6 +213,7 @@ def search(
         storage,
         study,
         workers,
+        tuple(str(as_folder(one)) for one in ([using] if isinstance(using, str | Path | RunResult) else using)),
     )
     found = join_search(model, options, worker=0)
     assert found is not None
@@ -233,7 +242,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     require_sampler(options.sampler, len(settings.recorded))
     mixture, own = settings.mixture(opened), opened.own
     healing.require_layers_in_turn(own)
-    budget = None if settings.is_timed_here else settings.priced(mixture)
+    budget = None if settings.is_timed_here or options.using else settings.priced(mixture)
     storage = open_storage(options.storage, output)
     subject = open_subject(
         model,
@@ -243,29 +252,42 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         separator=options.separator,
         memory=options.memory,
     )
+    known = read_known(map(Path, options.using), subject.opened, subject.windows)
+    mixture = known.mixture(mixture)
+    warn(known.notes(mixture))
+    ranks = measured_ranks(mixture)
+    factors = open_factors(subject, ranks, output / "factors", make=not worker)
     unseen = _held_out(subject, options)
-    healer = healing.healer(subject, unseen, compared_by(settings.objectives), output / "healing")
+    made = ranks.parameters if factors is not None and ranks is not None else {}
+    healer = healing.healer(subject, unseen, compared_by(settings.objectives), output / "healing", factors, made)
     if own is not None:
         restore(subject.model)  # its program is the one that others are compared with
     kept = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
     evaluator = Evaluator(
-        subject.model, subject.windows, subject.memory, output, model_hash=subject.opened.hash, kept=kept, own=own
+        subject.model,
+        subject.windows,
+        subject.memory,
+        output,
+        model_hash=subject.opened.hash,
+        kept=kept,
+        own=own,
+        factors=factors,
     )
-    tasks = _tasks(subject, settings.objectives, output)
+    tasks = _tasks(subject, settings.objectives, output, factors)
     original = evaluator.measure([mixture.model.program])[mixture.model.program]
     given = {"model": opened.name, "options": asdict(options)}
     others = WorkerProcesses(1 if worker else options.workers, WORKER, given, output)
     with interruptible(worker), others:
-        study = _open_study(subject, options, storage)
+        study = _open_study(subject, options, known, storage)
         if not worker:
             finished = [trial for trial in study.trials() if trial.state in FINISHED]
             warn(lost_trials(output, study.name, storage.place, len(finished)))
-        if budget is None:
-            ranks = sorted({1, settings.ranks})
-            here = study.kept("here", lambda: calibrate(HERE, subject.opened, ranks, ROUNDS), others=bool(worker))
+        if settings.is_timed_here:
+            on = sorted({1, settings.ranks})
+            here = study.kept("here", lambda: calibrate(HERE, subject.opened, on, ROUNDS), others=bool(worker))
             budget = settings.priced(mixture, parse_hardware(here))
-        question = Question(settings, mixture, budget, original)
-        searching = Search(question, evaluator, races=options.sampler == SURGEON)
+        question = Question(settings, mixture, budget or settings.priced(mixture), original)
+        searching = Search(question, evaluator, races=options.sampler == SURGEON, known=known)
         if options.sampler == SURGEON:  # the others do not go by terms
             searching.known_terms = _terms(study, searching, others=bool(worker))
         trials = _try_programs(study, searching, options)
@@ -278,10 +300,13 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         SearchRun.TABLES[name].write(output, table)
     by = {"sampler": options.sampler} | ({} if options.sampler == SURGEON else {"seed": options.seed})
     record = subject.provenance(**asdict(settings), **by, trials=len(trials), study=study.name, storage=storage.place)
+    if known.passes:
+        record["using"] = known.record(mixture, trials)
+    record["sublayers_run"] = round(evaluator.sublayers, 1)
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
-    return _end(question, trials, tables, subject, unseen, healer, record, output)
+    return _end(question, trials, tables, subject, unseen, factors, healer, record, output)
 
 
 def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
@@ -293,26 +318,28 @@ def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
     return found
 
 
-def _tasks(subject: Subject, objectives: Sequence[Aspect], output: Path) -> TaskAccuracy | None:
+def _tasks(
+    subject: Subject, objectives: Sequence[Aspect], output: Path, factors: FactorSource | None
+) -> TaskAccuracy | None:
     """What measures the tasks among the objectives, which are loaded before anything is measured; None without any."""
     if not any(objective.name == ACCURACY for objective in objectives):
         return None
     from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
 
     identity = {"model_hash": subject.opened.hash}
-    return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output)
+    return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output, factors=factors)
 
 
-def _open_study(subject: Subject, options: SearchOptions, storage: StudyStorage) -> SharedStudy:
+def _open_study(subject: Subject, options: SearchOptions, known: Known, storage: StudyStorage) -> SharedStudy:
     """The study in its storage, new or gone on with."""
-    known = {"format": FORMAT, "model_hash": subject.opened.hash, "data": subject.windows.digest}
-    known |= {**asdict(options.settings), "sampler": options.sampler, "seed": options.seed}
+    settings = {"format": FORMAT, "model_hash": subject.opened.hash, "data": subject.windows.digest}
+    settings |= {**asdict(options.settings), "sampler": options.sampler, "seed": options.seed, **known.identity}
     name = options.study or DEFAULT_STUDY
     if options.study is None and options.storage is not None:
-        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         name = f"{DEFAULT_STUDY} {subject.opened.label} {digest[:8]}"
     objectives = tuple(map(str, options.settings.recorded))
-    return SharedStudy(storage, name, known, objectives, workers=options.workers)
+    return SharedStudy(storage, name, settings, objectives, workers=options.workers)
 
 
 def _terms(study: SharedStudy, searching: Search, others: bool) -> Terms:
@@ -321,10 +348,11 @@ def _terms(study: SharedStudy, searching: Search, others: bool) -> Terms:
     Args:
         others: whether another worker of this machine measures it.
     """
-    evaluator, programs = searching.evaluator, searching.single_edits
+    evaluator = searching.evaluator
 
     def compute() -> Any:
-        with progress(f"search: {len(programs)} single edits", work_of_terms(evaluator, programs), "sublayers") as ran:
+        plan = searching.terms_plan
+        with progress(f"search: {len(plan.programs)} single edits", plan.work(evaluator), "sublayers") as ran:
             evaluator.ran = ran
             return searching.measured_terms().to_json()
 
@@ -354,6 +382,7 @@ def _end(
     tables: dict[str, pd.DataFrame],
     subject: Subject,
     unseen: Windows | None,
+    factors: FactorSource | None,
     healer: CandidateHealer | None,
     record: dict[str, Any],
     output: Path,
@@ -363,6 +392,7 @@ def _end(
     Args:
         tables: of trials and terms.
         unseen: the held-out text, if there is one.
+        factors: of matrices that programs have ranks for; None: the plain ones.
         healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
     """
     settings, opened, pricing = question.settings, subject.opened, question.budget.pricing
@@ -377,7 +407,7 @@ def _end(
     winner, levels = Winner(first, why), mixed_levels(curves, question.levels)
     gains = mixing_gains(levels)
     if unseen is not None:
-        evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=opened.own)
+        evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=opened.own, factors=factors)
         finalists = [opened.program, *(trial.program for trial in (first, *others[:RUNNERS_UP]))]
         programs = dict.fromkeys([*finalists, *(program for level in levels for program in level.programs)])
         measured = evaluator.measure([*programs])

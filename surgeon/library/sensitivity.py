@@ -16,8 +16,8 @@ from surgeon.results.sensitivity import Sensitivity
 
 def sensitivity(
     model: str | Path | Model,
-    data: str | Path,
-    output: str | Path,
+    data: str | Path | None = None,
+    output: str | Path = "runs/sensitivity",
     *,
     windows_for_jacobians: int = 4,
     iterations: int = 100,
@@ -31,7 +31,7 @@ def sensitivity(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: a text file, a table or a dataset (docs/texts.md), or "demo".
+        data: a text file, a table or a dataset (docs/texts.md), or "demo"; by default that, with a warning.
         output: folder for sensitivity.csv, sensitivity.json and a picture; what is there already is gone on with.
         windows_for_jacobians: windows to compute Jacobians on, spread over the data.
         iterations: the most for a Jacobian's norm; it ends when one changes it by under 0.1%.

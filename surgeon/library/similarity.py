@@ -19,8 +19,8 @@ from surgeon.results.similarity import Similarity
 
 def similarity(
     model: str | Path | Model,
-    data: str | Path,
-    output: str | Path,
+    data: str | Path | None = None,
+    output: str | Path = "runs/similarity",
     *,
     scan: str | Path | Scan | None = None,
     sensitivity: str | Path | Sensitivity | None = None,
@@ -33,7 +33,7 @@ def similarity(
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: a text file, a table or a dataset (docs/texts.md), or "demo".
+        data: a text file, a table or a dataset (docs/texts.md), or "demo"; by default that, with a warning.
         output: folder for similarity.csv, distances.csv, similarity.json and pictures.
         scan: a finished scan of this model, or its folder: every measure is correlated with its heatmaps (proxies.csv).
         sensitivity: with `scan`: a finished sensitivity of this model, or its folder, whose bounds are correlated too.

@@ -10,7 +10,7 @@ from statistics import mode
 from typing import Literal
 
 from surgeon.analysis.factors.allocation import Allocation
-from surgeon.analysis.factors.calibration import load_calibration, recorded
+from surgeon.analysis.factors.calibration import load_calibration
 from surgeon.analysis.factors.matrices import parse_weights
 from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ranks, parse_budget, write_recipe
 from surgeon.analysis.spectrum import request
@@ -81,8 +81,7 @@ def spectrum(
     subject = open_subject(opened, data, tokens=tokens, window=window, separator=separator)
     warn(text.notes)
     size = text.ids.shape[1]
-    named = recorded(text, after=0 if other is not None else tokens // size * size)
-    found = find_spectrum(subject, text, folder, wanted)
+    found = find_spectrum(subject, text, folder, wanted, after=0 if other is not None else tokens // size * size)
     warn(notes_on(found.matrices))
     files = [*found.files, *found.draw(folder)]
     if share is not None:
@@ -92,7 +91,7 @@ def spectrum(
             shutil.rmtree(scratch)
         else:
             chosen = share.ranks(found.curves)
-        files.append(write_recipe(folder, subject, found, share, chosen, named))
+        files.append(write_recipe(folder, subject, found, share, chosen, found.record["calibration_text"]))
     return replace(found, files=tuple(files))
 
 

@@ -144,6 +144,23 @@ class Journal(ABC):
         return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")
 
 
+def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
+    """What a journal's first line says that it depends on, and its other whole lines; the file is left as it is.
+
+    Raises:
+        FileNotFoundError: if it is gone.
+        ValueError: if it is of other work, or damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is gone, which has what was measured; run surgeon {work} again on its folder")
+    *whole, _ = path.read_bytes().split(b"\n")
+    try:
+        first, *lines = [json.loads(line) for line in whole if line.strip()]
+        return dict(first[work]), lines
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged; run surgeon {work} again on its folder") from error
+
+
 def _brief(value: Any) -> str:
     text = str(value)
     return text if len(text) <= _SHOWN else text[:12] + "..."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,8 @@ __all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "held_out", "l
 DEFAULT_TOKENS = 8192
 DEFAULT_WINDOW = 512
 _MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
+_TRIED_CHARACTERS = 4096  # of the default text, with a tokenizer
+_LOST_CHARACTERS = 0.1  # of them: with more, it is not for such text
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer packs into a token of ordinary text
 LEAST_HELD_OUT = 2  # windows: one has no interval
 _HOLD_OUT_ADVICE = "search on fewer tokens so that text is left, hold out other text, or hold out none"
@@ -121,6 +125,30 @@ def load_windows(
         notes.append(f"{data} contains {marks[0]!r}, read as ordinary text, which makes perplexity worse; {advice}")
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
     return Windows(tensor, data, digest_of(tensor), separator, tuple(notes), reading.column, +reading.left_out)
+
+
+def default_data(tokenizer: Any) -> str:
+    """The text to measure on where none is given: the demo's, with a warning that says what that means.
+
+    Raises:
+        ValueError: if the tokenizer has no tokens for most of its characters, and so no use for it.
+    """
+    text = next(iter(documents(DEMO, None, Reading()))).head(_TRIED_CHARACTERS)
+    read = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
+    wanted, kept = (Counter("".join(part.split())) for part in (text, read))
+    lost = 1 - (wanted & kept).total() / wanted.total()
+    what = "source files of the Python standard library"
+    if lost > _LOST_CHARACTERS:
+        raise ValueError(
+            f"no text was given, and the one that ships with surgeon, {what}, is nothing for this tokenizer, which has "
+            f"no tokens for {lost:.0%} of its characters; give a text that the model is made for"
+        )
+    warnings.warn(
+        f"no text was given, so the one that ships with surgeon is used: {what}. What is found holds for such text; "
+        "for a model that is used on another, give some of that",
+        stacklevel=2,
+    )
+    return DEMO
 
 
 def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], list[str]]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, require_unedited, restore
+from surgeon.models.weights import FactorSource
 from surgeon.quality.tasks import TaskSettings, run_tasks
 from surgeon.quality.tasks_load import Tasks, load_tasks
 from surgeon.quality.tasks_model import Answers, TaskModel
@@ -32,6 +33,7 @@ class TaskAccuracy:
         model: unedited; it is left as it is.
         identity: what the model's answers depend on beside the program, as JSON values: its hash, say.
         folder: where answers are kept, so that a killed search asks only what is missing; None to keep none.
+        factors: of matrices that programs have ranks for; by default the plain ones.
     """
 
     model: PreTrainedModel
@@ -40,6 +42,7 @@ class TaskAccuracy:
     identity: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     settings: TaskSettings = field(default_factory=TaskSettings)
+    factors: FactorSource | None = None
 
     def __post_init__(self) -> None:
         """Load the tasks, so that what is wrong with them is said before anything is measured.
@@ -62,7 +65,7 @@ class TaskAccuracy:
         """
         found: dict[Program, dict[str, float]] = {}
         for program in programs:
-            edit(self.model, program)
+            edit(self.model, program, factors=self.factors)
             try:
                 found[program] = {}
                 for name, tasks in self._tasks.items():

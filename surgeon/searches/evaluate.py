@@ -27,7 +27,7 @@ from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.program import Program
 from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, stay_below
 from surgeon.models.edit import program_of, require_unedited
-from surgeon.models.weights import TruncatedSVD
+from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead, Quality, joined
 from surgeon.quality.references import REFERENCE_FILE, TextReferences
@@ -55,6 +55,10 @@ class Evaluator:
             the memory that is free.
         race: the rule by which programs are stopped.
         own: the model's program over these layers, which is the original; by default they run one after the other.
+        factors: of matrices that programs have ranks for; by default the plain ones.
+
+    Attributes:
+        sublayers: how many have run so far, one on a part of the windows counted as that part.
 
     Raises:
         ValueError: if the model is an edited one, or the folder has predictions of another model or text.
@@ -72,10 +76,12 @@ class Evaluator:
         kept: int | None = None,
         race: Race | None = None,
         own: Program | None = None,
+        factors: FactorSource | None = None,
     ) -> None:
         require_unedited(model)
         self.model, self.windows, self.memory, self.folder, self.ran = model, windows, memory, folder, ran
         self.dense = own or program_of(model)
+        self.sublayers = 0.0
         self.head = OutputHead(model)
         self.race = race or Race()
         self.blocks = blocks_per_window(len(windows.ids), windows.ids.shape[1] - 1)
@@ -87,7 +93,8 @@ class Evaluator:
         self.limit = kept
         self.cache = None if streamed_layers(model) is not None else StateCache(self._free_share())
         # What matrices are decomposed into serves every rank, and every trial.
-        self.factors = TruncatedSVD(remembers=True, room=0 if self.cache is None else self.cache.limit // 4)
+        room = 0 if self.cache is None else self.cache.limit // 4
+        self.factors = factors or TruncatedSVD(remembers=True, room=room)
 
     def measure(
         self, programs: Iterable[Program], best: MeasuredProgram | None = None, most: int | None = None
@@ -162,6 +169,7 @@ class Evaluator:
             self.cache.shrink(left if self.limit is None else min(left, self.limit))
 
         def ran(amount: float) -> None:
+            self.sublayers += amount
             self.ran(amount)
             stay_below(self.memory)
 

@@ -7,7 +7,8 @@ import hashlib
 import json
 import shutil
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
+from surgeon.models.weights import FactorSource
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows, load_windows, shared_windows
 from surgeon.quality.summary import estimate
@@ -64,12 +66,22 @@ class CandidateHealing:
                 "none is held out; leave that out"
             )
 
-    def healer(self, subject: Subject, held_out: Windows | None, by: Measured, folder: Path) -> CandidateHealer | None:
+    def healer(
+        self,
+        subject: Subject,
+        held_out: Windows | None,
+        by: Measured,
+        folder: Path,
+        factors: FactorSource | None = None,
+        made: Mapping[str, Any] | None = None,
+    ) -> CandidateHealer | None:
         """What heals a candidate; None if none is to be.
 
         Args:
             by: what candidates are compared by.
             folder: for the checkpoints of runs.
+            factors: of matrices that programs have ranks for, and what they follow from, as JSON values; by default the
+                plain ones.
 
         Raises:
             FileNotFoundError: if there is no such text.
@@ -91,7 +103,8 @@ class CandidateHealing:
         require_apart(text, searched, held_out)
         settings = brief_settings(self.steps, self.batch, by)
         texts = TrainTexts(text, held_out)
-        return CandidateHealer(subject.opened.folder, subject.opened.hash, subject.model, texts, settings, folder)
+        model = subject.opened
+        return CandidateHealer(model.folder, model.hash, subject.model, texts, settings, folder, factors, made or {})
 
     def require_layers_in_turn(self, own: Program | None) -> None:
         """Refuse to heal candidates of a model that runs a program of its own.
@@ -140,6 +153,8 @@ class CandidateHealer:
         model_hash: which model it is.
         original: the same model, unedited; it is left as it is.
         folder: for a run's checkpoints, which are gone when it is over.
+        factors: of matrices that programs have ranks for; by default the plain ones.
+        made: what these follow from, as JSON values.
 
     Raises:
         ValueError: if the original's weights are read layer by layer.
@@ -151,6 +166,8 @@ class CandidateHealer:
     texts: TrainTexts
     settings: TrainSettings
     folder: Path
+    factors: FactorSource | None = None
+    made: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if streamed_layers(self.original) is not None:
@@ -175,6 +192,7 @@ class CandidateHealer:
             "settings": self.settings.to_json(),
             "data": self.texts.training.digest,
             "held_out": self.texts.held_out.digest,
+            **({"factors": dict(self.made)} if self.made else {}),
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -190,7 +208,7 @@ class CandidateHealer:
             ValueError, OSError: as `surgeon.training.run.train`.
         """
         place = self.folder / hashlib.sha256(f"{self.key} {program}".encode()).hexdigest()[:16]
-        student = edit(load(self.source).float(), program)
+        student = edit(load(self.source).float(), program, factors=self.factors)
         identity = {"original": self.model_hash, "program": str(program)}
         device = self.original.device.type
         found = train(

@@ -108,7 +108,7 @@ def best_choices(
         scarce: (n,), how much each edit takes of something, and how much of it a choice may take in all.
         beam: how many partial choices of each group go on.
     """
-    useful = _useful(damage, savings, excluded)
+    useful = useful_edits(damage, savings, excluded)
     taken, most = (np.zeros(len(useful), dtype=np.int64), 0) if scarce is None else (scarce[0][useful], scarce[1])
     damage = Damage(damage.alone[useful], damage.cross[np.ix_(useful, useful)])
     savings, excluded = Savings(savings.each[useful], savings.need), excluded[np.ix_(useful, useful)]
@@ -126,7 +126,7 @@ def best_choices(
     return [tuple(useful[row].tolist()) for row in enough.chosen[order]]
 
 
-def _useful(damage: Damage, savings: Savings, excluded: Flags) -> Places:
+def useful_edits(damage: Damage, savings: Savings, excluded: Flags) -> Places:
     """Edits that can be in a good choice: that save something, at no more damage than a whole choice does."""
     worth = np.clip(savings.each / savings.need, 0, 1).sum(axis=1)
     useful = np.flatnonzero(worth > _NEAR)

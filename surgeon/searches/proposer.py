@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from surgeon.results.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, 
 from surgeon.results.trials import MOST_DIVERGENCE
 from surgeon.searches.goals import Goal, Prices
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.optimise import BEAM, Counts, Damage, Flags, Numbers, Savings, best_choices
+from surgeon.searches.optimise import BEAM, Counts, Damage, Flags, Numbers, Savings, best_choices, useful_edits
 from surgeon.searches.surrogate import Surrogate
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import Proposal, Trial
@@ -29,6 +29,7 @@ _TOP = 3  # trials whose neighbours are looked at
 _HOPELESS = 10.0  # times the best: what is worse teaches nothing about where the best is
 # How many standard deviations below its prediction a candidate is taken for: from trusting the prediction to curiosity.
 _CURIOSITY = (0.0, 0.5, 1.0, 2.0)
+_UNSURE = 8  # trials of a goal, before which none is ruled out
 _TRUSTED = 0.3  # of a prediction: it is not off by more, or choices that break the model would look interesting
 
 
@@ -39,6 +40,9 @@ class Proposer:
     Attributes:
         prices: of a program; a goal has a limit for each.
         value: what trials are compared by; less is better.
+        known: the divergence of choices that were measured before the search.
+        sure: how many standard deviations a choice has to be predicted above the best trial's divergence not to be
+            tried, once there are some trials; None: it is tried whatever is predicted of it.
     """
 
     mixture: Mixture
@@ -46,6 +50,8 @@ class Proposer:
     prices: Prices
     goals: tuple[Goal, ...]
     value: Value = field(default=lambda trial: trial.measured.divergence)
+    known: Mapping[Choice, float] = field(default_factory=dict)
+    sure: float | None = None
     # What was worked out before.
     _known_prices: dict[Choice, tuple[float, ...] | None] = field(default_factory=dict, init=False, repr=False)
     _known_programs: dict[Choice, Program | None] = field(default_factory=dict, init=False, repr=False)
@@ -53,7 +59,7 @@ class Proposer:
 
     def first_round(self, count: int) -> list[Proposal]:
         """Before there are trials: for each goal at most so many choices, the most promising kind first."""
-        surrogate = Surrogate.fit(self.terms.damage, [], [])
+        surrogate = self.surrogate([])
         found: dict[str, Proposal] = {}
         for goal in self.goals:
             kinds = {
@@ -95,12 +101,13 @@ class Proposer:
         for trial in finite:
             level, divergence = trial.proposal.level, trial.measured.divergence
             by_level[level] = min(by_level.get(level, math.inf), divergence)
-        useful = [t for t in finite if t.measured.divergence <= _HOPELESS * max(by_level[t.proposal.level], 1e-6)]
-        return Surrogate.fit(
-            self.terms.damage,
-            [self._numbers(trial.proposal.choice) for trial in useful],
-            [trial.measured.divergence for trial in useful],
-        )
+        useful = {
+            trial.proposal.choice: trial.measured.divergence
+            for trial in finite
+            if trial.measured.divergence <= _HOPELESS * max(by_level[trial.proposal.level], 1e-6)
+        }
+        values = self._taught | useful
+        return Surrogate.fit(self.terms.damage, [*map(self._numbers, values)], [*values.values()])
 
     def price(self, choice: Choice) -> tuple[float, ...] | None:
         """What a choice costs; None if its edits do not go together."""
@@ -138,8 +145,13 @@ class Proposer:
             sources = dict.fromkeys(every, REGRESSION)
             fresh = [choice for choice in every if self._key(choice) not in tried]
         numbers = [self._numbers(choice) for choice in fresh]
-        mean = np.array([surrogate.corrected.of(one) for one in numbers])
-        deviation = np.minimum(surrogate.uncertainty(numbers), _TRUSTED * np.abs(mean))
+        mean, deviation = np.array([surrogate.corrected.of(one) for one in numbers]), surrogate.uncertainty(numbers)
+        own = [trial.measured for trial in trials if self.meets(trial.proposal.choice, goal)]
+        if self.sure is not None and len(own) >= _UNSURE:
+            least = min((measured.divergence for measured in own if measured.whole), default=math.inf)
+            possible = np.flatnonzero(mean - self.sure * deviation <= least)
+            fresh, mean, deviation = [fresh[place] for place in possible], mean[possible], deviation[possible]
+        deviation = np.minimum(deviation, _TRUSTED * np.abs(mean))
         for turn in range(count):
             curiosity = _CURIOSITY[turn % len(_CURIOSITY)]
             for place in np.argsort(mean - curiosity * deviation, kind="stable"):
@@ -268,6 +280,25 @@ class Proposer:
         """By goal the choice of the least sum of what edits do alone, if there is one."""
         plain = Damage(self.terms.damage.alone, np.zeros_like(self.terms.correlation))
         return {goal: self._optima(plain, goal, 1) for goal in self.goals}
+
+    @cached_property
+    def running(self) -> list[int]:
+        """Edits that may be in a good choice for one of the goals, by what they do alone."""
+        found: set[int] = set()
+        for goal in self.goals:
+            need = np.array(self._dense) - np.array(goal.most)
+            limited = need > 1e-9 * np.abs(self._dense)
+            if limited.any():
+                savings = Savings(self._savings[:, limited], need[limited])
+                found.update(useful_edits(self.terms.damage, savings, self.mixture.exclusions).tolist())
+        return sorted(found)
+
+    @cached_property
+    def _taught(self) -> dict[Choice, float]:
+        """What was known before the search of choices not much worse than those it is about."""
+        expected = [self.terms.damage.of(self._numbers(best)) for few in self._additive.values() for best in few]
+        most = _HOPELESS * max(expected, default=0.0)
+        return {choice: value for choice, value in self.known.items() if self.knows(choice) and value <= most}
 
     @cached_property
     def _number(self) -> dict[Edit, int]:

@@ -18,10 +18,11 @@ from optuna.trial import FrozenTrial, TrialState
 from surgeon.language.program import Program
 from surgeon.results.edit import Choice
 from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.known import Known
 from surgeon.searches.parameters import EditParameters
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.question import Question
-from surgeon.searches.terms import Terms, measure_terms
+from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
 BATCH = 8  # proposals that are made of the same knowledge, and measured together
@@ -33,6 +34,7 @@ MIXTURE = "mixture"
 DIGITS = 9  # of what was measured: further ones may depend on what it was measured together with
 PROGRAM, EDITS, SOURCE, LEVEL, MEASURED = "program", "edits", "source", "level", "measured"  # attributes of trials
 _WORST = 100.0  # of a constraint
+_SURE = 3.0  # standard deviations, by which choices are ruled out
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -43,12 +45,14 @@ class Search:
     Attributes:
         known_terms: of the mixture's edits; None: they are measured when they are asked for.
         races: whether a program is stopped when it is hopelessly worse than the best so far.
+        known: what passes have found, which is not measured again.
     """
 
     question: Question
     evaluator: Evaluator
     known_terms: Terms | None = None
     races: bool = True
+    known: Known = field(default_factory=Known)
     # What was worked out before: trials by what is stored of them, the last round, with what was finished then.
     _trials: dict[tuple[Any, ...], Trial] = field(default_factory=dict, init=False, repr=False)
     _round: tuple[Any, list[Proposal]] = field(default=((), []), init=False, repr=False)
@@ -60,12 +64,12 @@ class Search:
 
     def measured_terms(self) -> Terms:
         """The same, measured now."""
-        return measure_terms(self.evaluator, self.single_edits)
+        return measure_terms(self.evaluator, self.terms_plan)
 
-    @property
-    def single_edits(self) -> list[Program]:
-        """The program of every edit alone."""
-        return self.question.mixture.single_edits
+    @cached_property
+    def terms_plan(self) -> TermsPlan:
+        """What that takes."""
+        return self.known.plan(self.question)
 
     @cached_property
     def parameters(self) -> EditParameters:
@@ -172,6 +176,8 @@ class Search:
     def measure(self, proposals: Sequence[Proposal], earlier: Sequence[Trial]) -> list[MeasuredProgram]:
         """Measure some proposals, each against the best of its kind so far; what is known already is not run again."""
         known = {trial.proposal.key: trial.measured for trial in earlier if trial.measured.whole}
+        passed = {proposal.key: self.known.measured(Program.parse(proposal.key)) for proposal in proposals}
+        known |= {key: measured for key, measured in passed.items() if measured is not None}
         fresh = [proposal for proposal in proposals if proposal.key not in known]
         rivals = {proposal.key: self._rival(proposal, earlier) for proposal in fresh}
         for rival in {None if rival is None else rival.number: rival for rival in rivals.values()}.values():
@@ -196,8 +202,7 @@ class Search:
 
         None where programs are not compared by their divergence: only that is known before a program has run through.
         """
-        of_quality = [str(objective) for objective in self.question.objectives if not objective.is_priced]
-        if not self.races or of_quality != ["divergence"]:
+        if not self.races or not self._is_by_divergence:
             return None
         kind = MIXTURE if not self.question.along else self._space_of(proposal.choice)
         same = [
@@ -209,6 +214,10 @@ class Search:
         ]
         return min(same, key=lambda trial: (trial.measured.divergence, trial.number), default=None)
 
+    @property
+    def _is_by_divergence(self) -> bool:
+        return [str(one) for one in self.question.objectives if not one.is_priced] == ["divergence"]
+
     def _space_of(self, choice: Choice) -> str:
         """The space that all edits of a choice are of, or the mixture."""
         spaces = {edit.space for edit in choice}
@@ -217,8 +226,15 @@ class Search:
     def _proposer(self, question: Question) -> Proposer:
         number = {edit: place for place, edit in enumerate(self.question.mixture.edits)}
         terms = self.terms.of([number[edit] for edit in question.mixture.edits])
-        found = Proposer(question.mixture, terms, question.prices, question.goals, self._value)
+        known = self._known_choices
+        # Only divergence is predicted, and only where choices were measured before is there enough to be sure by.
+        sure = _SURE if known and self._is_by_divergence else None
+        found = Proposer(question.mixture, terms, question.prices, question.goals, self._value, known, sure)
         return replace(found, goals=found.goals_worth_trying)
+
+    @cached_property
+    def _known_choices(self) -> dict[Choice, float]:
+        return self.known.choices(self.question.mixture)
 
     def _value(self, trial: Trial) -> float:
         quality = [objective for objective in self.question.objectives if not objective.is_priced]

@@ -24,12 +24,13 @@ from surgeon.language.program import Program
 from surgeon.quality.head import OutputHead
 from surgeon.quality.summary import mean_divergence
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.optimise import Damage, Numbers
+from surgeon.searches.optimise import Counts, Damage, Flags, Numbers
 
 _TOKENS = 2048  # of the text, that edits are measured on alone: trials correct what a short text gets wrong
 _SAMPLE, _LEAST_SAMPLE = 512, 32  # of these, the tokens that covariances are taken over
 _SAMPLE_BYTES = 256 << 20  # of their streams, of all edits together
 _BLOCK_BYTES = 64 << 20  # of the logits of all edits
+_FITTED = 3  # edits of a group that estimates of its others take
 _WORST = 1e3  # nats: a model that is broken, whatever else it is
 
 
@@ -104,43 +105,97 @@ def correlations(covariance: Tensor) -> Numbers:
     return found.clamp(-1, 1).numpy()
 
 
-@torch.inference_mode()
-def measure_terms(evaluator: Evaluator, programs: Sequence[Program]) -> Terms:
-    """The terms of edits, measured on the beginning of the text.
+@dataclass(frozen=True)
+class TermsPlan:
+    """What is measured of edits, on the beginning of the text.
 
-    Args:
+    Attributes:
         programs: of each edit alone.
+        known: (n,), the divergence of each where that is known, else NaN.
+        run: (n,), which of them run: those that are not known are measured then, and correlations are found with all
+            that run.
+        foreseen: (n,), a number that rises with the divergence of edits of one group, by which those that are neither
+            known nor run are estimated.
+        groups: (n,), the number of each one's group.
     """
-    ids, dense, head = evaluator.windows.ids, evaluator.dense, evaluator.head
-    windows = _windows(evaluator)
-    part = ids[windows.start : windows.stop].to(evaluator.model.device)
-    ((_, stream),) = evaluator.streams([dense], windows)
-    reference = head.reference(stream, part)
-    original = _sampled(head.predicting(stream), len(programs))
+
+    programs: Sequence[Program]
+    known: Numbers
+    run: Flags
+    foreseen: Numbers
+    groups: Counts
+
+    @classmethod
+    def whole(cls, programs: Sequence[Program]) -> TermsPlan:
+        """All that there is."""
+        nothing, every = np.full(len(programs), np.nan), np.ones(len(programs), dtype=bool)
+        return cls(programs, nothing, every, nothing, np.zeros(len(programs), dtype=np.int64))
+
+    def runs(self, evaluator: Evaluator) -> dict[range, list[Program]]:
+        """By windows, from the first on, the programs that run on them, each once: on more where they are measured."""
+        count, window = evaluator.windows.ids.shape
+        measured = range(max(1, min(count, _TOKENS // window)))
+        # Where some are known, what the others do is compared where those run, too.
+        few = measured if np.isnan(self.known).all() else range(max(1, min(count, _SAMPLE // window)))
+        runs: dict[range, dict[Program, None]] = {measured: {}, few: {}}
+        for program, known, run in zip(self.programs, self.known, self.run, strict=True):
+            if run:
+                runs[measured if np.isnan(known) else few][program] = None
+        return {windows: [*programs] for windows, programs in runs.items() if programs}
+
+    def work(self, evaluator: Evaluator) -> float:
+        """How many sublayers run, in passes over all of the text."""
+        count = len(evaluator.windows.ids)
+        runs = self.runs(evaluator).items()
+        return sum(share(programs).total_sublayers * len(windows) / count for windows, programs in runs)
+
+    def completed(self, divergence: Numbers) -> Numbers:
+        """(n,), with estimates for those that are NaN: a power of what was foreseen, fitted to the others of the group.
+
+        Where fewer than three of a group are known they are as bad as the worst of these, or of all.
+        """
+        found = divergence.copy()
+        for group in set(self.groups[np.isnan(divergence)].tolist()):
+            own = self.groups == group
+            known = own & np.isfinite(divergence) & (divergence > 0) & (self.foreseen > 0)
+            missing = own & np.isnan(divergence)
+            if known.sum() < _FITTED:
+                found[missing] = divergence[known].max() if known.any() else np.nanmax(divergence, initial=0.0)
+                continue
+            slope, level = np.polyfit(np.log(self.foreseen[known]), np.log(divergence[known]), 1)
+            found[missing] = np.exp(level + max(slope, 0.0) * np.log(self.foreseen[missing]))
+        return found
+
+
+@torch.inference_mode()
+def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
+    """The terms of edits."""
+    ids, head, count = evaluator.windows.ids, evaluator.head, len(plan.programs)
+    divergence, found, runs = plan.known.copy(), np.eye(count), plan.runs(evaluator)
+    if not runs:
+        return Terms(plan.completed(divergence), found)
     places: dict[Program, list[int]] = {}
-    for place, program in enumerate(programs):
+    for place, program in enumerate(plan.programs):
         places.setdefault(program, []).append(place)
-    divergence = np.full(len(programs), np.inf)
-    changed = [original] * len(programs)
-    for program, stream in evaluator.streams(places, windows):
-        mean = mean_divergence(head.compare(stream, reference).divergence.cpu().numpy())
-        for place in places.get(program, ()):  # the dense program's may be among them
-            divergence[place], changed[place] = mean, _sampled(head.predicting(stream), len(programs))
-    return Terms(divergence, correlations(covariances(head, original, changed)))
+    few, most = min(runs, key=len), max(runs, key=len)
+    ((_, stream),) = evaluator.streams([evaluator.dense], most)
+    reference = head.reference(stream, ids[: len(most)].to(evaluator.model.device))
+    original = _sampled(head, stream[: len(few)], count)
+    changed: dict[int, Tensor] = {}
+    for windows, programs in runs.items():
+        for program, after in evaluator.streams(programs, windows):
+            sample = _sampled(head, after[: len(few)], count)
+            changed |= dict.fromkeys(places[program], sample)
+            if np.isnan(divergence[places[program]]).any():
+                divergence[places[program]] = mean_divergence(head.compare(after, reference).divergence.cpu().numpy())
+    there = [*changed]
+    found[np.ix_(there, there)] = correlations(covariances(head, original, [changed[place] for place in there]))
+    return Terms(plan.completed(divergence), found)
 
 
-def work_of_terms(evaluator: Evaluator, programs: Sequence[Program]) -> float:
-    """How many sublayers that runs, in passes over all of the text."""
-    return share(programs).total_sublayers * len(_windows(evaluator)) / len(evaluator.windows.ids)
-
-
-def _windows(evaluator: Evaluator) -> range:
-    count, window = evaluator.windows.ids.shape
-    return range(max(1, min(count, _TOKENS // window)))
-
-
-def _sampled(hidden: Tensor, programs: int) -> Tensor:
-    """Some of the tokens, evenly spread: as many as leave room for those of all programs."""
+def _sampled(head: OutputHead, stream: Tensor, programs: int) -> Tensor:
+    """What is predicted from at some of the tokens, evenly spread: as many as leave room for those of all programs."""
+    hidden = head.predicting(stream)
     room = _SAMPLE_BYTES // (4 * hidden.shape[1] * max(1, programs))
     rows = min(len(hidden), _SAMPLE, max(_LEAST_SAMPLE, room))
     return hidden[torch.linspace(0, len(hidden) - 1, rows).long()].float()

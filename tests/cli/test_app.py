@@ -224,3 +224,19 @@ def test_results_that_do_not_fit_are_an_error() -> None:
     done = surgeon("surgeon --version >/dev/full")
     assert done.returncode == 1
     assert done.stderr == "error: no space left for the output; free some space and run the same command again\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        ("search --budget depth=26", "surgeon search MODEL --budget depth=26 --data DATA"),
+        ("search --data=text.txt", "surgeon search MODEL --data=text.txt"),
+        ("spectrum demo", "surgeon spectrum demo --data DATA --output OUTPUT"),
+        ("diff one", "surgeon diff one B"),
+    ],
+)
+def test_what_is_missing_is_shown_in_the_whole_command(
+    given: str, whole: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(given.split()) == 2
+    assert f"; write {whole} (see surgeon {given.split()[0]} --help)" in capsys.readouterr().err

@@ -8,8 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
-from surgeon.quality.data import DEMO, load_windows, window_for
+from surgeon.opened import open_model
+from surgeon.quality.data import DEMO, default_data, load_windows, window_for
 from tests.tiny_models import TEXT, tiny_tokenizer
 
 
@@ -166,3 +171,13 @@ def test_a_dataset_out_of_reach_says_what_to_do(tokenizer: Any, monkeypatch: pyt
     fake_datasets(monkeypatch, [{"label": 3}])
     with pytest.raises(ValueError, match="no column of text"):
         load_windows(tokenizer, "wikitext")
+
+
+def test_without_a_text_the_one_that_ships_is_used_where_the_tokenizer_can_read_it() -> None:
+    with pytest.warns(UserWarning, match="no text was given, so the one that ships with surgeon is used: source files"):
+        assert default_data(open_model("demo").tokenizer) == "demo"
+    letters = Tokenizer(WordLevel({"a": 0, "e": 1, "?": 2}, unk_token="?"))
+    letters.pre_tokenizer = Split("", "isolated")
+    blind = PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="?")
+    with pytest.raises(ValueError, match=r"has no tokens for \d\d% of its characters; give a text"):
+        default_data(blind)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from surgeon.analysis.engine.measure import MeasuredWindows
 from surgeon.language.program import Program
-from surgeon.processes.journal import Journal
+from surgeon.processes.journal import Journal, read_journal
 
 
 class ProgramJournal(Journal):
@@ -53,9 +53,30 @@ class ProgramJournal(Journal):
         return nll, divergence
 
     def take(self, line: Any) -> None:
-        values = self._values.get(line["program"])
-        if values is None:
-            # Third row: not NaN where measured, so that a NaN that was measured is not taken for a gap.
-            values = self._values[line["program"]] = np.full((3, self.windows), np.nan)
-        windows = line["windows"]
-        values[0, windows], values[1, windows], values[2, windows] = line["nll"], line["divergence"], 1.0
+        take_program(line, self._values, self.windows)
+
+
+def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int) -> None:
+    """Take in what a line says of a program: rows of its nll, its divergence, and 1 where it was measured, else NaN."""
+    # The third row, so that a NaN that was measured is not taken for a gap.
+    found = values.setdefault(line["program"], np.full((3, windows), np.nan))
+    here = line["windows"]
+    found[0, here], found[1, here], found[2, here] = line["nll"], line["divergence"], 1.0
+
+
+def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
+    """What a journal of programs depends on, and its numbers by the programs' texts, as `take_program` has them.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_journal`; and if it does not say how many windows it is of.
+    """
+    identity, lines = read_journal(path, work)
+    try:
+        windows = identity["tokens"] // identity["window"]
+        values: dict[str, NDArray[np.float64]] = {}
+        for line in lines:
+            if "program" in line:
+                take_program(line, values, windows)
+    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} is damaged; run surgeon {work} again on its folder") from error
+    return identity, values

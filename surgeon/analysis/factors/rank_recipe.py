@@ -8,7 +8,7 @@ ranks that were found first, their damage is scaled by what comes out, and ranks
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +27,7 @@ from surgeon.analysis.factors.allocation import (
 )
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.spectrum import MeasuredSpectrum
 from surgeon.analysis.subject import Subject
@@ -158,7 +159,7 @@ def corrected_ranks(
             return share.ranks(corrected(curves, first, together))
 
 
-def ranked(own: Program, ranks: Ranks) -> Program:
+def ranked(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
     """A model's own program with factors of these ranks; matrices that are not named stay whole."""
     by_sublayer: dict[Sublayer, list[tuple[str, int]]] = {}
     for matrix, rank in ranks.items():

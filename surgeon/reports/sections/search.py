@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,8 @@ def _show(run: Run[SearchRun]) -> Iterator[Block]:
         yield Heading("What single edits do")
         yield Gallery(edit_charts(found.terms))
     yield from _what_goes_with_edits(trials, found.terms)
+    if run.record.get("using"):
+        yield _taken(run.record["using"])
 
 
 def _winner(run: Run[SearchRun]) -> Iterator[Block]:
@@ -233,6 +236,22 @@ def _what_goes_with_edits(trials: TrialTable, terms: pd.DataFrame) -> Iterator[B
     head = ["edit", "trials with it", "divergence alone", "with it / without", "95% interval"]
     marked = frozenset((row, 3) for row, one in enumerate(effects) if one.excludes_one)
     yield Table(f"Importance: what goes with single edits among {len(trials)} trials", head, rows, note, marked=marked)
+
+
+def _taken(using: Sequence[dict[str, Any]]) -> Table:
+    """What the search did not measure itself."""
+    counts = ("edits", "choices", "trials", "foreseen")
+    rows = [
+        [one["pass"], Path(one["folder"]).name, "the search's" if one["same_text"] else "another",
+         *(str(one[name]) for name in counts)]
+        for one in using
+    ]  # fmt: skip
+    note = (
+        "Single edits and trials of the passes were not measured again; choices of several edits taught the "
+        "regression; foreseen edits were measured where they looked best by the pass, and estimated elsewhere."
+    )
+    head = ["pass", "folder", "its text", "single edits", "choices", "trials", "foreseen"]
+    return Table("What was taken from passes", head, rows, note, left=frozenset({0, 1, 2}))
 
 
 def _findings(run: Run[SearchRun]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Program
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, Program
 from surgeon.results.edit import Edit
 
 if TYPE_CHECKING:  # who lists the spaces does without torch, which takes seconds
@@ -29,7 +29,6 @@ TIMES = ("latency", "speedup")  # quantities
 WEIGHTS = ("params", "weight_bytes", "size")
 DEEPER = "deeper"
 _LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
-_RANKS = {ATTENTION: "the ranks of the attention", FEED_FORWARD: "the ranks of the MLP"}
 
 
 class Space(ABC):
@@ -178,9 +177,9 @@ def claims_of_late(edit: Edit, kind: str) -> frozenset[Claim]:
     return frozenset((_LATE[kind], layer) for layer in edit.layers)
 
 
-def claims_of_ranks(edit: Edit, kind: str) -> frozenset[Claim]:
-    """Claims of an edit that gives the matrices of attentions or feed-forwards ranks."""
-    return frozenset((_RANKS[kind], layer) for layer in edit.layers)
+def claims_of_ranks(edit: Edit, kind: str, roles: Collection[str] | None = None) -> frozenset[Claim]:
+    """Claims of an edit that gives matrices of attentions or feed-forwards ranks; by default all that there can be."""
+    return frozenset((f"the rank of {role}", layer) for role in roles or ROLES[kind] for layer in edit.layers)
 
 
 def joined(stretches: Iterable[range]) -> tuple[range, ...]:

@@ -20,8 +20,7 @@ class LowRanks(ShareSpace):
 
     A matrix of which factors would save nothing stays whole, and an attention or MLP of which all do has no edits. The
     factors that a search measures are plain ones (truncated SVD), made on the fly as in scans, and so are those of the
-    recipe that it writes. The recipe can name another method and a text for the same ranks (`method: whitened`, as
-    `surgeon spectrum` writes it); what that changes the search has not seen.
+    recipe that it writes. Where a search is given a spectrum, `measured_ranks.MatrixRanks` stands in its place.
     """
 
     name = "rank"

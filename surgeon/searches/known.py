@@ -1,0 +1,313 @@
+"""What passes over the same model have found, for a search that is given their folders.
+
+A cell of a scan on the search's own text is a measured program, window by window: what a search would measure of it is
+known. Of these, choices of the search's edits (a longer stretch of LP pairs is several pairs together) teach its
+regression before there is a trial. A spectrum has measured ranks of single matrices, which are the edits of the space
+`rank` then, with factors made as there. What was measured on another text says in which order to look.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from surgeon.analysis.engine.program_journal import read_programs
+from surgeon.analysis.engine.sharing import simplify
+from surgeon.analysis.factors.rank_recipe import ranked
+from surgeon.analysis.scan import JOURNAL
+from surgeon.analysis.spectrum_journal import read_findings
+from surgeon.language.operations.lowrank import saves
+from surgeon.language.program import Program
+from surgeon.opened import Model
+from surgeon.quality.data import Windows
+from surgeon.quality.summary import Values, estimate, mean_divergence
+from surgeon.results.edit import Choice, Edit, as_choice
+from surgeon.results.scan import Scan
+from surgeon.results.sensitivity import Sensitivity
+from surgeon.results.similarity import Similarity
+from surgeon.results.spectrum import Spectrum
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.optimise import Counts, Numbers
+from surgeon.searches.proposer import Proposer
+from surgeon.searches.question import Question
+from surgeon.searches.spaces.measured_ranks import MatrixRanks, MeasuredRanks
+from surgeon.searches.spaces.rank import LowRanks
+from surgeon.searches.terms import Terms, TermsPlan
+from surgeon.searches.trial import MeasuredProgram, Trial
+
+PASSES = (Scan, Spectrum, Similarity, Sensitivity)  # that a search has a use for
+FEW = 8  # edits of a kind, which are all measured
+_PARTS = {"": "block_influence", "attention": "attention_size", "mlp": "mlp_size"}  # what a layer's leaving takes away
+_BESIDE = ("pair", "par", "tracks", "ladder", "desync", "fuse")  # spaces whose layers miss what the one before adds
+
+
+@dataclass(frozen=True)
+class KnownPass:
+    """What one pass over the same weights has found.
+
+    Attributes:
+        name: of the pass's command.
+        folder: where it lies.
+        programs: by their text, with their quality on all of the search's text; none if the pass is of another text.
+        divergence: of every program, on whatever text, or part of one, it was measured on: nats per token.
+        ranks: that it has measured, if it is a spectrum.
+        missed: by layer, a number that rises with what it does not to see what the layer before adds.
+        removed: by an edit's option and the layer, one that rises with what is lost with the layer, or a part of it.
+    """
+
+    name: str
+    folder: Path
+    programs: Mapping[str, MeasuredProgram] = field(default_factory=dict)
+    divergence: Mapping[str, float] = field(default_factory=dict)
+    ranks: MeasuredRanks | None = None
+    missed: Mapping[int, float] = field(default_factory=dict)
+    removed: Mapping[tuple[str, int], float] = field(default_factory=dict)
+
+    def foresees(self, edit: Edit, mixture: Mixture) -> float:
+        """A number that rises with an edit's damage; NaN where the pass says nothing of it."""
+        if self.divergence:
+            return self.divergence.get(str(simplify(mixture.program((edit,)))), math.nan)
+        if edit.space == "drop":
+            return sum(self.removed.get((edit.option, layer), math.nan) for layer in edit.layers)
+        if edit.space not in _BESIDE:
+            return math.nan
+        # The first layer of a group sees what it always saw; a late one misses something by itself.
+        return sum(self.missed.get(layer, math.nan) for layer in edit.layers[1:] or edit.layers)
+
+    def foreseen(self, mixture: Mixture) -> int:
+        """Of how many edits it says something."""
+        return sum(math.isfinite(self.foresees(edit, mixture)) for edit in mixture.edits)
+
+    @property
+    def digest(self) -> str:
+        """Of what it knows."""
+        ranks = None if self.ranks is None else [sorted(map(str, self.ranks.ranks.items())), self.ranks.parameters]
+        orders = [sorted(self.missed.items()), [[*key, value] for key, value in sorted(self.removed.items())]]
+        found = [self.name, sorted(self.divergence.items()), sorted(self.programs), ranks, orders]
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+    def of_plain_factors(self) -> KnownPass:
+        """What it knows of programs without factors, where a search's are other ones."""
+        if self.ranks is not None:
+            return self
+        programs = {text: measured for text, measured in self.programs.items() if "@" not in text}
+        return replace(self, programs=programs, divergence={t: d for t, d in self.divergence.items() if "@" not in t})
+
+
+@dataclass(frozen=True)
+class Known:
+    """All that a search is given; nothing by default."""
+
+    passes: tuple[KnownPass, ...] = ()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a study of it depends on, beside its settings."""
+        return {"using": [one.digest for one in self.passes]} if self.passes else {}
+
+    @property
+    def ranks(self) -> MeasuredRanks | None:
+        """What the space `rank` is of, if there is a spectrum."""
+        return next((one.ranks for one in self.passes if one.ranks is not None), None)
+
+    def mixture(self, mixture: Mixture) -> Mixture:
+        """The same spaces, with edits as passes have measured them."""
+        ranks = self.ranks
+        if ranks is None:
+            return mixture
+        spaces = mixture.spaces
+        return replace(
+            mixture, spaces=tuple(MatrixRanks(ranks, one.ranks) if isinstance(one, LowRanks) else one for one in spaces)
+        )
+
+    def measured(self, program: Program) -> MeasuredProgram | None:
+        """A program's quality on the search's text, if a pass has measured it."""
+        text = str(simplify(program))
+        return next((one.programs[text] for one in self.passes if text in one.programs), None)
+
+    def alone(self, mixture: Mixture) -> Numbers:
+        """(edits,), the divergence of each edit by itself on the search's text; NaN where it is not known."""
+        found = [self.measured(program) for program in mixture.single_edits]
+        return np.array([np.nan if one is None else one.divergence for one in found])
+
+    def choices(self, mixture: Mixture) -> dict[Choice, float]:
+        """The divergence of unbroken stretches of edits, of two or more, on the search's text."""
+        found: dict[Choice, float] = {}
+        for stretch in mixture.stretches() if any(one.programs for one in self.passes) else ():
+            for length in range(2, len(stretch) + 1):
+                choice = as_choice(stretch[:length])
+                if choice not in found and mixture.allows(choice):
+                    measured = self.measured(mixture.program(choice))
+                    if measured is not None:
+                        found[choice] = measured.divergence
+        return found
+
+    def plan(self, question: Question) -> TermsPlan:
+        """What is still to be measured of single edits.
+
+        What is known runs only where a good choice may have it, for what it does together with others. Of edits of one
+        kind, where they are many and a pass says in which order to look, the better half is measured.
+        """
+        mixture = question.mixture
+        whole = TermsPlan.whole(mixture.single_edits)
+        known = self.alone(mixture)
+        if not self.passes:
+            return whole
+        guess = Terms(np.where(np.isnan(known), 0.0, known), np.eye(len(known)))
+        running = Proposer(mixture, guess, question.prices, question.goals).running
+        run = np.isnan(known) | np.isin(np.arange(len(known)), running)
+        foreseen, groups = self.foreseen(mixture)
+        for group in set(groups.tolist()):
+            open_ones = np.flatnonzero((groups == group) & np.isnan(known))
+            if len(open_ones) > FEW and np.isfinite(foreseen[open_ones]).all():
+                order = open_ones[np.argsort(foreseen[open_ones], kind="stable")]
+                run[order[max(FEW, len(order) // 2) :]] = False
+        return replace(whole, known=known, run=run, foreseen=foreseen, groups=groups)
+
+    def foreseen(self, mixture: Mixture) -> tuple[Numbers, Counts]:
+        """(edits,) each: what passes say of edits' damage, by the first pass that knows all of a group, and the group.
+
+        A group are edits of one space, option and number of layers.
+        """
+        numbers: dict[tuple[str, str, int], int] = {}
+        groups = np.array([numbers.setdefault((e.space, e.option, len(e.layers)), len(numbers)) for e in mixture.edits])
+        found = np.full(len(groups), np.nan)
+        for one in self.passes:
+            values = np.array([one.foresees(edit, mixture) for edit in mixture.edits])
+            for group in range(len(numbers)):
+                own = groups == group
+                if np.isnan(found[own]).any() and np.isfinite(values[own]).all():
+                    found[own] = values[own]
+        return found, groups
+
+    def notes(self, mixture: Mixture) -> Iterator[str]:
+        """What a user should know of the passes, one line each."""
+        for one in self.passes:
+            if not one.foreseen(mixture):
+                yield f"the {one.name} in {one.folder} says nothing of the edits of this search; nothing is taken of it"
+            elif one.divergence and not one.programs:
+                yield (
+                    f"the {one.name} in {one.folder} is of another text than this search: it says where to look first, "
+                    "and its numbers stand for no measurement"
+                )
+
+    def record(self, mixture: Mixture, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+        """What was taken from where, as JSON values: of each pass how many single edits, choices and trials."""
+        singles = {str(simplify(program)) for program in mixture.single_edits}
+        choices = {str(simplify(mixture.program(choice))) for choice in self.choices(mixture)}
+        tried = {str(simplify(trial.program)) for trial in trials}
+        return [
+            {
+                "pass": one.name,
+                "folder": str(one.folder),
+                "same_text": bool(one.programs),
+                "edits": len(singles & one.programs.keys()),
+                "choices": len(choices & one.programs.keys()),
+                "trials": len(tried & one.programs.keys()),
+                "foreseen": one.foreseen(mixture) - len(singles & one.programs.keys()),
+            }
+            for one in self.passes
+        ]
+
+
+def read_known(folders: Iterable[Path], model: Model, windows: Windows) -> Known:
+    """What the passes in some folders have found of a model.
+
+    Args:
+        windows: the search's text.
+
+    Raises:
+        FileNotFoundError: if a folder holds no finished pass that a search has a use for.
+        ValueError: if one is of another model, or damaged; or if there are two spectra.
+    """
+    passes = tuple(one for folder in folders for one in _read_folder(folder, model, windows))
+    spectra = [one for one in passes if one.ranks is not None]
+    if len(spectra) > 1:
+        raise ValueError(
+            f"{spectra[0].folder} and {spectra[1].folder} are two spectra, and ranks are those of one; give one of them"
+        )
+    if spectra and spectra[0].ranks is not None and spectra[0].ranks.method != "plain":
+        passes = tuple(one.of_plain_factors() for one in passes)
+    return Known(passes)
+
+
+def measured_ranks(mixture: Mixture) -> MeasuredRanks | None:
+    """What the space `rank` is of, where a spectrum has measured that."""
+    return next((space.measured for space in mixture.spaces if isinstance(space, MatrixRanks)), None)
+
+
+def _read_folder(folder: Path, model: Model, windows: Windows) -> Iterator[KnownPass]:
+    there = [kind for kind in PASSES if (folder / kind.RECORD).is_file()]
+    if not there:
+        *names, last = (kind.COMMAND for kind in PASSES)
+        raise FileNotFoundError(f"{folder} holds no finished {', '.join(names)} or {last}, which a search could use")
+    if Scan in there:
+        yield _read_scan(folder, model, windows)
+    if Spectrum in there:
+        yield _read_spectrum(folder, model, windows)
+    if Similarity in there:
+        table = Similarity.read(folder, model.hash).layers
+        parts = {option: _by_layer(table["layer"], table[name]) for option, name in _PARTS.items()}
+        removed = {(option, layer): value for option, own in parts.items() for layer, value in own.items()}
+        missed = _by_layer(table["layer"], 1 - table[["cka_attention", "cka_mlp"]].mean(axis=1))
+        yield KnownPass(Similarity.COMMAND, folder, missed=missed, removed=removed)
+    if Sensitivity in there:
+        pairs = Sensitivity.read(folder, model.hash).pairs
+        yield KnownPass(Sensitivity.COMMAND, folder, missed=_by_layer(pairs["last"], pairs["relative_bound"]))
+
+
+def _by_layer(layers: pd.Series[int], values: pd.Series[float]) -> dict[int, float]:
+    return {int(layer): float(value) for layer, value in zip(layers, values, strict=True) if math.isfinite(value)}
+
+
+def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
+    Scan.read(folder, model.hash)
+    identity, values = read_programs(folder / JOURNAL, "scan")
+    programs, divergence = {}, {}
+    for text, (nll, diverged, done) in values.items():
+        seen = ~np.isnan(done)
+        divergence[text] = mean_divergence(diverged[seen])
+        if seen.all() and identity.get("data") == windows.digest:
+            programs[text] = _measured(nll, diverged, windows)
+    return KnownPass(Scan.COMMAND, folder, programs, divergence)
+
+
+def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
+    record = Spectrum.read(folder, model.hash).record
+    identity, found = read_findings(folder)
+    method, calibration = record["method"], record.get("calibration_text")
+    if calibration is None:
+        raise ValueError(
+            f"{folder} was made by an earlier version of surgeon spectrum, and does not name the text that its factors "
+            "go by; run the same command again"
+        )
+    programs, divergence = {}, {}
+    ranks: dict[tuple[int, str], list[int]] = {}
+    for truncation, quality in found.damage.items():
+        matrix, rank = truncation.matrix, truncation.rank
+        if truncation.method != method or not saves(rank, *found.spectra[matrix].size):
+            continue
+        ranks.setdefault((matrix.layer, matrix.role), []).append(rank)
+        text = str(ranked(model.program, {matrix: rank}))
+        divergence[text] = mean_divergence(quality.divergence)
+        if identity.get("data") == windows.digest:
+            programs[text] = _measured(quality.nll, quality.divergence, windows)
+    if not ranks:
+        raise ValueError(
+            f"{folder} has measured no rank that saves parameters, so that there is nothing to search; run surgeon "
+            "spectrum again, with lower ranks"
+        )
+    by_matrix = {where: tuple(sorted(own, reverse=True)) for where, own in sorted(ranks.items())}
+    return KnownPass(Spectrum.COMMAND, folder, programs, divergence, MeasuredRanks(by_matrix, method, calibration))
+
+
+def _measured(nll: Values, divergence: Values, windows: Windows) -> MeasuredProgram:
+    return MeasuredProgram.of(estimate(nll, divergence), windows.predicted, nll, divergence)
