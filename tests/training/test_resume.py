@@ -101,6 +101,7 @@ def test_a_finished_run_keeps_its_record_and_its_tables(tmp_path: Path) -> None:
         ("gpt2", "[A0 A1] [F0 F1]", {"lora": 2}),
         ("llama", "{A0/2:0 F0/2:0 A1/2:0 F1/2:0 | A0/2:1 F0/2:1 A1/2:1 F1/2:1}", {}),
         ("gpt2", "A0~A1 F0~F1", {"scope": "edited"}),
+        ("llama", "A0#1 F0#20 A1 F1", {"scope": "edited"}),
     ],
 )
 def test_a_run_goes_on_whatever_is_trained(

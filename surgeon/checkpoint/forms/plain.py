@@ -17,7 +17,6 @@ from surgeon.checkpoint.forms.stored_layers import (
 )
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.errors import first_line
 from surgeon.language.program import Program
 from surgeon.models.families import Family
 from surgeon.models.weights.layout import narrowed
@@ -43,9 +42,8 @@ class Plain(Form):
             try:
                 type(config).from_dict(config.to_dict() | widths)
             except Exception as error:  # what it checks of its entries
-                raise Inexpressible(
-                    f"{family.name} has no configuration of such layers ({first_line(error)})"
-                ) from error
+                reason = str(error).strip().splitlines()[-1].strip()
+                raise Inexpressible(f"{family.name} has no configuration of such layers ({reason})") from error
         return Layout(self, reason, layers)
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:

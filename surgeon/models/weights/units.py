@@ -51,7 +51,7 @@ class Magnitude:
     """Those first whose weights are largest, all of a unit's matrices together (Frobenius norm)."""
 
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
-        """As `UnitSource` has it; equal ones in the order in which they stand."""
+        """As `UnitSource` has it; equal ones, and those of no numbers, in the order in which they stand."""
         return descending(magnitudes(kind, layer, weights))
 
 
@@ -129,12 +129,14 @@ def magnitudes(kind: str, layer: int, weights: LayerWeights) -> Tensor:
     """The squared norm of each KV group's or neuron's weights, (units,), in float64, so that all ranks find the same.
 
     Of a KV group those are its rows of q, k and v and its columns of o; of a neuron its rows of gate and up and its
-    column of down. Biases do not count.
+    column of down. Biases do not count. All are zero of weights that are on the meta device.
     """
     whole, count = Sublayer(kind, (layer,)), weights.stored_width(kind, layer)
     total = torch.zeros(count, dtype=torch.float64)
     for projection in weights.family.spec(kind).projections:
         matrix = weights.matrix(whole, projection.role).whole().detach()
+        if matrix.is_meta:
+            return total
         norms = torch.linalg.vector_norm(matrix, dim=int(projection.reads_stream), dtype=torch.float64)
         total += norms.cpu().square().view(count, -1).sum(1)
     return total

@@ -128,6 +128,11 @@ def blueprint(config: ScratchConfig) -> Blueprint:
                     f"{config.source}:{operation.line}: {operation.name}: method {operation.parameters['method']} goes "
                     "by what a trained model computes, and this one begins with random weights; use method: plain"
                 )
+            if operation.parameters.get("by", "magnitude") != "magnitude":
+                raise ValueError(
+                    f"{config.source}:{operation.line}: {operation.name}: this model begins with random weights, of "
+                    f"which some are as good as others; leave out by: {operation.parameters['by']}"
+                )
         program = recipe_program(config.recipe, architecture)
     try:
         with torch.device("meta"):

@@ -192,6 +192,11 @@ def test_what_a_run_goes_by(built: Any) -> None:
             ("operations:", '  - lowrank: {layers: "0:4", keep: 0.5, method: whitened}'),
             "configuration:7: lowrank: method whitened goes by what a trained model computes",
         ),
+        (
+            f"model_type: llama, {SIZES}",
+            ("operations:", '  - width: {layers: "0:4", heads: 0.5, by: random}'),
+            "configuration:7: width: this model begins with random weights",
+        ),
     ],
 )
 def test_what_cannot_be_built(entries: str, lines: tuple[str, ...], said: str, built: Any) -> None:
