@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
@@ -83,8 +84,9 @@ def main() -> None:
 def _known(given: argparse.Namespace) -> Known:
     subject = open_subject(given.model, given.data, given.tokens)
     mixture = Mixture(parse_spaces(given.space), subject.opened)
-    evaluator = Evaluator(subject.model, subject.windows)
-    terms = measure_terms(evaluator, TermsPlan.whole([mixture.program((edit,)) for edit in mixture.edits]))
+    factors = most_important(subject.model, mixture.single_edits, subject.windows)
+    evaluator = Evaluator(subject.model, subject.windows, factors=factors)
+    terms = measure_terms(evaluator, TermsPlan.whole(mixture.single_edits))
     dense = mixture.model.program
     deployment = Deployment(2, emulated=parse_link(given.link_delay or None, None))
     pricing = open_pricing(subject.opened, [Aspect("speedup", given.hardware)], deployment, Workload(1, 128, 128))

@@ -6,6 +6,7 @@ Maps over a parameter's values have a cell for every layer, alone, and every val
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -189,12 +190,16 @@ def selected_cells(
             apply = partial(heatmap, layers=layers, shapes=shapes, **varied)
             changes = [partial(apply, seed=one) for one in seeds] if heatmap.seeded else [apply]
             start = program or Program.dense(num_layers, steps_per_layer)
-            if program is None:
-                programs = [change(start) for change in changes]
-            else:
-                found = (changed_within(program, layers, steps_per_layer, change) for change in changes)
-                programs = [one for one in found if one is not None]
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                if program is None:
+                    programs = [change(start) for change in changes]
+                else:
+                    found = (changed_within(program, layers, steps_per_layer, change) for change in changes)
+                    programs = [one for one in found if one is not None]
             if programs and (value is None or programs[0] != start):  # a value may come to what there is
+                for warning in said:
+                    warnings.warn(warning.message, stacklevel=2)
                 cell = Cell(name, layers.start, layers.stop - 1, tuple(programs), value=value)
                 cells.append(replace(cell, seeds=seeds) if heatmap.seeded else cell)
     if program is not None and not cells:

@@ -29,7 +29,7 @@ from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, WRITING, Pr
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
-from surgeon.models.weights import ModelWeights, ScoredUnits, TruncatedSVD, UnitsByLayer
+from surgeon.models.weights import FactorSource, ModelWeights, ScoredUnits, TruncatedSVD, UnitsByLayer
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
@@ -51,16 +51,23 @@ def scored_units(
 
 
 def most_important(
-    model: PreTrainedModel, programs: Iterable[Program], windows: Windows, folder: Path | None = None, **more: Any
-) -> UnitsByLayer | None:
+    model: PreTrainedModel,
+    programs: Iterable[Program],
+    windows: Windows,
+    folder: Path | None = None,
+    factors: FactorSource | None = None,
+    **more: Any,
+) -> FactorSource | None:
     """What says which units programs keep that are measured on a text: those that matter most on it, by Wanda.
 
-    None where no program has a narrowed sublayer. Other arguments and errors as `unit_importance`.
+    Args:
+        factors: that the programs have; by default the plain ones. It comes back where no program is narrowed.
+        more: as `unit_importance` takes it, whose errors these are.
     """
     sublayers = (one for program in programs for one in program.sublayers())
     narrowed = {one.parts[0] for one in sublayers if one.width is not None}
     scored = scored_units(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
-    return UnitsByLayer(scored, TruncatedSVD(remembers=True)) if scored else None
+    return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True)) if scored else factors
 
 
 def unit_importance(

@@ -116,8 +116,8 @@ def scan(
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
         journal.start(at_once, screened)
-        programs, where = work.plan.programs, {"model_hash": subject.opened.hash, "memory": subject.memory}
-        units = most_important(model, programs, windows, folder, **where)
+        programs, known = work.plan.programs, identity["model_hash"]
+        units = most_important(model, programs, windows, folder, model_hash=known, memory=subject.memory)
         run = _Run(subject, work, at_once, journal, workers, batch, units)
         outcomes = list(run.outcomes(screened))
         journal.finish(selection)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from surgeon.analysis.factors.calibration import recorded
+from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
@@ -253,13 +255,15 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         memory=options.memory,
     )
     known = read_known(map(Path, options.using), subject.opened, subject.windows)
-    mixture = known.mixture(mixture)
+    mixture = known.mixture(mixture).on_text(recorded(subject.windows))
     warn(known.notes(mixture))
     ranks = measured_ranks(mixture)
-    factors = open_factors(subject, ranks, output / "factors", make=not worker)
+    made = open_factors(subject, ranks, output / "factors", make=not worker)
+    factors = most_important(subject.model, mixture.single_edits, subject.windows, factors=made, memory=subject.memory)
     unseen = _held_out(subject, options)
-    made = ranks.parameters if factors is not None and ranks is not None else {}
-    healer = healing.healer(subject, unseen, compared_by(settings.objectives), output / "healing", factors, made)
+    follow = {} if made is None or ranks is None else ranks.parameters  # what factors and the choice of units do
+    follow |= {} if factors is made else {"units": subject.windows.digest}
+    healer = healing.healer(subject, unseen, compared_by(settings.objectives), output / "healing", factors, follow)
     if own is not None:
         restore(subject.model)  # its program is the one that others are compared with
     kept = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)

@@ -10,6 +10,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
+from surgeon.analysis.factors.calibration import recorded
+from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
@@ -75,9 +77,11 @@ class SearchProblem(Search):
         mixture = settings.mixture(opened)
         limited = settings.priced(mixture)
         subject = open_subject(model, str(data), tokens=tokens, window=window, separator=separator, memory=memory)
+        mixture = mixture.on_text(recorded(subject.windows))
+        factors = most_important(subject.model, mixture.single_edits, subject.windows, memory=subject.memory)
         if opened.own is not None:
             restore(subject.model)  # its program is the one that others are compared with
-        evaluator = Evaluator(subject.model, subject.windows, subject.memory, own=opened.own)
+        evaluator = Evaluator(subject.model, subject.windows, subject.memory, own=opened.own, factors=factors)
         original = evaluator.measure([mixture.model.program])[mixture.model.program]
         super().__init__(Question(settings, mixture, limited, original), evaluator)
         self.opened = subject.opened

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import ATTENTION, Program
 from surgeon.language.recipe import Expect, Recipe
 from surgeon.opened import Model
@@ -31,6 +32,10 @@ class Mixture:
     model: Model
     ranks: int = 2
     _claims: dict[Edit, frozenset[Claim]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def on_text(self, text: Calibration) -> Mixture:
+        """The same spaces in a search on a text, as recipes name it."""
+        return replace(self, spaces=tuple(space.on_text(text) for space in self.spaces))
 
     @cached_property
     def edits(self) -> tuple[Edit, ...]:

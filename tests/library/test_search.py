@@ -34,6 +34,27 @@ def test_a_search_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: P
     assert str(surgeon.export(found.recipe, tmp_path / "made").program) == str(found.program)
 
 
+def test_units_that_are_searched_are_those_of_the_recipe(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """Chosen by the text of the search, also on held-out text and before healing."""
+    text = tmp_path / "other.txt"
+    text.write_text("A text to heal on, which is another one. " * 200)
+    asked: dict[str, Any] = {"space": "width,pair", "budget": "params=0.8x", "trials": 3, "heal": 1, "heal_batch": 1}
+    found = surgeon.search(tiny_checkpoint, tiny_text, tmp_path / "out", heal_data=text, **asked, **TEXT)
+    assert "#" in str(found.program)
+    measured = surgeon.evaluate(found.recipe, tiny_text, **TEXT).text
+    assert measured is not None
+    trial = found.winner.trial.measured
+    assert measured.divergence == pytest.approx(trial.divergence, rel=1e-5)
+    assert measured.perplexity == pytest.approx(trial.perplexity, rel=1e-5)
+    by_weights = surgeon.evaluate(tiny_checkpoint, tiny_text, program=found.program, **TEXT).text
+    assert by_weights is not None
+    assert by_weights.divergence != pytest.approx(trial.divergence, rel=1e-5)
+    assert found.winner.healing is not None
+    assert str(surgeon.export(found.recipe, tmp_path / "made").program) == str(found.program)
+
+
 def ended(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> object:
     """What a worker ends with, not in the main thread, whose signals it would take."""
     monkeypatch.setenv(GIVEN, json.dumps([1, given]))

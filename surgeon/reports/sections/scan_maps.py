@@ -91,7 +91,7 @@ def _map_of_values(operation: str, cells: pd.DataFrame, varied: str, scan: ScanT
     down = [f"layer {layer}" for layer in cells["first"]]
     data = map_cells(values, down, cells[varied], cells, _FIELDS, f"{{row}}, {varied} {{column}}", base=scan.base)
     drawn = map_figure(values, scale, (varied, ""), scan.base * MARKED, flat=HALF)
-    table = cell_table(f"{title}: perplexity of every layer with every {varied}", f"layer \\ {varied}", values)
+    table = cell_table(f"{title}: perplexity of every layer with every value of {varied}", f"layer \\ {varied}", values)
     described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {varied}"
     return Map(drawn, title, "", data, table, described=described, wide=True)
 

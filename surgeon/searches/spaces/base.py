@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, Program
 from surgeon.results.edit import Edit
 
@@ -28,6 +29,7 @@ SHAPE = "the steps"  # how they stand in the program
 TIMES = ("latency", "speedup")  # quantities
 WEIGHTS = ("params", "weight_bytes", "size")
 DEEPER = "deeper"
+_SLICES = {ATTENTION: "the slices of the attention", FEED_FORWARD: "the slices of the MLP"}
 _LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
 
 
@@ -65,6 +67,10 @@ class Space(ABC):
         if argument:
             raise ValueError(f"the space {cls.name} takes no argument; write {cls.name}, not {cls.name}:{argument}")
         return {}
+
+    def on_text(self, text: Calibration) -> Space:  # noqa: ARG002
+        """The space in a search on a text, as recipes name it, that what its edits leave may go by."""
+        return self
 
     def sizes(self, model: Model) -> Iterable[int]:  # noqa: ARG002
         """How many layers an edit can have."""
@@ -180,6 +186,11 @@ def claims_of_late(edit: Edit, kind: str) -> frozenset[Claim]:
 def claims_of_ranks(edit: Edit, kind: str, roles: Collection[str] | None = None) -> frozenset[Claim]:
     """Claims of an edit that gives matrices of attentions or feed-forwards ranks; by default all that there can be."""
     return frozenset((f"the rank of {role}", layer) for role in roles or ROLES[kind] for layer in edit.layers)
+
+
+def claims_of_slices(edit: Edit, kind: str) -> frozenset[Claim]:
+    """Claims of an edit that cuts attentions or feed-forwards into slices, or needs them whole."""
+    return frozenset((_SLICES[kind], layer) for layer in edit.layers)
 
 
 def joined(stretches: Iterable[range]) -> tuple[range, ...]:

@@ -67,7 +67,7 @@ class ShareSpace(Space):
             yield from (f"{kind}:{share!r}" for kept, share in reversed(largest.items()) if kept)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
-        return claims_of_ranks(edit, HALVES[_read(edit)[0]][0])
+        return claims_of_ranks(edit, kind_of(edit))
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
         """One for attentions and one for MLPs, of each share."""
@@ -83,6 +83,12 @@ class ShareSpace(Space):
         for wanted in dict.fromkeys(share for _, _, share in edits):
             for kinds in (("attention",), ("mlp",), KEEPING):
                 yield from from_every_layer(edit for edit, kind, share in edits if share == wanted and kind in kinds)
+
+
+def kind_of(edit: Edit) -> str:
+    """The kind of the sublayer that an edit is of."""
+    (kind,) = HALVES[_read(edit)[0]]
+    return kind
 
 
 def _read(edit: Edit) -> tuple[str, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import KINDS, Sublayer
 from surgeon.results.edit import Edit
-from surgeon.searches.spaces.base import Claim, SizedSpace, Space, claims_of_shape, register
+from surgeon.searches.spaces.base import Claim, SizedSpace, Space, claims_of_shape, claims_of_slices, register
 
 if TYPE_CHECKING:
     from surgeon.opened import Model
@@ -39,7 +39,7 @@ class SlicedSpace(Space):
         return iter(()) if self.why_no_slices(model) else super().edits(model)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
-        return claims_of_shape(edit, late=True)
+        return claims_of_shape(edit, late=True).union(*(claims_of_slices(edit, kind) for kind in KINDS))
 
     def obstacle(self, model: Model) -> str:
         return self.why_no_slices(model) or super().obstacle(model)

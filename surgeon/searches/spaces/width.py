@@ -1,0 +1,61 @@
+"""Attentions with fewer heads, and MLPs with fewer neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.lowrank import Calibration
+from surgeon.language.operations.width import USUAL, count_of
+from surgeon.results.edit import Edit
+from surgeon.searches.spaces.base import HALVES, TIMES, WEIGHTS, Claim, claims_of_slices, register
+from surgeon.searches.spaces.shares import ShareSpace, kind_of
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
+
+
+@register
+class Widths(ShareSpace):
+    """A layer's attention or MLP with a share of its KV groups or neurons: mlp:0.5.
+
+    Those are kept that matter most on the text of the search, by Wanda's criterion; the recipe names the text and
+    chooses the same ones. Where there are enough of them, ranks get equally many. What is narrowed has no ranks, and
+    no slices, which might not divide.
+
+    Attributes:
+        text: of the search, as recipes name it.
+    """
+
+    name = "width"
+    summary = "attentions and MLPs with 0.75, 0.5 or 0.25 of their KV groups and neurons (width:0.8/0.6: with others)"
+    place = 55
+    serves = ("kv_bytes", *WEIGHTS, *TIMES)
+    usual, of_what = (0.75, 0.5, 0.25), "KV groups and neurons"
+
+    def __init__(self, shares: Sequence[float] | None = None, ranks: int = 2, text: Calibration | None = None) -> None:
+        super().__init__(shares, ranks)
+        self.text = text
+
+    def on_text(self, text: Calibration) -> Widths:
+        return Widths(self.shares, self.ranks, text)
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return super().claims(edit) | claims_of_slices(edit, kind_of(edit))
+
+    def kept(self, model: Model, kind: str, share: float) -> int:
+        """How many are kept; 0 where that is all of them."""
+        (of,) = HALVES[kind]
+        units = model.shapes.layer_shapes.units[of]
+        count = count_of(share, of, units)
+        count -= count % self.ranks if count > self.ranks else 0
+        return count if count < units else 0
+
+    def of_share(self, layers: tuple[range, ...], kind: str, share: float, model: Model) -> AppliedOperation:
+        parameters: dict[str, Any] = {"by": USUAL} | ({} if self.text is None else {"calibration": dict(self.text)})
+        what = {"attention": "heads", "mlp": "neurons"}[kind]
+        return AppliedOperation("width", layers, {what: self.kept(model, kind, share), **parameters})
+
+    def obstacle(self, model: Model) -> str:  # noqa: ARG002
+        return "such shares of its KV groups and neurons are all of them"
