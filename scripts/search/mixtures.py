@@ -1,12 +1,13 @@
-"""What several spaces together win over the best of them alone, at the same predicted speed on a slow link.
+"""What several spaces together win over the best of them alone, at the same predicted speed on a slow link, or cost.
 
     python scripts/search/mixtures.py demo
     python scripts/search/mixtures.py MODEL --space pair,ladder,drop,rank --hardware h100-sxm --link-delay ""
+    python scripts/search/mixtures.py MODEL --space drop,rank --cost size --levels 0.9 0.8 0.7
 
 For every speedup over the unedited model (two ranks of the hardware, on a link where a collective takes 1 ms at least,
-or on the hardware's own): the least divergence that a search of each space finds, and of all together, with as many
-trials; behind it how much lower that is than the best single one's, and the edits that have it. All searches share what
-is known of single edits.
+or on the hardware's own), or share of its size or of another cost: the least divergence that a search of each space
+finds, and of all together, with as many trials; behind it how much lower that is than the best single one's, and the
+edits that have it. All searches share what is known of single edits.
 """
 
 from __future__ import annotations
@@ -61,22 +62,25 @@ def main() -> None:
     parser.add_argument("--data", default="demo")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--space", default="pair,ladder,fuse")
-    parser.add_argument("--speedups", type=float, nargs="+", default=[1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7])
+    parser.add_argument("--cost", default="speedup", help="speedup, or one that a budget limits: size, kv_bytes")
+    parser.add_argument("--levels", type=float, nargs="+", help="of a speedup 1.1 to 1.7, of another cost 0.95 to 0.7")
     parser.add_argument("--hardware", default="cpu-2")
     parser.add_argument("--link-delay", default="1ms")
     parser.add_argument("--trials", type=int, default=60)
     given = parser.parse_args()
     known, spaces = _known(given), given.space.split(",")
+    timed = given.cost == "speedup"
+    levels = given.levels or ([1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7] if timed else [0.95, 0.9, 0.85, 0.8, 0.75, 0.7])
     print(
-        f"{'speedup':>7}" + "".join(f"{space[:9]:>10}" for space in spaces) + f"{'together':>10}{'lower by':>9}  edits"
+        f"{given.cost:>7}" + "".join(f"{space[:9]:>10}" for space in spaces) + f"{'together':>10}{'lower by':>9}  edits"
     )
     won = []
-    for speedup in given.speedups:
-        budget = f"speedup>={speedup}@{given.hardware}"
+    for level in levels:
+        budget = f"speedup>={level}@{given.hardware}" if timed else f"{given.cost}={level}x"
         alone = [_divergence(known.search(space, budget, given.trials)) for space in spaces]
         together = known.search(given.space, budget, given.trials)
         won.append(1 - _divergence(together) / min(alone))
-        print(_row(speedup, alone, together, won[-1]), flush=True)
+        print(_row(level, alone, together, won[-1]), flush=True)
     print(f"at least 15% lower in {sum(gain >= 0.15 for gain in won)} of {len(won)}, never worse: "
           f"{all(gain >= -1e-6 for gain in won if not math.isnan(gain))}")  # fmt: skip
 
@@ -89,7 +93,8 @@ def _known(given: argparse.Namespace) -> Known:
     terms = measure_terms(evaluator, TermsPlan.whole(mixture.single_edits))
     dense = mixture.model.program
     deployment = Deployment(2, emulated=parse_link(given.link_delay or None, None))
-    pricing = open_pricing(subject.opened, [Aspect("speedup", given.hardware)], deployment, Workload(1, 128, 128))
+    aspect = Aspect(given.cost, given.hardware if given.cost == "speedup" else None)
+    pricing = open_pricing(subject.opened, [aspect], deployment, Workload(1, 128, 128))
     return Known(mixture, terms, evaluator, evaluator.measure([dense])[dense], pricing)
 
 
@@ -97,12 +102,12 @@ def _divergence(trial: Trial | None) -> float:
     return math.inf if trial is None else trial.measured.divergence
 
 
-def _row(speedup: float, alone: Sequence[float], together: Trial | None, won: float) -> str:
+def _row(level: float, alone: Sequence[float], together: Trial | None, won: float) -> str:
     cells = "".join(
         f"{'-':>10}" if math.isinf(value) else f"{value:>10.4f}" for value in (*alone, _divergence(together))
     )
     edits = "" if together is None else ", ".join(map(str, together.proposal.choice))
-    return f"{speedup:>7g}{cells}{won:>9.1%}  {edits}"
+    return f"{level:>7g}{cells}{won:>9.1%}  {edits}"
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class SearchQuestion:
             metavar="NAME[:N],...",
             help="What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, "
             "order, tracks, desync, fuse, rank. docs/searching.md describes them. Default: pair for a depth, else all "
-            "of pair, ladder, drop and rank that lessen what is asked for.",
+            "common ones that lessen what is asked for.",
             show_default=False,
         ),
     ] = None

@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from surgeon.cost.predict import Deployment
+from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.opened import Model
 from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.spaces import SPACES, Space, parse_spaces
+from surgeon.searches.pricing import Pricing
+from surgeon.searches.quantities import Aspect
+from surgeon.searches.spaces import DEEPER, SPACES, Space, parse_spaces
+from surgeon.searches.spaces.base import TIMES
 
 _FAMILIES = ("llama", "gpt_neox")  # layers of two steps, and of one
 
@@ -113,6 +118,14 @@ class SpaceContract:
                 check_choice(alone, (one, other), written=False)
         for choice in drawn_choices(alone, 20):
             check_choice(alone, choice)
+
+    def test_it_lessens_what_it_serves(self, space: Space) -> None:
+        """By its name alone, where layers have two steps; of times, which are of a hardware, that is not known."""
+        alone = Mixture((type(space)(),), small_model())
+        for name in set(space.serves) - set(TIMES):
+            aspect = Aspect("depth", deep=True) if name == DEEPER else Aspect(name)
+            pricing = Pricing(alone.model, (aspect,), Deployment(alone.ranks), Workload(1, 16, 8))
+            assert any(map(pricing.is_cheaper, alone.single_edits)), f"no edit lessens {name}"
 
     def test_its_edits_go_together_with_those_of_others(self, space: Space, mixed: Mixture) -> None:
         own = [edit for edit in mixed.edits if edit.space == space.name]
