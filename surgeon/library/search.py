@@ -31,7 +31,7 @@ from surgeon.results.result import RunResult
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
-from surgeon.searches.front import QualityCurve, pareto_front, quality_curves
+from surgeon.searches.front import QualityCurve, quality_curves
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import ROUNDS, fast_enough_here
@@ -402,8 +402,7 @@ def _end(
     settings, opened, pricing = question.settings, subject.opened, question.budget.pricing
     curves = [one for cost in question.along for one in quality_curves(cost, trials, question.original, pricing)]
     if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
-        points = pareto_front(trials, question.traded, pricing)
-        tables["front"] = write_front(output, points, question, opened.reference, opened.hash)
+        tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
         SearchRun.TABLES["front"].write(output, tables["front"])
     ranked, why = choose(question, trials, curves)
     workload = settings.workload(opened.positions)

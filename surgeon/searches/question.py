@@ -15,7 +15,7 @@ from surgeon.language.operations.within import require_whole_layers
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.comm.link import parse_link
-from surgeon.searches.front import pareto_front
+from surgeon.searches.front import FrontPoint, pareto_front
 from surgeon.searches.goals import ANY, Goal, Prices, at_the_edge, evenly
 from surgeon.searches.limits import Limit, SearchBudget, parse_limits
 from surgeon.searches.mixture import Mixture
@@ -236,6 +236,17 @@ class Question:
         """What a front is of: the objectives, and the costs that are looked along."""
         return tuple(dict.fromkeys([*self.objectives, *self.along]))
 
+    def front(self, trials: Sequence[Trial]) -> list[FrontPoint]:
+        """The trials that no other is better than in all objectives; by the first one, least first.
+
+        Where costs are looked along that are no objectives: in the objectives and one of these, for each of them.
+        """
+        pricing, others = self.budget.pricing, [cost for cost in self.along if cost not in self.objectives]
+        trades = [(*self.objectives, cost) for cost in others] or [self.objectives]
+        best = {point.trial.number: point.trial for one in trades for point in pareto_front(trials, one, pricing)}
+        points = [FrontPoint(trial, pricing.costs(self.traded, trial)) for trial in best.values()]
+        return sorted(points, key=lambda point: point.costs)
+
     @cached_property
     def goals(self) -> tuple[Goal, ...]:
         """One for the budget, or one for each level of each cost that is looked along, the dearest first."""
@@ -327,7 +338,7 @@ class Question:
     def best_in_words(self, trials: Collection[Trial]) -> str:
         """The best trial in a few words, or where there is no single one, how many are on the front."""
         if self.along and not self.budget.of_quality:
-            return f"{len(pareto_front([*trials], self.traded, self.budget.pricing))} on the front"
+            return f"{len(self.front([*trials]))} on the front"
         best = min(trials, key=lambda trial: (self.cost(trial), trial.number), default=None)
         if best is None or math.isinf(self.cost(best)):
             return ""

@@ -7,7 +7,7 @@ import pytest
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.searches.choosing import choose
-from surgeon.searches.front import TOGETHER, quality_curves
+from surgeon.searches.front import TOGETHER, pareto_front, quality_curves
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import DEPTH, SIZE, SearchSettings
 from surgeon.searches.results import Winner
@@ -205,7 +205,14 @@ def test_two_costs_are_looked_along_in_one_search() -> None:
         for curve in quality_curves(cost, trials, question.original, question.budget.pricing, resamples=20)
     }
     assert curves == {(DEPTH, "pair"), (DEPTH, TOGETHER), (SIZE, "rank"), (SIZE, TOGETHER)}
-    dense = question.budget.pricing.price(SIZE, question.mixture.model.program)
+    front = {point.trial.number for point in question.front(trials)}
+    pricing = question.budget.pricing
+    assert front == {
+        point.trial.number
+        for cost in (DEPTH, SIZE)
+        for point in pareto_front(trials, (Aspect("divergence"), cost), pricing)
+    }
+    dense = pricing.price(SIZE, question.mixture.model.program)
     for trial in trials:
         cost = DEPTH if trial.proposal.level in question.levels[DEPTH] else SIZE
         assert question.price(cost, trial) <= trial.proposal.level < {DEPTH: 10, SIZE: dense}[cost]
