@@ -55,3 +55,21 @@ def test_several_objectives(tiny_checkpoint: Path, tiny_text: Path) -> None:
     assert {trial.values[1] for trial in study.trials} == {3.0, 2.0}
     with pytest.raises(ValueError, match="time on this machine"):
         surgeon.SearchProblem(tiny_checkpoint, tiny_text, budget="latency=1ms@here", **TEXT)
+
+
+def test_a_notebook_goes_on_with_the_study_of_a_command_and_the_command_with_that(
+    problem: SearchProblem, tiny_text: Path, tmp_path: Path
+) -> None:
+    def searched(trials: int) -> list[str]:
+        options: dict[str, Any] = {"space": "pair,drop:layers", "budget": "depth=2", "holdout": 0, **TEXT}
+        return [*surgeon.search(problem.opened.folder, tiny_text, tmp_path, trials, **options).trials["program"]]
+
+    first = searched(3)
+    file = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study.log"))
+    storage = optuna.storages.JournalStorage(file)
+    study = optuna.load_study(study_name="search", storage=storage, sampler=problem.sampler())
+    study.optimize(problem.objective, n_trials=2)
+    every = searched(6)
+    assert every[:3] == first
+    assert every[3:5] == [trial.user_attrs["program"] for trial in study.trials[3:5]]
+    assert len({*every}) == 6
