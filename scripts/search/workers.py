@@ -116,7 +116,7 @@ def main() -> None:
         for model, _, data in (text.partition("=") for text in given.models):
             known = KnownPrograms(model, data, given.tokens, given.window, given.output / "programs.jsonl")
             cell = Cell(known, *CELLS[number])
-            terms = measure_terms(known.evaluator, cell.search().single_edits)
+            terms = measure_terms(known.evaluator, cell.search().terms_plan)
             alone = 0.0
             for name, (way, workers) in WAYS.items():
                 simulation = Simulation(cell.search(terms), known)
