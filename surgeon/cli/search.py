@@ -58,8 +58,8 @@ class SearchQuestion:
             "--space",
             metavar="NAME[:N],...",
             help="What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, "
-            "order, tracks, desync, fuse, rank. docs/searching.md describes them. Default: pair for a depth, else all "
-            "common ones that lessen what is asked for.",
+            "repeat, order, tracks, desync, fuse, width, rank. docs/searching.md describes them. Default: pair for a "
+            "depth, else all common ones that lessen what is asked for.",
             show_default=False,
         ),
     ] = None
