@@ -75,7 +75,7 @@ def programs(draw: st.DrawFn, layers: int, family: Family) -> Program:
         if width is not None and kind == "A":
             piece = None  # two heads may be left, which are those of two ranks
         ranks = st.lists(
-            st.tuples(st.sampled_from(roles[kind]), st.integers(1, 12 if width is None else 8)),
+            st.tuples(st.sampled_from(roles[kind]), st.integers(1, 8)),  # as the keys of two heads of 4 features
             max_size=3,
             unique_by=lambda r: r[0],
         )
