@@ -23,8 +23,9 @@ from surgeon.checkpoint.sizes import size_lines
 from surgeon.checkpoint.training import STAGES
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import Fork, Program, steps_of
+from surgeon.language.program import KINDS, Fork, Program, Sublayer, steps_of
 from surgeon.language.recipe import operations_in
+from surgeon.models.weights import indivisible
 from surgeon.processes.files import write_text
 from surgeon.results.measured import DIVERGENCE, PERPLEXITY, Bench, CardScore, Identity, Measured, Speed
 from surgeon.words import plural
@@ -319,7 +320,7 @@ def _usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
     form = found.form
     assert form is not None
     options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
-    serve = f"vllm serve {quote(name)} --tensor-parallel-size {RANKS}"
+    serve = f"vllm serve {quote(name)}" + (f" --tensor-parallel-size {RANKS}" if _divides(found) else "")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {
         "reason": found.report.get("reason"),
@@ -333,6 +334,18 @@ def _usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
         "word": quote(name),
         "literal": json.dumps(name),
     }
+
+
+def _divides(found: Surgery) -> bool:
+    """Whether vLLM's ranks can share every layer, of which a narrow one may have too few heads.
+
+    Its own models and the plugin give a KV head to several ranks; its backend that runs the fused form cuts it in two.
+    """
+    if all(sublayer.width is None for sublayer in found.program.sublayers()):
+        return True
+    weights, copies = found.stored.weights, found.form is not None and not found.form.widths_differ
+    slices = (Sublayer(kind, (layer,), (0, RANKS)) for layer in range(found.stored.num_layers) for kind in KINDS)
+    return all(indivisible(one, weights.units(one), replicate=copies) is None for one in slices)
 
 
 def _belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:

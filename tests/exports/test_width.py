@@ -27,8 +27,8 @@ UNIFORM = " ".join(f"A{k}#1 F{k}#20" for k in range(4))
     [
         ("llama", UNIFORM, "plain", "its 4 layers are all of one width"),
         ("llama", "A0 F0#20 A1 F1#20 A2 F2#20", "plain", "its 3 layers are all of one width"),
-        ("llama", "A0#1 F0 A1 F1", "fused", "0 of 2 layers hold several layers side by side, 1 are narrower"),
-        ("llama", "A0#1 F0 [A1#1 A2] [F1 F2#5]", "fused", "1 of 2 layers hold several layers side by side, 1 are"),
+        ("llama", "A0#1 F0 A1 F1", "fused", "1 of 2 layers are narrower than the model's; transformers and vLLM load"),
+        ("llama", "A0#1 F0 [A1#1 A2] [F1 F2#5]", "fused", "side by side and 1 of 2 layers are narrower"),
         ("llama", "A0#1 F0 >A1 >F1", "program", "vLLM needs surgeon's plugin, because its layers are of other widths"),
         ("llama", "A0#1@q4 F0 A1 F1", "program", "vLLM needs surgeon's plugin, because its layers are of other widths"),
         ("gpt2", UNIFORM, "fused", "not plain, because all heads of GPT-2 together are as wide as the stream"),

@@ -97,6 +97,26 @@ def test_ranks_are_said_once_for_equal_layers(tmp_path: Path) -> None:
     assert "plugin" not in text
 
 
+@pytest.mark.parametrize(
+    ("program", "name", "serve"),
+    [
+        ("A0#1 F0#20 A1 F1", "fused", "vllm serve edited --trust-remote-code"),
+        ("A0 F0#20 A1 F1", "fused", "vllm serve edited --tensor-parallel-size 2 --trust-remote-code"),
+        ("A0#1 F0#20 A1#1 F1#20", "plain", "vllm serve edited --tensor-parallel-size 2"),
+        ("A0#1 F0#21 A1#1 F1#21", "plain", "vllm serve edited"),
+        ("A0#1 F0 >A1 >F1", "program", "vllm serve edited --tensor-parallel-size 2 --enforce-eager"),
+    ],
+)
+def test_narrow_layers_are_said(program: str, name: str, serve: str, tmp_path: Path) -> None:
+    """And ranks for vLLM only where they can share them: it cuts one KV head in two where layers differ."""
+    run_export(save_checkpoint(tmp_path / "tiny", num_layers=2), tmp_path / "edited", program)
+    text = card_of(tmp_path / "edited")
+    assert f"It is in surgeon's {name} form" in text or name == "plain"
+    assert f"{serve}\n```" in text
+    assert ("- layer 0: KV groups 1" in text or "- layers 0 to 1: KV groups 1" in text) == ("A0#1" in program)
+    assert ("`F4#344` 344 of its neurons" in " ".join(text.split())) == ("#" in program)
+
+
 def test_what_runs_again_is_said(tmp_path: Path) -> None:
     run_export(save_checkpoint(tmp_path / "tiny", num_layers=3), tmp_path / "edited", "A0 F0 A1 F1 A1 F1 A2 F2")
     words = " ".join(card_of(tmp_path / "edited").split())

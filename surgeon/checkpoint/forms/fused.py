@@ -45,7 +45,7 @@ class Fused(Form):
     name = "fused"
     shipped = remote_code.FUSED
     widths_differ = True
-    why_code = "some of its layers are wider than others, which no class of transformers allows"
+    why_code = "its layers differ in width, which no class of transformers allows"
     on_vllm = BY_THE_FILE
     planner = FusedPlanner
 
@@ -62,10 +62,11 @@ class Fused(Form):
         require_divisible(program.sublayers(), family, config)
         wide = sum(not layer.is_single for layer in layers)
         narrow = sum(layer.is_single and not layer.has_stock_width for layer in layers)
-        narrower = f", {narrow} are narrower than the others" if narrow else ""
+        what = [f"{wide} of {len(layers)} layers hold several layers side by side"] if wide or not narrow else []
+        what += [f"{narrow} of {len(layers)} layers are narrower than the model's"] if narrow else []
         reason = (
-            f"{wide} of {len(layers)} layers hold several layers side by side{narrower}; transformers and vLLM load it "
-            "with the modeling file inside (trust_remote_code=True)"
+            f"{' and '.join(what)}; transformers and vLLM load it with the modeling file inside "
+            "(trust_remote_code=True)"
         )
         return Layout(self, reason, layers)
 
