@@ -92,8 +92,9 @@ def share_left(edited: EditedModel) -> float:
 
 def divergence(given: argparse.Namespace, model: EditedModel | Path, **more: Any) -> float:
     """From the unedited model, as `surgeon eval` has it."""
-    sizes = {"tokens": given.eval_tokens, "window": given.window}
-    found = surgeon.evaluate(model, given.eval_data, **sizes, **more).text
+    sizes: dict[str, Any] = {"tokens": given.eval_tokens, "window": given.window}
+    kept = given.output / "evaluated"  # with the importance that several programs go by
+    found = surgeon.evaluate(model, given.eval_data, output=kept, **sizes, **more).text
     assert found is not None
     assert found.divergence is not None
     return found.divergence
