@@ -30,6 +30,7 @@ _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the 
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
 _TO_LIMIT = 4  # of them, where the cost is limited: as far as the limit
 _NEAR = 1e-9  # in parts of a cost: what sums round
+_LITTLE = 0.01  # in parts of a cost: a space that saves less is not searched unless it is named
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class SearchSettings:
             able = [name for name, mixture in spaces.items() if mixture.edits]
         else:
             pricing = self.pricing(model)
-            able = [name for name, mixture in spaces.items() if any(map(pricing.is_cheaper, mixture.single_edits))]
+            able = [name for name, mixture in spaces.items() if _saves(mixture, pricing)]
         return replace(self, space=",".join(able or usual))
 
     @cached_property
@@ -345,6 +346,17 @@ class Question:
         if self.is_for_the_cheapest:
             return f"best {self.along[0].show(self.price(self.along[0], best))}"
         return f"best {self.cost(best):.4g}"
+
+
+def _saves(mixture: Mixture, pricing: Pricing) -> bool:
+    """Whether edits of every layer together save more than a hundredth of something."""
+    for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
+        best: dict[int, float] = {}
+        for edit, program in zip(mixture.edits, mixture.single_edits, strict=True):
+            best[edit.first] = max(best.get(edit.first, 0.0), dense - pricing.price(aspect, program))
+        if sum(best.values()) > _LITTLE * abs(dense):
+            return True
+    return False
 
 
 def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[float, ...]:
