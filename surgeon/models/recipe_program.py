@@ -26,7 +26,7 @@ def recipe_program(recipe: Recipe, config: Any, own: Program | None = None) -> P
             require_whole_layers(own, layers)
         except ValueError as error:
             raise ValueError(
-                f"{recipe.source}: {recipe.model} is an edited model, and operations change whole layers; name the "
-                f"model it was made of, or give the whole program ({error})"
+                f"{recipe.source}: {recipe.model or 'the model'} is an edited model, and operations change whole "
+                f"layers; name the model it was made of, or give the whole program ({error})"
             ) from error
     return recipe.program(layers, family.steps_per_layer, family.layer_shapes(config), own)
