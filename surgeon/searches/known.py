@@ -44,6 +44,7 @@ from surgeon.searches.terms import Terms, TermsPlan
 from surgeon.searches.trial import MeasuredProgram, Trial
 
 PASSES = (Scan, Spectrum, Similarity, Sensitivity)  # that a search has a use for
+MOST_COMPARED = 64  # edits that are known, and run for what they do together
 FEW = 8  # edits of a kind, which are all measured
 _PARTS = {"": "block_influence", "attention": "attention_size", "mlp": "mlp_size"}  # what a layer's leaving takes away
 _BESIDE = ("pair", "par", "tracks", "ladder", "desync", "fuse")  # spaces whose layers miss what the one before adds
@@ -140,8 +141,11 @@ class Known:
 
     def choices(self, mixture: Mixture) -> dict[Choice, float]:
         """The divergence of unbroken stretches of edits, of two or more, on the search's text."""
-        found: dict[Choice, float] = {}
-        for stretch in mixture.stretches() if any(one.programs for one in self.passes) else ():
+        texts = [text for one in self.passes if one.ranks is None for text in one.programs]
+        with_ranks, found = any("@" in text for text in texts), dict[Choice, float]()
+        for stretch in mixture.stretches() if texts else ():
+            if stretch[0].space == LowRanks.name and not with_ranks:
+                continue  # such stretches are many
             for length in range(2, len(stretch) + 1):
                 choice = as_choice(stretch[:length])
                 if choice not in found and mixture.allows(choice):
@@ -162,7 +166,7 @@ class Known:
         if not self.passes:
             return whole
         guess = Terms(np.where(np.isnan(known), 0.0, known), np.eye(len(known)))
-        running = Proposer(mixture, guess, question.prices, question.goals).running
+        running = Proposer(mixture, guess, question.prices, question.goals).running[:MOST_COMPARED]
         run = np.isnan(known) | np.isin(np.arange(len(known)), running)
         foreseen, groups = self.foreseen(mixture)
         for group in set(groups.tolist()):

@@ -61,6 +61,12 @@ class Savings:
     each: Numbers
     need: Numbers
 
+    @property
+    def worth(self) -> Numbers:
+        """(n,), the shares of what is needed that each edit saves, added up over the limits."""
+        found: Numbers = np.clip(self.each / self.need, 0, 1).sum(axis=1)
+        return found
+
     def are_enough(self, saved: Numbers) -> Flags:
         """Whether choices that save so much, (choices, limits), save enough: (choices,)."""
         return np.asarray((saved >= self.need * (1 - _NEAR)).all(axis=1))
@@ -128,7 +134,7 @@ def best_choices(
 
 def useful_edits(damage: Damage, savings: Savings, excluded: Flags) -> Places:
     """Edits that can be in a good choice: that save something, at no more damage than a whole choice does."""
-    worth = np.clip(savings.each / savings.need, 0, 1).sum(axis=1)
+    worth = savings.worth
     useful = np.flatnonzero(worth > _NEAR)
     chosen: list[int] = []
     for edit in useful[np.argsort(damage.alone[useful] / worth[useful], kind="stable")]:

@@ -283,15 +283,17 @@ class Proposer:
 
     @cached_property
     def running(self) -> list[int]:
-        """Edits that may be in a good choice for one of the goals, by what they do alone."""
-        found: set[int] = set()
+        """Edits that may be in a good choice for one of the goals, those of least damage for what they save first."""
+        found: dict[int, float] = {}
         for goal in self.goals:
             need = np.array(self._dense) - np.array(goal.most)
             limited = need > 1e-9 * np.abs(self._dense)
             if limited.any():
                 savings = Savings(self._savings[:, limited], need[limited])
-                found.update(useful_edits(self.terms.damage, savings, self.mixture.exclusions).tolist())
-        return sorted(found)
+                for edit in useful_edits(self.terms.damage, savings, self.mixture.exclusions).tolist():
+                    price = float(self.terms.damage.alone[edit] / savings.worth[edit])
+                    found[edit] = min(found.get(edit, math.inf), price)
+        return sorted(found, key=lambda edit: (found[edit], edit))
 
     @cached_property
     def _taught(self) -> dict[Choice, float]:
