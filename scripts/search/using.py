@@ -5,7 +5,7 @@
 A scan of LP pairs and of ladders, and a spectrum, are made first, on the search's text. Then every question is searched
 twice, with nothing and with the passes. Sublayers are those that single edits and trials of the search run, in passes
 over all of the text; what the passes have run themselves is said above the table. Divergences are of the winner, on the
-text of the search and on held-out text. In FOLDER what is there already is gone on with.
+text of the search and on held-out text. Passes that are in FOLDER already are gone on with; searches are made anew.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--only", help="one space")
     parser.add_argument("-o", dest="output", type=Path)
     given = parser.parse_args()
+    if given.output:
+        given.output.mkdir(parents=True, exist_ok=True)
     with nullcontext(given.output) if given.output else tempfile.TemporaryDirectory() as folder:
         run(given, Path(folder))
 
@@ -49,6 +51,7 @@ def run(given: argparse.Namespace, folder: Path) -> None:
     text: dict[str, Any] = {"data": given.data, "tokens": given.tokens, "window": given.window}
     rows = [row for row in ROWS if given.only in (None, row[0])]
     passes: dict[str, Any] = {}
+    searches = Path(tempfile.mkdtemp(prefix="searches-", dir=folder))
     if any(space != "rank" for space, *_ in rows):
         scan = surgeon.scan(given.model, output=folder / "scan", operations=["lp", "ladder"], **text)
         print(f"the scan ran {scan.record['sublayers_run']} sublayers")
@@ -62,7 +65,7 @@ def run(given: argparse.Namespace, folder: Path) -> None:
         name = f"{space} {budget}".replace(">", "").replace("=", "")
         asked = {"space": space, "budget": budget, "trials": given.trials, **more, **text}
         found = [
-            surgeon.search(given.model, output=folder / f"{name} {way}", using=using, **asked)
+            surgeon.search(given.model, output=searches / f"{name} {way}", using=using, **asked)
             for way, using in (("without", ()), ("with", passes[space]))
         ]
         ran = [one.record["sublayers_run"] for one in found]

@@ -14,6 +14,7 @@ import pytest
 import surgeon
 from surgeon.analysis.subject import open_subject
 from surgeon.language.program import Program
+from surgeon.reports.sections.search import _taken
 from surgeon.results.edit import Edit
 from surgeon.results.result import RunResult
 from surgeon.searches.evaluate import Evaluator
@@ -76,6 +77,7 @@ def test_a_search_finds_the_same_with_less(
         "foreseen": 0,
     }  # fmt: skip
     assert "using" not in alone.record
+    assert _taken(fed.record["using"]).rows == [["scan", "scan", "the search's", "3", "1", "3", "0"]]
     terms = pd.read_csv(tmp_path / "fed/terms.csv").set_index("edit")["divergence"]
     cells = scanned.cells[scanned.cells["last"] == scanned.cells["first"] + 1].set_index("first")["divergence"]
     assert terms["pair 1:3"] == pytest.approx(cells[1], rel=1e-6)
