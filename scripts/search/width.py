@@ -9,7 +9,7 @@ one narrowed in plain PyTorch, with transformers and nothing of surgeon's, by LL
 Taylor, summed over the weights of a unit) and by Minitron's (mean activations), whose choices should be those of
 `taylor` and `activation`; and that of what a search of the space `width` chooses with as many parameters. With --heal
 each row, narrowed by activations, is trained back on as many tokens: by surgeon, and by a loop of a page that does as
-Minitron; and what the search chose, by surgeon.
+Minitron; and so is what the search chose, by surgeon.
 """
 
 from __future__ import annotations
@@ -66,13 +66,16 @@ def main() -> None:
         numbers = "".join(f"{found[name]:>11.4f}" for name in columns)
         print(f"{heads:>6g}{neurons:>8g}{left:>7.3f}{numbers}", flush=True)
     if given.heal:
+        columns = ["before", "surgeon", "by hand", *(["search's"] if given.trials else [])]
         print(f"\n{given.heal} steps of {BATCH} windows of {given.window}, towards the original's logits")
-        print(f"{'heads':>6}{'neurons':>8}{'before':>10}{'surgeon':>10}{'by hand':>10}")
+        print(f"{'heads':>6}{'neurons':>8}" + "".join(f"{name:>10}" for name in columns))
         for heads, neurons in shares:
-            edited = narrowed(given, heads, neurons, "activation")
-            before, after = divergence(given, edited), healed(given, edited, f"healed-{heads:g}-{neurons:g}")
-            other = hand.divergence(hand.healed(hand.narrowed(by_method["Minitron"], heads, neurons), given))
-            print(f"{heads:>6g}{neurons:>8g}{before:>10.4f}{after:>10.4f}{other:>10.4f}", flush=True)
+            edited, name = narrowed(given, heads, neurons, "activation"), f"{heads:g}-{neurons:g}"
+            by_hand = hand.healed(hand.narrowed(by_method["Minitron"], heads, neurons), given)
+            row = [divergence(given, edited), healed(given, edited, f"healed-{name}"), hand.divergence(by_hand)]
+            if given.trials:
+                row.append(healed(given, searched(given, share_left(edited)), f"healed-search-{name}"))
+            print(f"{heads:>6g}{neurons:>8g}" + "".join(f"{value:>10.4f}" for value in row), flush=True)
 
 
 def narrowed(given: argparse.Namespace, heads: float, neurons: float, by: str) -> EditedModel:
