@@ -119,7 +119,8 @@ class SearchProblem(Search):
                 trial.suggest_categorical(name, kind.choices)
         proposal = self.proposal(trial.params)
         program = Program.parse(proposal.key)
-        measured = self.evaluator.measure([program])[program]
+        with self.lock:
+            measured = self.evaluator.measure([program])[program]
         found = told(self, trial.params, measured)
         for name, value in {**attributes(proposal), **found.attributes}.items():
             trial.set_user_attr(name, value)

@@ -12,7 +12,7 @@ from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, NSGAIISampler,
 from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.errors import did_you_mean
-from surgeon.searches.search import LEVEL, SOURCE, Search
+from surgeon.searches.search import LEVEL, PROGRAM, SOURCE, Search
 from surgeon.searches.trial import Proposal
 
 SURGEON, CMAES = "surgeon", "cmaes"
@@ -47,18 +47,18 @@ class SurgerySampler(BaseSampler):
         trial: FrozenTrial,
         search_space: dict[str, BaseDistribution],  # noqa: ARG002
     ) -> dict[str, Any]:
-        stored = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
-        finished = self.search.finished(stored)
-        running = [one for one in stored if not one.state.is_finished() and one.params]
-        names = self.search.parameters.edits.keys()
-        keys = {self.search.proposal(one.params).key for one in running if names <= one.params.keys()}
-        proposal = self.search.next_proposal(finished, keys, self.skipped)
-        self.is_exhausted = proposal is None
-        if proposal is None:
-            best = min(finished, key=lambda one: (one.measured.divergence, one.number), default=None)
-            proposal = Proposal("", "", ()) if best is None else best.proposal
-        for name, value in ((SOURCE, proposal.source), (LEVEL, proposal.level)):
-            study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's samplers keep theirs
+        with self.search.lock:
+            stored = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
+            finished = self.search.finished(stored)
+            # Of one that was asked for by somebody else just now the parameters are not there yet.
+            running = {one.user_attrs.get(PROGRAM, "") for one in stored if not one.state.is_finished()}
+            proposal = self.search.next_proposal(finished, running, self.skipped)
+            self.is_exhausted = proposal is None
+            if proposal is None:
+                best = min(finished, key=lambda one: (one.measured.divergence, one.number), default=None)
+                proposal = Proposal("", "", ()) if best is None else best.proposal
+            for name, value in ((PROGRAM, proposal.key), (SOURCE, proposal.source), (LEVEL, proposal.level)):
+                study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's samplers keep theirs
         return self.search.parameters.values(proposal.choice)
 
     def sample_independent(

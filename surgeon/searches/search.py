@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
@@ -53,6 +54,7 @@ class Search:
     known_terms: Terms | None = None
     races: bool = True
     known: Known = field(default_factory=Known)
+    lock: Lock = field(default_factory=Lock, init=False, repr=False)  # for threads of one study: one asks or measures
     # What was worked out before: trials by what is stored of them, the last round, with what was finished then.
     _trials: dict[tuple[Any, ...], Trial] = field(default_factory=dict, init=False, repr=False)
     _round: tuple[Any, list[Proposal]] = field(default=((), []), init=False, repr=False)

@@ -111,8 +111,13 @@ def _penalised(stored: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def _running(trial: FrozenTrial) -> FrozenTrial:
-    kinds, attributes = trial.distributions, trial.system_attrs
-    return create_trial(state=TrialState.RUNNING, params=trial.params, distributions=kinds, system_attrs=attributes)
+    return create_trial(
+        state=TrialState.RUNNING,
+        params=trial.params,
+        distributions=trial.distributions,
+        user_attrs=trial.user_attrs,
+        system_attrs=trial.system_attrs,
+    )
 
 
 def _running_means(measured: MeasuredProgram) -> dict[int, float]:

@@ -51,8 +51,11 @@ def test_several_objectives(tiny_checkpoint: Path, tiny_text: Path) -> None:
     problem = surgeon.SearchProblem(tiny_checkpoint, tiny_text, space="pair", **TEXT)
     assert problem.metric_names == ["divergence", "depth"]
     study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
-    study.optimize(problem.objective, n_trials=4)
+    study.optimize(problem.objective, n_trials=4, n_jobs=2)  # threads take turns with the model
     assert {trial.values[1] for trial in study.trials} == {3.0, 2.0}
+    for trial in study.trials:
+        program = problem.program(trial)
+        assert trial.values[0] == pytest.approx(problem.evaluator.measure([program])[program].divergence)
     with pytest.raises(ValueError, match="time on this machine"):
         surgeon.SearchProblem(tiny_checkpoint, tiny_text, budget="latency=1ms@here", **TEXT)
 
