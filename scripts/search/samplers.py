@@ -249,9 +249,10 @@ def table_of(found: pd.DataFrame) -> str:
     methods = [name for name in cells["method"].unique() if name != "surgeon"]
     lines = ["| model, `--space`, `--budget` | surgeon " + " | ".join(["", *methods]) + " |"]
     lines += ["|:--|" + ":--|" * (1 + len(methods))]
-    for (model, space, budget), own in cells.groupby(["model", "space", "budget"], sort=False):
-        values = {name: own[own["method"] == name].set_index("trials")["divergence"] for name in own["method"].unique()}
-        texts = [" / ".join(_shown(values[name].get(after)) for after in AFTER) for name in ("surgeon", *methods)]
+    for (model, space, budget), rows in cells.groupby(["model", "space", "budget"], sort=False):
+        values = {str(name): each.set_index("trials")["divergence"] for name, each in rows.groupby("method")}
+        own = [values.get(name, pd.Series(dtype=float)) for name in ("surgeon", *methods)]
+        texts = [" / ".join(_shown(each.get(after)) for after in AFTER) for each in own]
         lines.append(f"| {model}, `{space}`, `{budget}` | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
