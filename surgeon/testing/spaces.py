@@ -121,7 +121,8 @@ class SpaceContract:
 
     def test_it_lessens_what_it_serves(self, space: Space) -> None:
         """By its name alone, where layers have two steps; of times, which are of a hardware, that is not known."""
-        alone = Mixture((type(space)(),), small_model())
+        # Each of two ranks has several KV heads, of which it may have fewer.
+        alone = Mixture((type(space)(),), small_model(num_attention_heads=8, num_key_value_heads=4))
         for name in set(space.serves) - set(TIMES):
             aspect = Aspect("depth", deep=True) if name == DEEPER else Aspect(name)
             pricing = Pricing(alone.model, (aspect,), Deployment(alone.ranks), Workload(1, 16, 8))

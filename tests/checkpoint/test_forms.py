@@ -28,7 +28,7 @@ def layout(program: str, config: Any = LLAMA, form: str = "auto") -> Any:
     ("program", "form"),
     [
         ("A0 F0 A2 F2", "plain"),
-        ("A0 F0 A0 F0", "plain"),
+        ("A0 F0 A0 F0", "program"),
         ("A1 F3 A2 F2", "plain"),
         ("A0 F0 A1~A2~A3 F1~F2~F3 A4 F4", "plain"),
         ("A0 F0 [A1 A2] [F1 F2]", "fused"),
