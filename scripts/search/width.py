@@ -62,7 +62,7 @@ def main() -> None:
             found[name] = hand.divergence(hand.narrowed(scores, heads, neurons))
         left = share_left(edits["magnitude"])
         if given.trials:
-            found["search"] = divergence(given, searched(given, left))
+            found["search"] = divergence(given, searched(given, left), "searched")
         numbers = "".join(f"{found[name]:>11.4f}" for name in columns)
         print(f"{heads:>6g}{neurons:>8g}{left:>7.3f}{numbers}", flush=True)
     if given.heal:
@@ -93,11 +93,14 @@ def share_left(edited: EditedModel) -> float:
     return edited.program.parameters(shapes) / edited.model.program.parameters(shapes)
 
 
-def divergence(given: argparse.Namespace, model: EditedModel | Path, **more: Any) -> float:
-    """From the unedited model, as `surgeon eval` has it."""
+def divergence(given: argparse.Namespace, model: EditedModel | Path, kept: str = "evaluated", **more: Any) -> float:
+    """From the unedited model, as `surgeon eval` has it.
+
+    Args:
+        kept: a folder, where what programs go by is kept that go by the same text.
+    """
     sizes: dict[str, Any] = {"tokens": given.eval_tokens, "window": given.window}
-    kept = given.output / "evaluated"  # with the importance that several programs go by
-    found = surgeon.evaluate(model, given.eval_data, output=kept, **sizes, **more).text
+    found = surgeon.evaluate(model, given.eval_data, output=given.output / kept, **sizes, **more).text
     assert found is not None
     assert found.divergence is not None
     return found.divergence
