@@ -63,9 +63,10 @@ def width(
         heads: how many KV groups each attention keeps: a share of them (0.75; rounded, at least one), a whole number,
             or a list of their numbers. 1 is one group, 1.0 is all.
         neurons: how many neurons each feed-forward keeps: a share, or a whole number.
-        by: which ones are kept: those of the largest weights, some at random, or what a text needs most: by
-            activations (Minitron), by these and the weights behind them (Wanda), or by gradients of the loss
-            (LLM-Pruner's Taylor). Listed KV groups are kept whatever it says.
+        by: which ones are kept: those of the largest weights, which needs no text and was worse than chance for neurons
+            (docs/searching.md); some at random; or what a text needs most: by activations (Minitron), by these and
+            the weights behind them (Wanda), or by gradients of the loss (LLM-Pruner's Taylor). Listed KV groups are
+            kept whatever it says.
         seed: of the random choice.
         calibration: the text.
 
