@@ -227,7 +227,7 @@ def test_calibrated_factors_are_not_what_is_measured(checkpoint: Path, tmp_path:
     recipe = tmp_path / "low.yaml"
     low = 'lowrank: {layers: "0:1", keep: 0.5, method: whitened, calibration: {data: demo}}'
     recipe.write_text(f"surgeon: 1\nmodel: {checkpoint}\noperations:\n  - {low}\n")
-    with pytest.warns(UserWarning, match="ranks run plain factors, not those that the recipe calibrates"):
+    with pytest.warns(UserWarning, match="ranks run factors, heads and neurons by the weights alone"):
         (found,) = open_plans(str(recipe), [], needs).values()
     assert "@q" in found.program
 
