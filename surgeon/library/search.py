@@ -193,16 +193,11 @@ def search(
         ImportError: if the sampler, or the storage, needs a package that is not installed.
     """
     check_counts(trials=trials, heal=heal, workers=workers, ranks=ranks, batch=batch)
-    asked = (
-        None if space is None else as_text("space", space),
-        None if budget is None else as_text("budget", budget),
-        as_text("objective", objective),
-    )
     options = SearchOptions(
         None if data is None else str(data),
         str(output),
         trials,
-        SearchSettings(*asked, ranks, batch, prompt, new, link_delay),
+        search_settings(space, budget, objective, ranks, batch, prompt, new, link_delay),
         sampler,
         seed,
         tokens,
@@ -222,12 +217,30 @@ def search(
     return found
 
 
-def as_text(name: str, given: str | Sequence[str]) -> str:
-    """One or several, as a text with commas."""
-    several = [given] if isinstance(given, str) else given
-    if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
-        raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
-    return ",".join(several)
+def search_settings(
+    space: str | Sequence[str] | None,
+    budget: str | Sequence[str] | None,
+    objective: str | Sequence[str],
+    *more: Any,
+) -> SearchSettings:
+    """What is searched for, where spaces, limits and objectives may be one text or several.
+
+    Args:
+        more: the other fields of `SearchSettings`, in order.
+
+    Raises:
+        ValueError: if one is no text, or as `SearchSettings`.
+    """
+    texts: list[Any] = []
+    for name, given in (("space", space), ("budget", budget), ("objective", objective)):
+        several = [given] if isinstance(given, str) else given
+        if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
+            if given is not None or name == "objective":
+                raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
+            texts.append(None)
+        else:
+            texts.append(",".join(several))
+    return SearchSettings(*texts, *more)
 
 
 def join_search(model: str | Path | Model, options: SearchOptions, worker: int) -> SearchResult | None:

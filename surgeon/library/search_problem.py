@@ -15,12 +15,12 @@ from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.library.search import as_text
+from surgeon.library.search import search_settings
 from surgeon.models.edit import restore
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.question import Question
 from surgeon.searches.samplers import SURGEON, distributions, make_sampler
 from surgeon.searches.search import Search
 from surgeon.searches.trying import attributes, told
@@ -66,10 +66,7 @@ class SearchProblem(Search):
         separator: str | None = None,
         memory: int | str | None = None,
     ) -> None:
-        spaces = None if space is None else as_text("space", space)
-        limits = None if budget is None else as_text("budget", budget)
-        asked = spaces, limits, as_text("objective", objective)
-        settings = SearchSettings(*asked, ranks, batch, prompt, new, link_delay)
+        settings = search_settings(space, budget, objective, ranks, batch, prompt, new, link_delay)
         if settings.is_timed_here:
             raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
         opened = model if isinstance(model, Model) else open_model(model, weights=False)

@@ -14,7 +14,7 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from surgeon.language.program import Program
 from surgeon.results.edit import Choice
@@ -23,20 +23,18 @@ from surgeon.searches.known import Known
 from surgeon.searches.parameters import EditParameters
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.question import Question
+from surgeon.searches.study.shared_study import FINISHED
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
 BATCH = 8  # proposals that are made of the same knowledge, and measured together
-FIRST, FIRST_OF_ALL = (
-    3,
-    30,
-)  # of the first round: for each goal, one of every kind; for all of them, where they are many
+FIRST = 3  # of the first round, for each goal: one of every kind
+FIRST_OF_ALL = 30  # of the first round, for all goals, where they are many
 MIXTURE = "mixture"
 DIGITS = 9  # of what was measured: further ones may depend on what it was measured together with
 PROGRAM, EDITS, SOURCE, LEVEL, MEASURED = "program", "edits", "source", "level", "measured"  # attributes of trials
 _WORST = 100.0  # of a constraint
 _SURE = 3.0  # standard deviations, by which choices are ruled out
-FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
@@ -190,7 +188,7 @@ class Search:
 
     def costs(self, proposal: Proposal, measured: MeasuredProgram) -> list[float]:
         """What a study has of a trial, by `question.settings.recorded`; what is not finite is as bad as can be said."""
-        return [_tellable(cost) for cost in self.question.recorded_costs(proposal, measured)]
+        return [tellable(cost) for cost in self.question.recorded_costs(proposal, measured)]
 
     def constraints(self, proposal: Proposal, measured: MeasuredProgram) -> dict[str, float]:
         """How far a trial is from each limit of the budget, by the limit's text; 0 within it."""
@@ -252,6 +250,6 @@ def _rounded(value: Any) -> Any:
     return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _tellable(value: float) -> float:
+def tellable(value: float) -> float:
     """A cost as Optuna's tools can show it."""
     return value if math.isfinite(value) else 1e30

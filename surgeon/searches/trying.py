@@ -15,7 +15,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from surgeon.searches.samplers import OTHERS, SURGEON, SurgerySampler, distributions
-from surgeon.searches.search import BATCH, EDITS, MEASURED, PROGRAM, SOURCE, Search
+from surgeon.searches.search import BATCH, EDITS, MEASURED, PROGRAM, SOURCE, Search, tellable
 from surgeon.searches.study.shared_study import FINISHED, SharedStudy, Told
 from surgeon.searches.study.storage import StudyStorage
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
@@ -125,4 +125,4 @@ def _running_means(measured: MeasuredProgram) -> dict[int, float]:
     seen = len(measured.divergences)
     steps = sorted({max(1, round(seen * part / STEPS)) for part in range(1, STEPS + 1)})
     means = {step: math.fsum(measured.divergences[:step]) / step for step in steps}
-    return {step: mean if math.isfinite(mean) else 1e30 for step, mean in means.items()}
+    return {step: tellable(mean) for step, mean in means.items()}
