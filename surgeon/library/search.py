@@ -11,34 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from surgeon.analysis.factors.calibration import recorded
-from surgeon.analysis.importance import most_important
-from surgeon.analysis.subject import Subject, open_subject
+from surgeon.analysis.subject import Subject
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.errors import shown
 from surgeon.language.program import Program
-from surgeon.library.opening import as_folder, check_counts, warn
+from surgeon.library.opening import check_counts, warn
+from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings
 from surgeon.memory import free_bytes
-from surgeon.models.edit import restore
-from surgeon.models.weights import FactorSource
-from surgeon.opened import Model, open_model
+from surgeon.opened import Model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, held_out
-from surgeon.results.result import RunResult
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
-from surgeon.searches.evaluate import KEPT_SHARE, Evaluator
+from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.front import QualityCurve, quality_curves
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import ROUNDS, fast_enough_here
-from surgeon.searches.known import Known, measured_ranks, read_known
-from surgeon.searches.known_factors import open_factors
+from surgeon.searches.known import Known
 from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
-from surgeon.searches.quantities import ACCURACY, HERE, Aspect
+from surgeon.searches.quantities import ACCURACY, HERE
 from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.results import (
     Winner,
@@ -72,15 +66,12 @@ WORKER = ("-P", "-m", "surgeon.library.search_worker")  # not from the current f
 class SearchOptions:
     """All that a search is given beside its model, as `search` describes it; all of its workers have the same."""
 
-    data: str | None
+    text: SearchText
     output: str
     trials: int
     settings: SearchSettings
     sampler: str
     seed: int
-    tokens: int
-    window: int | None
-    separator: str | None
     memory: int | str | None
     holdout: int | None
     holdout_data: str | None
@@ -93,8 +84,9 @@ class SearchOptions:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SearchOptions:
         """The inverse of `asdict`."""
-        settings, healing = SearchSettings(**values["settings"]), CandidateHealing(**values["healing"])
-        return cls(**{**values, "settings": settings, "healing": healing, "using": tuple(values["using"])})
+        kinds = {"text": SearchText, "settings": SearchSettings, "healing": CandidateHealing}
+        read = {name: kind(**values[name]) for name, kind in kinds.items()}
+        return cls(**{**values, **read, "using": tuple(values["using"])})
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +140,7 @@ def search(
     heal: int | None = None,
     heal_data: str | Path | None = None,
     heal_batch: int = 8,
-    using: str | Path | RunResult | Sequence[str | Path | RunResult] = (),
+    using: Using = (),
     storage: str | None = None,
     study: str | None = None,
     workers: int = 1,
@@ -194,15 +186,12 @@ def search(
     """
     check_counts(trials=trials, heal=heal, workers=workers, ranks=ranks, batch=batch)
     options = SearchOptions(
-        None if data is None else str(data),
+        SearchText(None if data is None else str(data), tokens, window, separator),
         str(output),
         trials,
         search_settings(space, budget, objective, ranks, batch, prompt, new, link_delay),
         sampler,
         seed,
-        tokens,
-        window,
-        separator,
         memory,
         holdout,
         None if holdout_data is None else str(holdout_data),
@@ -210,37 +199,11 @@ def search(
         storage,
         study,
         workers,
-        tuple(str(as_folder(one)) for one in ([using] if isinstance(using, str | Path | RunResult) else using)),
+        folders(using),
     )
     found = join_search(model, options, worker=0)
     assert found is not None
     return found
-
-
-def search_settings(
-    space: str | Sequence[str] | None,
-    budget: str | Sequence[str] | None,
-    objective: str | Sequence[str],
-    *more: Any,
-) -> SearchSettings:
-    """What is searched for, where spaces, limits and objectives may be one text or several.
-
-    Args:
-        more: the other fields of `SearchSettings`, in order.
-
-    Raises:
-        ValueError: if one is no text, or as `SearchSettings`.
-    """
-    texts: list[Any] = []
-    for name, given in (("space", space), ("budget", budget), ("objective", objective)):
-        several = [given] if isinstance(given, str) else given
-        if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
-            if given is not None or name == "objective":
-                raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
-            texts.append(None)
-        else:
-            texts.append(",".join(several))
-    return SearchSettings(*texts, *more)
 
 
 def join_search(model: str | Path | Model, options: SearchOptions, worker: int) -> SearchResult | None:
@@ -251,47 +214,22 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
             the others return None.
     """
     # What cannot be had is said before a large model is loaded.
-    opened = model if isinstance(model, Model) else open_model(model, weights=False)
-    options = replace(options, settings=options.settings.on(opened))
-    settings, healing, output = options.settings, options.healing, Path(options.output)
+    asked, output = AskedSearch.of(model, options.settings, options.using), Path(options.output)
+    settings, opened = asked.settings, asked.model
+    options = replace(options, settings=settings)
     require_sampler(options.sampler, len(settings.recorded))
-    mixture, own = settings.mixture(opened), opened.own
-    healing.require_layers_in_turn(own)
-    budget = None if settings.is_timed_here or options.using else settings.priced(mixture)
+    options.healing.require_layers_in_turn(opened.own)
     storage = open_storage(options.storage, output)
-    subject = open_subject(
-        model,
-        options.data,
-        tokens=options.tokens,
-        window=options.window,
-        separator=options.separator,
-        memory=options.memory,
-    )
-    known = read_known(map(Path, options.using), subject.opened, subject.windows)
-    mixture = known.mixture(mixture).on_text(recorded(subject.windows))
-    warn(known.notes(mixture))
-    ranks = measured_ranks(mixture)
-    made = open_factors(subject, ranks, output / "factors", make=not worker)
-    factors = most_important(subject.model, mixture.single_edits, subject.windows, factors=made, memory=subject.memory)
+    setup = asked.load(model, options.text, options.memory, options.using, output, make=not worker)
+    subject, known = setup.subject, setup.known
     unseen = _held_out(subject, options)
-    follow = {} if made is None or ranks is None else ranks.parameters  # what factors and the choice of units do
-    follow |= {} if factors is made else {"units": subject.windows.digest}
-    healer = healing.healer(subject, unseen, compared_by(settings.objectives), output / "healing", factors, follow)
-    if own is not None:
-        restore(subject.model)  # its program is the one that others are compared with
-    kept = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
-    evaluator = Evaluator(
-        subject.model,
-        subject.windows,
-        subject.memory,
-        output,
-        model_hash=subject.opened.hash,
-        kept=kept,
-        own=own,
-        factors=factors,
+    healer = options.healing.healer(
+        subject, unseen, compared_by(settings.objectives), output / "healing", setup.factors, setup.factors_follow
     )
-    tasks = _tasks(subject, settings.objectives, output, factors)
-    original = evaluator.measure([mixture.model.program])[mixture.model.program]
+    kept = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
+    evaluator = setup.evaluator(output, kept=kept)
+    tasks = _tasks(setup, output)
+    original = evaluator.measure([evaluator.dense])[evaluator.dense]
     given = {"model": opened.name, "options": asdict(options)}
     others = WorkerProcesses(1 if worker else options.workers, WORKER, given, output)
     with interruptible(worker), others:
@@ -299,11 +237,12 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         if not worker:
             finished = [trial for trial in study.trials() if trial.state in FINISHED]
             warn(lost_trials(output, study.name, storage.place, len(finished)))
+        here = None
         if settings.is_timed_here:
             on = sorted({1, settings.ranks})
-            here = study.kept("here", lambda: calibrate(HERE, subject.opened, on, ROUNDS), others=bool(worker))
-            budget = settings.priced(mixture, parse_hardware(here))
-        question = Question(settings, mixture, budget or settings.priced(mixture), original)
+            machine = study.kept("here", lambda: calibrate(HERE, subject.opened, on, ROUNDS), others=bool(worker))
+            here = parse_hardware(machine)
+        question = setup.question(original, here)
         searching = Search(question, evaluator, races=options.sampler == SURGEON, known=known)
         if options.sampler == SURGEON:  # the others do not go by terms
             searching.known_terms = _terms(study, searching, others=bool(worker))
@@ -318,12 +257,12 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     by = {"sampler": options.sampler} | ({} if options.sampler == SURGEON else {"seed": options.seed})
     record = subject.provenance(**asdict(settings), **by, trials=len(trials), study=study.name, storage=storage.place)
     if known.passes:
-        record["using"] = known.record(mixture, trials)
+        record["using"] = known.record(setup.mixture, trials)
     record["sublayers_run"] = round(evaluator.sublayers, 1)
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
-    return _end(question, trials, tables, subject, unseen, factors, healer, record, output)
+    return _end(question, trials, tables, setup, unseen, healer, record, output)
 
 
 def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
@@ -335,16 +274,15 @@ def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
     return found
 
 
-def _tasks(
-    subject: Subject, objectives: Sequence[Aspect], output: Path, factors: FactorSource | None
-) -> TaskAccuracy | None:
+def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
     """What measures the tasks among the objectives, which are loaded before anything is measured; None without any."""
+    subject, objectives = setup.subject, setup.settings.objectives
     if not any(objective.name == ACCURACY for objective in objectives):
         return None
     from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
 
     identity = {"model_hash": subject.opened.hash}
-    return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output, factors=factors)
+    return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output, factors=setup.factors)
 
 
 def _open_study(subject: Subject, options: SearchOptions, known: Known, storage: StudyStorage) -> SharedStudy:
@@ -397,9 +335,8 @@ def _end(
     question: Question,
     trials: Sequence[Trial],
     tables: dict[str, pd.DataFrame],
-    subject: Subject,
+    setup: SearchSetup,
     unseen: Windows | None,
-    factors: FactorSource | None,
     healer: CandidateHealer | None,
     record: dict[str, Any],
     output: Path,
@@ -409,10 +346,9 @@ def _end(
     Args:
         tables: of trials and terms.
         unseen: the held-out text, if there is one.
-        factors: of matrices that programs have ranks for; None: the plain ones.
         healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
     """
-    settings, opened, pricing = question.settings, subject.opened, question.budget.pricing
+    settings, opened, pricing = question.settings, setup.subject.opened, question.budget.pricing
     curves = [one for cost in question.along for one in quality_curves(cost, trials, question.original, pricing)]
     if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
         tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
@@ -423,10 +359,9 @@ def _end(
     winner, levels = Winner(first, why), mixed_levels(curves, question.levels)
     gains = mixing_gains(levels)
     if unseen is not None:
-        evaluator = Evaluator(subject.model, unseen, subject.memory, output, own=opened.own, factors=factors)
         finalists = [opened.program, *(trial.program for trial in (first, *others[:RUNNERS_UP]))]
         programs = dict.fromkeys([*finalists, *(program for level in levels for program in level.programs)])
-        measured = evaluator.measure([*programs])
+        measured = setup.evaluator(output, unseen).measure([*programs])
         gains = mixing_gains(levels, measured)
         by = compared_by(question.objectives)
         compared = remeasure(first, others[:RUNNERS_UP], opened.program, lambda _: measured, by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,17 +11,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
-from surgeon.analysis.factors.calibration import recorded
-from surgeon.analysis.importance import most_important
-from surgeon.analysis.subject import open_subject
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.library.search import search_settings
-from surgeon.models.edit import restore
-from surgeon.opened import Model, open_model
+from surgeon.library.search_setup import AskedSearch, SearchText, Using, folders, search_settings
+from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.question import Question
 from surgeon.searches.samplers import SURGEON, distributions, make_sampler
 from surgeon.searches.search import Search
 from surgeon.searches.trying import attributes, told
@@ -39,19 +34,22 @@ class SearchProblem(Search):
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
-        data: a text file, a table or a dataset, or "demo".
+        data: a text file, a table or a dataset, or "demo"; by default that, with a warning.
         space, budget, objective, ranks, batch, prompt, new, link_delay: as `surgeon.search` takes them.
         tokens: of the text, in windows of `window`; documents are apart at `separator`.
         memory: the most that this process may take, in bytes or as text ("2GB").
+        using: what passes over the same model have found, as `surgeon.search` takes it.
+        output: folder for what is computed once, factors and the original's predictions; by default a temporary one.
 
     Raises:
         FileNotFoundError, ValueError: if model or text cannot be used, or what is asked for cannot be had.
+        OSError: if the folder cannot be written to.
     """
 
     def __init__(
         self,
         model: str | Path | Model,
-        data: str | Path,
+        data: str | Path | None = None,
         *,
         space: str | Sequence[str] | None = None,
         budget: str | Sequence[str] | None = None,
@@ -65,23 +63,22 @@ class SearchProblem(Search):
         window: int | None = None,
         separator: str | None = None,
         memory: int | str | None = None,
+        using: Using = (),
+        output: str | Path | None = None,
     ) -> None:
         settings = search_settings(space, budget, objective, ranks, batch, prompt, new, link_delay)
         if settings.is_timed_here:
             raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
-        opened = model if isinstance(model, Model) else open_model(model, weights=False)
-        settings = settings.on(opened)
-        mixture = settings.mixture(opened)
-        limited = settings.priced(mixture)
-        subject = open_subject(model, str(data), tokens=tokens, window=window, separator=separator, memory=memory)
-        mixture = mixture.on_text(recorded(subject.windows))
-        factors = most_important(subject.model, mixture.single_edits, subject.windows, memory=subject.memory)
-        if opened.own is not None:
-            restore(subject.model)  # its program is the one that others are compared with
-        evaluator = Evaluator(subject.model, subject.windows, subject.memory, own=opened.own, factors=factors)
-        original = evaluator.measure([mixture.model.program])[mixture.model.program]
-        super().__init__(Question(settings, mixture, limited, original), evaluator)
-        self.opened = subject.opened
+        asked = AskedSearch.of(model, settings, folders(using))
+        if output is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="search-")  # gone with the problem
+            output = self._folder.name
+        text = SearchText(None if data is None else str(data), tokens, window, separator)
+        setup = asked.load(model, text, memory, folders(using), Path(output))
+        evaluator = setup.evaluator(Path(output))
+        question = setup.question(evaluator.measure([evaluator.dense])[evaluator.dense])
+        super().__init__(question, evaluator, known=setup.known)
+        self.opened = setup.subject.opened
 
     @property
     def directions(self) -> list[str]:
@@ -115,9 +112,8 @@ class SearchProblem(Search):
             elif isinstance(kind, CategoricalDistribution):
                 trial.suggest_categorical(name, kind.choices)
         proposal = self.proposal(trial.params)
-        program = Program.parse(proposal.key)
         with self.lock:
-            measured = self.evaluator.measure([program])[program]
+            (measured,) = self.measure([proposal], ())
         found = told(self, trial.params, measured)
         for name, value in {**attributes(proposal), **found.attributes}.items():
             trial.set_user_attr(name, value)

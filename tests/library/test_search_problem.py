@@ -11,8 +11,14 @@ import pytest
 
 import surgeon
 from surgeon.library.search_problem import SearchProblem
+from surgeon.results.result import RunResult
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
+
+
+@pytest.fixture(autouse=True)
+def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunResult, "draw", lambda *_: [])
 
 
 @pytest.fixture
@@ -76,3 +82,33 @@ def test_a_notebook_goes_on_with_the_study_of_a_command_and_the_command_with_tha
     assert every[:3] == first
     assert every[3:5] == [trial.user_attrs["program"] for trial in study.trials[3:5]]
     assert len({*every}) == 6
+
+
+def test_what_passes_have_found_is_not_measured_again(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+    text: dict[str, Any] = {"tokens": 256, "window": 32}
+    scan = surgeon.scan(tiny_checkpoint, tiny_text, tmp_path / "scan", operations=["lp"], **text)
+
+    def tried(**more: Any) -> tuple[float, dict[str, float]]:
+        problem = surgeon.SearchProblem(tiny_checkpoint, tiny_text, space="pair", budget="depth=3", **more, **text)
+        study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
+        study.optimize(problem.objective, n_trials=5)
+        return problem.evaluator.sublayers, {one.user_attrs["program"]: one.values[0] for one in study.trials}
+
+    (alone, measured), (fed, known) = tried(), tried(using=scan, output=tmp_path / "out")
+    assert fed < alone
+    assert len(measured) == 3
+    assert known == pytest.approx(measured, rel=1e-5)
+    assert (tmp_path / "out" / "reference.safetensors").is_file()
+
+
+def test_factors_of_a_spectrum(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """They are made, and measured, as for `surgeon.search`."""
+    more: dict[str, Any] = {"ranks": "1/4,1/2", "layers": "1:3", "calibration_tokens": 128}
+    using = [surgeon.spectrum(tiny_checkpoint, tiny_text, tmp_path / "spectrum", **more, **TEXT)]
+    asked: dict[str, Any] = {"space": "rank", "budget": "params=0.95x", "using": using, **TEXT}
+    problem = surgeon.SearchProblem(tiny_checkpoint, tiny_text, **asked)
+    study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
+    study.optimize(problem.objective, n_trials=3)
+    found = surgeon.search(tiny_checkpoint, tiny_text, tmp_path / "found", trials=3, holdout=0, **asked)
+    assert [one.values[0] for one in study.trials] == pytest.approx([*found.trials["divergence"]], rel=1e-5)
+    assert problem.recipe(study.best_trial).to_yaml() == found.recipe.to_yaml()
