@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 Measure = Literal["first", "token", "rate", "compute", "exchange", "total"]
 
+TRAINING = (
+    "training"  # the use of rows that are no speeds of inference; scripts/cost/racks.py and scripts/gpu have these
+)
 _SLICES = "tracks as slices of the dense model"
 NOTES = {
     "layer-parallelism 1": "eager, batch 1; the paper does not say which of its tasks: read as generating to 4k tokens",
@@ -93,12 +96,12 @@ Reader = Callable[[str, Row], tuple[Run, Run | None]]
 
 
 def read_cases(rows: Sequence[Row]) -> list[Case]:
-    """The cases of all rows, in their order.
+    """The cases of all rows of inference, in their order.
 
     Raises:
         ValueError: for a row that is of no known table, or whose baseline is not among the rows.
     """
-    cases = [_read(row) for row in rows]
+    cases = [_read(row) for row in rows if row["use"] != TRAINING]
     printed = {case.run: case.printed for case in cases if case.baseline is None}
     return [_with_speedup(case, printed) for case in cases]
 

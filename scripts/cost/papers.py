@@ -2,7 +2,7 @@
 
     python scripts/cost/papers.py [TABLES.json] [-o OUT.md] [--rounds 5]
 
-TABLES.json, by default docs/papers.json, has the papers' rows as data: {"rows": [{"paper", "table", "what", "value",
+TABLES.json, by default docs/papers-tables.json, has the rows as data: {"rows": [{"paper", "table", "what", "value",
 "unit", "use"}, ...]}. Rows of use "fit" choose the constants of `constants.py`, which are pulled towards what the
 hardware files ship; rows of use "check" are only compared with. Every row is a speed over a baseline of its own table,
 or such a baseline; parts of a layer's time (computing, communicating) are shown, but are no speeds, and not counted.
@@ -32,7 +32,7 @@ from scripts.cost.fit import Seconds, Values, fit, speedup
 from scripts.cost.models import ASSUMED
 from scripts.cost.predictor import Predictor
 
-TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers.json"
+TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers-tables.json"
 
 
 @dataclass(frozen=True)
