@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", default=["1/0.75", "1/0.5", "0.5/1", "0.5/0.5"], metavar="HEADS/NEURONS")
     parser.add_argument("--trials", type=int, default=40, help="of each search; 0: no search")
     parser.add_argument("--heal", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--seeds", type=int, default=1, help="of the order of the text that is trained on")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     hand = ByHand.of(given)
@@ -66,16 +68,24 @@ def main() -> None:
         numbers = "".join(f"{found[name]:>11.4f}" for name in columns)
         print(f"{heads:>6g}{neurons:>8g}{left:>7.3f}{numbers}", flush=True)
     if given.heal:
-        columns = ["before", "surgeon", "by hand", *(["search's"] if given.trials else [])]
+        columns = ["before", "surgeon", "by hand", *(["searched", "search's"] if given.trials else [])]
         print(f"\n{given.heal} steps of {BATCH} windows of {given.window}, towards the original's logits")
-        print(f"{'heads':>6}{'neurons':>8}" + "".join(f"{name:>10}" for name in columns))
+        print(f"{'heads':>6}{'neurons':>8}{'seed':>6}" + "".join(f"{name:>10}" for name in columns))
         for heads, neurons in shares:
             edited, name = narrowed(given, heads, neurons, "activation"), f"{heads:g}-{neurons:g}"
-            by_hand = hand.healed(hand.narrowed(by_method["Minitron"], heads, neurons), given)
-            row = [divergence(given, edited), healed(given, edited, f"healed-{name}"), hand.divergence(by_hand)]
-            if given.trials:
-                row.append(healed(given, searched(given, share_left(edited)), f"healed-search-{name}"))
-            print(f"{heads:>6g}{neurons:>8g}" + "".join(f"{value:>10.4f}" for value in row), flush=True)
+            chosen = searched(given, share_left(edited)) if given.trials else None
+            found = pandas.DataFrame(columns=columns, dtype=float)
+            for seed in range(given.seeds):
+                by_hand = hand.healed(hand.narrowed(by_method["Minitron"], heads, neurons), given, seed)
+                row = [divergence(given, edited), healed(given, edited, f"healed-{name}", seed)]
+                row.append(hand.divergence(by_hand))
+                if chosen is not None:
+                    row.append(divergence(given, chosen, "searched"))
+                    row.append(healed(given, chosen, f"healed-search-{name}", seed))
+                found.loc[seed] = row
+            for seed, values in [*found.iterrows(), ("mean", found.mean())]:
+                cells = "".join(f"{value:>10.4f}" for value in values)
+                print(f"{heads:>6g}{neurons:>8g}{seed:>6}{cells}", flush=True)
 
 
 def narrowed(given: argparse.Namespace, heads: float, neurons: float, by: str) -> EditedModel:
@@ -115,11 +125,11 @@ def searched(given: argparse.Namespace, left: float) -> EditedModel:
     return surgeon.edit(open_model(given.model), found.recipe)
 
 
-def healed(given: argparse.Namespace, edited: EditedModel, name: str) -> float:
+def healed(given: argparse.Namespace, edited: EditedModel, name: str, seed: int) -> float:
     """The divergence once surgeon has trained all weights towards the original's logits."""
-    target = given.output / name
+    target = given.output / f"{name}-{seed}"
     settings = TrainSettings(
-        scope="all", distillation=Distillation(), steps=given.heal, batch=BATCH, learning_rate=RATE
+        scope="all", distillation=Distillation(), steps=given.heal, batch=BATCH, learning_rate=RATE, seed=seed
     )
     if not target.exists():
         surgeon.heal(edited, given.data, target, settings=settings, window=given.window, eval_data=given.eval_data)
@@ -223,10 +233,10 @@ class ByHand:
             total += float(functional.kl_div(found, wanted, log_target=True, reduction="sum"))
         return total / (self.unseen.numel() - len(self.unseen))
 
-    def healed(self, model: Any, given: argparse.Namespace) -> Any:
+    def healed(self, model: Any, given: argparse.Namespace, seed: int) -> Any:
         """Trained towards the original's logits (forward KL, as Minitron), all weights, by AdamW, to the rate 0."""
         optimiser = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
-        order = torch.randperm(given.heal * BATCH, generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(given.heal * BATCH, generator=torch.Generator().manual_seed(seed))
         for step in range(given.heal):
             batch = self.longer[order[BATCH * step : BATCH * (step + 1)]]
             with torch.no_grad():

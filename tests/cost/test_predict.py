@@ -116,6 +116,21 @@ def test_programs_that_wait_less_are_faster_and_no_faster_than_no_waiting(name: 
     assert free < edited < slow
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("narrow", ["A{}#2", "F{}#48"])
+def test_a_narrow_sublayer_saves_the_same_behind_whole_ones_as_before_them(narrow: str, ranks: int) -> None:
+    def of(*layers: int) -> float:
+        text = str(DENSE)
+        for layer in layers:
+            text = text.replace(f"{narrow[0]}{layer}", narrow.format(layer))
+        return predicted(Program.parse(text), ranks=ranks).per_token
+
+    none, first, last = of(), of(0), of(3)
+    assert first == pytest.approx(last)
+    assert none > first
+    assert none - of(0, 1, 2, 3) == pytest.approx(4 * (none - first))
+
+
 def test_links_that_take_nothing_make_a_ladder_dense() -> None:
     free = hardware(hop="0").link()
     instant = replace(hardware(), links={"none": replace(free, bandwidth=1e30)})

@@ -166,7 +166,7 @@ class RankProgram:
         roles = [one.role for one in self._projections(part.sublayer) if one.reads_stream]
         if not any(is_factored(role, alone.tensors) for role in roles):
             return False
-        key = (part.sublayer.kind, part.sublayer.ranks, part.sharers)
+        key = (replace(part.sublayer, layers=(0,), piece=None), part.sharers)
         if key not in self._ways:
             like = next(iter(alone.tensors.values()))
             x = torch.zeros(1, self.plan.hidden, dtype=like.dtype, device=like.device)

@@ -123,15 +123,21 @@ def blueprint(config: ScratchConfig) -> Blueprint:
             check_layers(program, architecture.num_hidden_layers)
     else:
         for operation in config.operations:
+            line = f"{config.source}:{operation.line}: {operation.name}:"
             if operation.parameters.get("method", "plain") != "plain":
                 raise ValueError(
-                    f"{config.source}:{operation.line}: {operation.name}: method {operation.parameters['method']} goes "
-                    "by what a trained model computes, and this one begins with random weights; use method: plain"
+                    f"{line} method {operation.parameters['method']} goes by what a trained model computes, and this "
+                    "one begins with random weights; use method: plain"
                 )
-            if operation.parameters.get("by", "magnitude") != "magnitude":
+            if by := operation.parameters.get("by"):
                 raise ValueError(
-                    f"{config.source}:{operation.line}: {operation.name}: this model begins with random weights, of "
-                    f"which some are as good as others; leave out by: {operation.parameters['by']}"
+                    f"{line} this model begins with random weights, of which some are as good as others; leave out "
+                    f"by: {by}"
+                )
+            if isinstance(listed := operation.parameters.get("heads"), list):
+                raise ValueError(
+                    f"{line} which heads are listed says nothing of random weights; give their number, "
+                    f"heads: {len(listed)}"
                 )
         program = recipe_program(config.recipe, architecture)
     try:
