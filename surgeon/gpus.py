@@ -36,6 +36,28 @@ def gpu_with_room(size: int) -> torch.device | None:
     return next((torch.device("cuda", number) for number in numbers if size <= gpu_free_bytes(number)), None)
 
 
+def gpus_in_turn(index: int, each: int = 1) -> dict[str, str]:
+    """What the environment of a child process says for it to see GPUs of its own, which are given out in turn.
+
+    Args:
+        index: of the child among its like.
+        each: how many GPUs a child has; at most as many as there are.
+
+    Returns:
+        Nothing where there are no two GPUs to choose from.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = given if len(given) == count else list(map(str, range(count)))
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(names[number % count] for number in range(index * each, (index + 1) * each))
+    }
+
+
 def describe_gpu(device: torch.device) -> str:
     """A GPU for people, and how many there are beside it: "cuda:0 (NVIDIA H100), one of 4 GPUs"."""
     import torch

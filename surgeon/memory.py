@@ -7,6 +7,10 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # takes seconds, and the command line only wants to read a size
+    import torch
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 # How glibc's allocator is set: variables of the environment, parameters of mallopt(3), and values.
@@ -86,10 +90,22 @@ def free_bytes() -> int:
 
 
 def gpu_free_bytes(number: int) -> int:
-    """The same of a GPU's memory."""
+    """The same of a GPU's memory; what PyTorch keeps for this process beyond its tensors is free."""
     import torch
 
-    return int(FREE_SHARE * torch.cuda.mem_get_info(number)[0])
+    kept = torch.cuda.memory_reserved(number) - torch.cuda.memory_allocated(number)
+    return int(FREE_SHARE * (torch.cuda.mem_get_info(number)[0] + kept))
+
+
+def available_bytes(device: torch.device, limit: int | None = None) -> int:
+    """How much more of a device's memory this process may take.
+
+    Args:
+        limit: in bytes, of the main memory that this process takes; no more of a GPU's is left by it.
+    """
+    if device.type == "cuda":
+        return gpu_free_bytes(device.index or 0)
+    return free_bytes() if limit is None else limit - resident_bytes()
 
 
 def stay_below(limit: int | None) -> None:

@@ -11,7 +11,8 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.gpus import CUDNN_LAST, avoid_cudnn_attention, describe_gpu, gpu_with_room
+from surgeon.gpus import CUDNN_LAST, avoid_cudnn_attention, describe_gpu, gpu_with_room, gpus_in_turn
+from surgeon.memory import FREE_SHARE, available_bytes, gpu_free_bytes
 from surgeon.training.arguments import join_processes
 from tests.training.runs import run
 
@@ -65,6 +66,25 @@ def test_the_first_gpu_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_with_room(24 * GIGABYTE) == torch.device("cuda", 1)
     assert gpu_with_room(25 * GIGABYTE) == torch.device("cuda", 2)
     assert gpu_with_room(33 * GIGABYTE) is None  # the whole of the largest one is not taken
+
+
+def test_gpus_are_given_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert gpus_in_turn(3) == {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert [gpus_in_turn(index)["CUDA_VISIBLE_DEVICES"] for index in (1, 2, 3)] == ["1", "2", "0"]
+    assert [gpus_in_turn(index, 2)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["0,1", "2,0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert [gpus_in_turn(index)["CUDA_VISIBLE_DEVICES"] for index in (1, 2, 3)] == ["6", "7", "4"]
+
+
+def test_what_pytorch_keeps_of_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("memory_reserved", 30), ("memory_allocated", 10)):
+        monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size * GIGABYTE)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: ((20 + number) * GIGABYTE, 80 * GIGABYTE))
+    assert gpu_free_bytes(1) == int(FREE_SHARE * 41 * GIGABYTE)
+    assert available_bytes(torch.device("cuda"), 7) == int(FREE_SHARE * 40 * GIGABYTE)  # the limit is of main memory
 
 
 def test_what_messages_call_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.gpus import gpu_with_room
-from surgeon.memory import free_bytes, gpu_free_bytes, parse_size, resident_bytes, show_size
+from surgeon.memory import available_bytes, parse_size, show_size
 from surgeon.opened import Model, open_model
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, default_data, load_windows, window_for
@@ -108,10 +108,3 @@ def load_for_analysis(model: Model, memory: int | None = None, device: str | Non
         stacklevel=2,
     )
     return load_streamed(model, device)
-
-
-def available_bytes(device: torch.device, memory: int | None) -> int:
-    """How much memory may be taken from here on, on this device."""
-    if device.type == "cuda":
-        return gpu_free_bytes(device.index or 0)
-    return free_bytes() if memory is None else memory - resident_bytes()

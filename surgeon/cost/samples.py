@@ -19,6 +19,7 @@ from surgeon.cost.dissect import PassParts, load_dissected, run_dissected
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Alone, Counts
+from surgeon.runtime.model.cuda_graphs import CudaRecorder
 from surgeon.runtime.model.linear import Linear, LowRank
 from surgeon.runtime.model.low_rank import Gathered, Sharing
 from surgeon.runtime.plan.specification import Plan
@@ -221,10 +222,7 @@ def time_launches(rank: Rank, times: int) -> dict[str, list[float]]:
     shared = Gathered(tensors, roles, Sharing(Alone, Counts))
     launches |= {"product": lambda: linear(x), "join": lambda: factored(x), "gathered": lambda: shared(x)}
     if rank.device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(CHAIN):
-                _ = x + x
+        replay = CudaRecorder(rank.device)(lambda: [x + x for _ in range(CHAIN)])
     found: dict[str, list[float]] = {name: [] for name in launches}
     for _ in range(times):
         seconds = {name: _seconds(rank, launch, CHAIN) for name, launch in launches.items()}
@@ -232,7 +230,7 @@ def time_launches(rank: Rank, times: int) -> dict[str, list[float]]:
         seconds["join"] = max(0.0, seconds["join"] - products)
         seconds["gathered"] = max(0.0, seconds["gathered"] - products - seconds["join"])
         if rank.device.type == "cuda":
-            seconds["graph"] = _seconds(rank, graph.replay, CHAIN) / CHAIN
+            seconds["graph"] = _seconds(rank, replay, CHAIN) / CHAIN
         for name, each in seconds.items():
             found.setdefault(name, []).append(each)
     return found

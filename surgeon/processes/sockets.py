@@ -32,6 +32,11 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def interface_variables(interface: str) -> dict[str, str]:
+    """What the environment says for gloo and NCCL to go by an interface: they would choose one by its name."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # "=": no other that begins so
+
+
 def resolve(torchrun: TorchrunEnvironment) -> tuple[socket.AddressFamily, str]:
     """What MASTER_ADDR stands for on this machine.
 

@@ -18,14 +18,16 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
+from surgeon.memory import free_bytes
 from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
@@ -39,6 +41,7 @@ from surgeon.runtime.plan.codas import with_coda
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
 from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.rank_process import RankFailed
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import Account, Cancel, Progress, Report, load, serve
@@ -153,7 +156,7 @@ class Service(AbstractContextManager["Service"]):
 
         Raises:
             FileNotFoundError: if there is no such model.
-            ValueError: if it cannot run so, or not within the memory; nothing has been started then.
+            ValueError: if it cannot run so, or not within the memory; nothing is left running then.
             RankFailed: if a rank fails.
         """
         self.options = options = options or ServiceOptions()
@@ -162,15 +165,23 @@ class Service(AbstractContextManager["Service"]):
         plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
         if options.draft is not None:
             plan = with_coda(plan)
-        self.plan, self.blocks = choose_cache(
-            plan, device, options.max_batch, options.blocks, options.memory, ranks_of_this_machine(ranks)
+        sizes, here, free = (
+            (options.max_batch, options.blocks, options.memory),
+            ranks_of_this_machine(ranks),
+            free_bytes,
         )
+        with ExitStack() as undone:
+            if device == "cuda" and options.memory is None:  # asking opens a context on a GPU: only its rank does
+                started = started or undone.enter_context(Ranks(options.ranks))
+                free = partial(_free_on_gpus, started)
+            self.plan, self.blocks = choose_cache(plan, device, *sizes, here, free)
+            undone.pop_all()
         if device == "cpu" and self.plan.dtype == "float32":
             warn_without_kernels()
-        self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch)
+        self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch, device)
         self.max_tokens = self.capacity.longest
         drafts = 0 if options.draft is None else options.draft_tokens or DRAFT_TOKENS
-        pass_tokens = max(PASS_TOKENS, options.max_batch * (1 + drafts))
+        pass_tokens = max(PASS_TOKENS[device], options.max_batch * (1 + drafts))
         limits = Limits(options.max_batch, self.max_tokens, options.max_waiting, pass_tokens, self.plan.ends, drafts)
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
@@ -351,3 +362,9 @@ class Service(AbstractContextManager["Service"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _free_on_gpus(ranks: Ranks) -> int:
+    """What the rank with least may take of its GPU, in bytes."""
+    found: list[int] = ranks.call(gpu_room)
+    return min(found)

@@ -25,7 +25,7 @@ from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.program import Program
-from surgeon.memory import free_bytes, gpu_free_bytes, resident_bytes, stay_below
+from surgeon.memory import available_bytes, resident_bytes, stay_below
 from surgeon.models.edit import program_of, require_unedited
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.quality.data import Windows
@@ -161,7 +161,9 @@ class Evaluator:
         """How a plan is run within the memory there is."""
         ids, window = self.windows.ids, self.windows.ids.shape[1]
         # What is in the cache gives way: it counts as free here.
-        limit = None if self.memory is None else self.memory + (0 if self.cache is None else self.cache.bytes)
+        limit = None  # on a GPU: what is limited is the main memory
+        if self.memory is not None and self.model.device.type != "cuda":
+            limit = self.memory + (0 if self.cache is None else self.cache.bytes)
         self.at_once = min(self.at_once, windows_at_once(self.model, plan, ids, limit))
         if self.cache is not None and limit is not None:
             left = limit - resident_bytes() - working_bytes(self.model, plan, self.at_once * window)
@@ -192,11 +194,7 @@ class Evaluator:
     def _free_share(self) -> int:
         if self.limit is not None:
             return self.limit
-        device = self.model.device
-        if self.memory is not None and device.type != "cuda":
-            return max(0, int(KEPT_SHARE * (self.memory - resident_bytes())))
-        free = gpu_free_bytes(device.index or 0) if device.type == "cuda" else free_bytes()
-        return int(KEPT_SHARE * free)
+        return max(0, int(KEPT_SHARE * available_bytes(self.model.device, self.memory)))
 
     def _summary(self, parts: list[Quality], leader: tuple[Values, Values] | None) -> MeasuredProgram:
         nll, divergence = joined(parts)

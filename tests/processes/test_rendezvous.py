@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from surgeon.processes.rendezvous import PURPOSES, Rank0Address, Rendezvous, find_rank0
-from surgeon.processes.sockets import interface_of
+from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from tests.waiting import PATIENCE
 
@@ -231,3 +231,5 @@ def test_interfaces() -> None:
     assert loopback is not None
     assert interface_of("127.0.1.1") == loopback
     assert interface_of("192.0.2.1") is None
+    # NCCL takes every interface that begins with a name, but for one behind "=".
+    assert interface_variables("eth1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}

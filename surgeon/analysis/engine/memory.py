@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from surgeon.analysis.engine.sharing import SharedPlan
 from surgeon.analysis.engine.walk import cache_bytes
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
-from surgeon.memory import free_bytes, resident_bytes, show_size
+from surgeon.memory import available_bytes, free_bytes, resident_bytes, show_size
 from surgeon.models.families import family_of
 from surgeon.quality.head import OutputHead
 
@@ -82,18 +82,33 @@ def _fitting(
     window = ids.shape[1]
     most = batch or max(1, TOKENS_AT_ONCE.get(model.device.type, TOKENS_AT_ONCE["cpu"]) // window)
     most = min(most, len(ids))
-    if memory is None and streamed_layers(model) is None:
+    on_gpu = model.device.type == "cuda"
+    if streamed_layers(model) is None and (memory is None or on_gpu):
         return most
-    held, limit = resident_bytes(), memory or resident_bytes() + free_bytes()
+    held, limit = _held_and_limit(model.device, memory)
     for windows in range(most, 0, -1):
         if held + needed(windows * window) <= limit:
             return windows
+    if on_gpu:
+        raise ValueError(
+            f"{model.device} has {show_size(limit - held)} left, and one window of {window} tokens needs "
+            f"{show_size(needed(window))}; use shorter windows, or the CPU"
+        )
     # What the process holds varies a little from run to run.
     least = math.ceil((held + needed(window)) * 1.02 / 2**20)
     raise ValueError(
         f"a memory limit of {show_size(limit)} is too small: the model and the libraries hold {show_size(held)}, "
         f"one window of {window} tokens needs {show_size(needed(window))}; set memory to {least}MB or more"
     )
+
+
+def _held_and_limit(device: torch.device, memory: int | None) -> tuple[int, int]:
+    """Bytes that the model and what it computes with hold, and how many they may: of a GPU, or of this process."""
+    if device.type == "cuda":  # `memory` limits the main memory
+        held = torch.cuda.memory_allocated(device)
+        return held, held + available_bytes(device)
+    held = resident_bytes()
+    return held, memory or held + free_bytes()
 
 
 def streaming_room(model: PreTrainedModel, plan: SharedPlan, tokens: int, memory: int | None) -> tuple[int, int]:
@@ -105,8 +120,8 @@ def streaming_room(model: PreTrainedModel, plan: SharedPlan, tokens: int, memory
     """
     streamed = streamed_layers(model)
     assert streamed is not None
-    limit = memory or resident_bytes() + free_bytes()
-    left = limit - resident_bytes() - _task_bytes(model, streamed, tokens) - _factor_bytes(model, plan)
+    held, limit = _held_and_limit(model.device, memory)
+    left = limit - held - _task_bytes(model, streamed, tokens) - _factor_bytes(model, plan)
     states = max(left // 2, _least_states(model, tokens))
     return max(0, left - states), states
 

@@ -100,7 +100,7 @@ class Limits:
     max_batch: int
     max_tokens: int
     max_waiting: int = 64
-    pass_tokens: int = PASS_TOKENS
+    pass_tokens: int = PASS_TOKENS["cpu"]
     ends: tuple[int, ...] = ()
     draft_tokens: int = 0
     expected_share: float = 1.0

@@ -7,7 +7,8 @@ the window is given back. A group without a window (None) keeps all of a text.
 from __future__ import annotations
 
 BLOCK_TOKENS = 16
-PASS_TOKENS = 512  # of prompts, that are computed in one pass
+# Of prompts, that are computed in one pass. A GPU needs more of them until its products take longer than its launches.
+PASS_TOKENS = {"cpu": 512, "cuda": 2048}
 
 Windows = tuple[int | None, ...]  # by group: how many tokens a token looks at, itself the last of them
 

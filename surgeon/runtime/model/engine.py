@@ -26,7 +26,7 @@ from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
-from surgeon.runtime.model.static_decode import CudaRecorder, StaticDecode
+from surgeon.runtime.model.static_decode import StaticDecode
 from surgeon.runtime.model.thread_choice import ThreadChoice
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
@@ -180,8 +180,7 @@ def ways_through(model: RankModel, coda: RankCoda | None) -> tuple[Way, ...]:
     plan, device = model.plan, model.device
     decode: list[Way] = []
     if plan.is_static(device.type):
-        captured = device.type == "cuda" and plan.decoding != "static" and model.collectives.capturable
-        decode.append(StaticDecode(model, CudaRecorder(device) if captured else None))
+        decode.append(StaticDecode(model, model.graphs))
     kernels = kernels_for(model.vocabulary.like)
     if kernels is not None and model.is_recordable and plan.decoding == "auto" and coda is None:
         decode.append(RecordedDecode(model, kernels))

@@ -21,6 +21,7 @@ from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
+from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
@@ -73,6 +74,7 @@ class RankProgram:
         counts: where collectives are counted now; may be replaced.
         passes: how many there have been; of the one being computed, the share of its steps that is done.
         slots: the attentions among the parts of its work, by their slots of the cache.
+        graphs: records passes that are captured; None where they are not.
     """
 
     def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
@@ -81,6 +83,8 @@ class RankProgram:
         self.device = device
         self.counts = Phase()
         self.passes = 0.0
+        captured = device.type == "cuda" and plan.is_static("cuda") and plan.decoding != "static"
+        self.graphs: GraphRecorder | None = CudaRecorder(device) if captured and collectives.capturable else None
         self.program = Program.parse(plan.program)
         self.rank = collectives.rank
         self.groups: dict[Group, Collectives] = {collectives.group: collectives}
@@ -180,6 +184,8 @@ class RankProgram:
 
     def _repeatable(self, compute: LinearMap, x: Tensor) -> Callable[[], object]:
         """Computes once, and gives what does so again as passes will: without Python where they are recorded."""
+        if self.graphs is not None:
+            return self.graphs(partial(compute, x))
         kernels, recordable = kernels_for(x), all(one.recordable for one in self.groups.values())
         if kernels is None or not recordable or self.plan.decoding != "auto" or not compute.by_kernels:
             compute(x)

@@ -7,7 +7,7 @@ that changes from one pass of a size to the next is the contents of one tensor o
 table of each text. Lines without a text write to a block that nobody reads.
 
 Nothing in it waits for the device until the chosen tokens are read, so that it can be recorded as a CUDA graph
-(`CudaRecorder`), collectives included where they can be (`Collectives.capturable`). Otherwise the same pass runs as it
+(cuda_graphs.py), collectives included where they can be (`Collectives.capturable`). Otherwise the same pass runs as it
 is. The program, its executor and the layers are those of every other pass; only attention is another.
 
 Of a cache in rank space it copies what all texts read into one fixed buffer, and makes their keys and values in
@@ -31,12 +31,12 @@ from surgeon.runtime.batching.blocks import GONE, BlockRun
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, power_of_two
 from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.model.cuda_graphs import GraphRecorder
 from surgeon.runtime.model.layers import Angles, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 
-WARM_UPS = 2  # passes before a recording, in which libraries choose kernels and allocate what a recording may not
 TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; tables of the cache's groups take all further ones
 
 
@@ -53,7 +53,6 @@ class Outputs(NamedTuple):
 
 
 Replay = Callable[[], Outputs]  # computes again what was recorded, from what its tensors hold now
-GraphRecorder = Callable[[Replay], Replay]
 
 
 class PassSize(NamedTuple):
@@ -281,30 +280,3 @@ class StaticDecode(Way):
                 return self._compute(static.inputs, cache)
 
         return recorder(compute)
-
-
-class CudaRecorder:
-    """Records passes as CUDA graphs, which share their memory: each is done with before another one starts."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, compute: Replay) -> Replay:
-        """Record what a function launches; it is called a few times before, which must do no harm."""
-        current, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
-                compute()
-        current.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, NCCL's watchdog among them, may ask for events meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = compute()
-
-        def replay() -> Outputs:
-            graph.replay()
-            return outputs
-
-        return replay

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program
-from surgeon.memory import free_bytes, gpu_free_bytes, show_size
+from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, unit_bounds
 from surgeon.runtime.batching.windows import (
@@ -127,7 +128,7 @@ class Footprint:
             widest.append(max(sizes))
         return tuple(widest)
 
-    def blocks(self, texts: int, tokens: int, together: int = PASS_TOKENS) -> int:
+    def blocks(self, texts: int, tokens: int, together: int) -> int:
         """How many blocks so many texts of so many tokens take, of which `together` are computed in one pass."""
         windows = self.groups.windows
         return texts * text_blocks(tokens, windows) + pass_blocks(min(texts * tokens, together), windows)
@@ -191,23 +192,29 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
 
 
 def choose_cache(
-    plan: Plan, device: str, max_batch: int, blocks: int | None, memory: int | None, local_ranks: int | None = None
+    plan: Plan,
+    device: str,
+    max_batch: int,
+    blocks: int | None,
+    memory: int | None,
+    local_ranks: int | None = None,
+    free: Callable[[], int] = free_bytes,
 ) -> tuple[Plan, int]:
     """How many blocks the cache is to have, and the plan, which says whether memory is the limit (`Plan.kv`).
 
     Args:
-        device: "cpu", where all ranks of a machine share its memory, or "cuda", where each has its own. Of several
-            machines, this one is looked at, and the ranks of every other are taken to have as much.
+        device: "cpu", where all ranks of a machine share its memory, or "cuda", where each has its own.
         max_batch: where `blocks` is None, as many of the longest sequences have room if the memory does.
         memory: what weights and cache may take, on this machine together or on each GPU; most of what is free if None.
         local_ranks: how many of the ranks run on this machine; all if None.
+        free: says how much of the memory may be taken where no limit is given: of this machine's (ranks on other
+            machines are taken to have as much), or of the GPU that has least.
 
     Raises:
         ValueError: if there is not enough memory for the weights and the blocks; it says what would fit.
     """
     here = local_ranks or plan.ranks
-    free = free_bytes() if device == "cpu" else min(gpu_free_bytes(number) for number in range(here))
-    allowed = free if memory is None else memory
+    allowed = free() if memory is None else memory
     room = _Room.of(plan, device, here, max_batch, allowed)
     wanted = room.wanted if blocks is None else blocks
     if plan.kv == "auto" and room.fitting < wanted:
@@ -239,6 +246,7 @@ class Capacity:
         windows: of its groups.
         longest: tokens that the longest text may have.
         max_batch: texts that are computed together at most.
+        pass_tokens: of prompts in one pass.
         weights, cache: bytes, of all ranks together.
     """
 
@@ -246,21 +254,23 @@ class Capacity:
     windows: Windows
     longest: int
     max_batch: int
+    pass_tokens: int
     weights: int
     cache: int
 
     @classmethod
-    def of(cls, plan: Plan, blocks: int, max_batch: int) -> Capacity:
+    def of(cls, plan: Plan, blocks: int, max_batch: int, device: str = "cpu") -> Capacity:
         """That of a cache of so many blocks."""
         sizes = footprint(plan)
         windows = sizes.groups.windows
         longest = longest_text(blocks, windows, plan.max_tokens)
-        return cls(blocks, windows, longest, max_batch, sum(sizes.weights), blocks * sum(sizes.block))
+        weights, cache = sum(sizes.weights), blocks * sum(sizes.block)
+        return cls(blocks, windows, longest, max_batch, PASS_TOKENS[device], weights, cache)
 
     def texts(self, tokens: int) -> int:
         """How many texts of so many tokens, prompt and output, there is room for; up to `max_batch`, and at least 1."""
-        here = (self.blocks - pass_blocks(min(tokens, PASS_TOKENS), self.windows)) // text_blocks(tokens, self.windows)
-        return max(1, min(self.max_batch, here))
+        left = self.blocks - pass_blocks(min(tokens, self.pass_tokens), self.windows)
+        return max(1, min(self.max_batch, left // text_blocks(tokens, self.windows)))
 
     def line(self) -> str:
         """What to tell the user."""
@@ -300,7 +310,7 @@ class _Room(NamedTuple):
             sum(sorted(each)[-here:]) if device == "cpu" else max(each)
             for each in (sizes.weights, sizes.block, sizes.buffers)
         )
-        wanted = sizes.blocks(max_batch, plan.max_tokens)
+        wanted = sizes.blocks(max_batch, plan.max_tokens, PASS_TOKENS[device])
         if not block:
             return cls(weights, block, 1 << 30, wanted)  # a program without attention has no cache
         texts, blocks = plan.read_at_once(device, max_batch)

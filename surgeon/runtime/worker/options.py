@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from typing import get_args
@@ -67,9 +68,19 @@ def choose_device(wanted: str, ranks: int) -> str:
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
     gpus, ranks = torch.cuda.device_count(), ranks_of_this_machine(ranks)
-    if wanted == "cuda" and gpus < ranks:
+    enough = gpus >= ranks or sees_its_own_gpu()
+    if wanted == "cuda" and not enough:
         raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use the CPU or fewer ranks")
-    return "cuda" if wanted == "cuda" or (wanted == "auto" and gpus >= ranks) else "cpu"
+    return "cuda" if wanted == "cuda" or (wanted == "auto" and enough) else "cpu"
+
+
+def sees_its_own_gpu() -> bool:
+    """Whether this is one of several processes that see one GPU each, which to them is number 0.
+
+    Batch systems start them so (`srun --gpus-per-task 1`), and say so by CUDA_VISIBLE_DEVICES.
+    """
+    alone = torch.cuda.device_count() == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return alone and read_environment() is not None
 
 
 def choose_collectives(wanted: str, device: str) -> str:

@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 import torch
 
 from surgeon.gpus import avoid_cudnn_attention
-from surgeon.memory import keep_freed_memory
+from surgeon.memory import gpu_free_bytes, keep_freed_memory
 from surgeon.processes.children import when_parent_ends
 from surgeon.processes.rendezvous import end_when_told, find_rank0
+from surgeon.processes.sockets import interface_variables
 from surgeon.processes.store import StoreAddress
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
@@ -33,7 +34,7 @@ from surgeon.runtime.comm.link import EmulatedLink
 from surgeon.runtime.comm.pipes import Receiver, Sender
 from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.options import RankOptions, sees_its_own_gpu
 from surgeon.threads import keep_to_share, threads_per_rank
 
 END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
@@ -124,7 +125,8 @@ class Rank:
             connected = SharedMemoryCollectives(self.rank, everybody, settings.memory, options.ranks)
         else:
             if settings.location.interface is not None:  # gloo would take that which the machine's name stands for
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.location.interface)
+                for name, value in interface_variables(settings.location.interface).items():
+                    os.environ.setdefault(name, value)
             connected = TorchCollectives.connect(options.collectives, self.rank, options.ranks, settings.rendezvous)
         if options.link is not None:
             connected = EmulatedLink(connected, options.link)
@@ -157,11 +159,17 @@ def rank_device(settings: RankSettings) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     number, gpus = settings.location.local_rank, torch.cuda.device_count()
-    if settings.options.collectives == "gloo" and gpus:  # NCCL would refuse
+    if gpus and (settings.options.collectives == "gloo" or sees_its_own_gpu()):  # NCCL would refuse to share one
         number %= gpus
     if number >= gpus:
         raise ValueError(f"there is no GPU {number} for rank {settings.rank}, only {gpus} on its machine")
     return torch.device(device, number)
+
+
+def gpu_room(rank: Rank) -> int:
+    """Runs on a rank on a GPU: how many bytes it may take there, where others share the GPU its part of them."""
+    sharing = 1 if sees_its_own_gpu() else -(-rank.settings.location.local_ranks // torch.cuda.device_count())
+    return gpu_free_bytes(rank.device.index) // sharing
 
 
 def serve(connection: Connection, channel: Sequence[int]) -> None:

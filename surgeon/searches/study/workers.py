@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 
+from surgeon.gpus import gpus_in_turn
 from surgeon.processes.children import Child, when_parent_ends
 from surgeon.processes.files import make_folder
 from surgeon.searches.study.storage import Say, say_aside
@@ -71,7 +72,7 @@ class WorkerProcesses:
     def _start(self, index: int) -> None:
         log = self.folder / f"{index}.log"
         log.unlink(missing_ok=True)  # of an earlier run
-        environment = os.environ | gpu_of(index) | {GIVEN: json.dumps([index, self.given])}
+        environment = os.environ | gpus_in_turn(index) | {GIVEN: json.dumps([index, self.given])}
         process = Child(self.command, log, threads_per_rank(self.count), environment=environment)
         self.processes.append(process)
         watch = threading.Thread(target=self._watch, args=(index, process), daemon=True)
@@ -104,15 +105,6 @@ def given_to_worker() -> tuple[int, dict[str, Any]]:
     """In a process that `WorkerProcesses` has started: which of them it is, from 1 on, and what it is given."""
     index, given = json.loads(os.environ[GIVEN])
     return index, given
-
-
-def gpu_of(index: int) -> dict[str, str]:
-    """Which GPU a worker has, as its environment says it: they are given out in turn."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return {"CUDA_VISIBLE_DEVICES": visible[index % count] if len(visible) == count else str(index % count)}
 
 
 @contextmanager

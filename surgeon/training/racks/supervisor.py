@@ -20,11 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from accelerate import PartialState
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does export it
 
+from surgeon.gpus import gpus_in_turn
 from surgeon.processes.children import LIKELY_MEMORY, Child
-from surgeon.processes.sockets import interface_of
+from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.store import serve_store
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
 from surgeon.progress import progress
@@ -74,6 +76,11 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
             "racks start their processes themselves; leave accelerate launch or torchrun out, and ask for replicas of "
             "each rack to have several processes in it"
         )
+    replicas, gpus = options.replicas if options else 1, torch.cuda.device_count()
+    if asked.device == "cuda" and replicas > gpus:
+        raise ValueError(
+            f"{replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
+        )
     with alone(asked.folder, asked.device):
         plan = prepare(asked, options)
         _Supervisor(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training.ids))).work()
@@ -108,11 +115,13 @@ class _Rack:
         assert not self.processes
         own = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, HOSTED)}
         port, count = 0, self.plan.options.replicas
+        if self.plan.device == "cuda":
+            own |= gpus_in_turn(self.index, count)
         if count > 1:  # they meet at a new store for each start, on this machine alone
             self._store = serve_store(socket.create_server((_HOST, 0)))
             port = self._store.port
             if interface := interface_of(_HOST):
-                own["GLOO_SOCKET_IFNAME"] = interface
+                own |= interface_variables(interface)
         threads = self.plan.options.threads or threads_per_rank(self.plan.racks * count)
         command = ["-P", "-m", "surgeon.training.racks.process", str(self.run.resolve()), str(self.index), "--child"]
         for replica in range(count):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -81,3 +84,21 @@ def test_a_killed_worker_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(OSError, match=r"worker 1 of 2 ended early \(killed by signal 9\)"):
         list(measure_in_workers(job, 2))
     assert not any(process.is_alive() for process in seen)
+
+
+def test_a_worker_opens_its_own_gpu_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch does on "cuda" without a number would take memory of the first GPU, too."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    happened: list[Any] = []
+
+    def load(*_: Any) -> Any:
+        happened.append("load")
+        raise ValueError("enough")
+
+    for name in ("signal", "when_parent_ends"):
+        monkeypatch.setattr(workers, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "set_device", happened.append)
+    monkeypatch.setattr(workers, "load_for_analysis", load)
+    with warnings.catch_warnings():
+        workers._work(split(job, 2)[1], SimpleNamespace(put=happened.append))
+    assert happened == ["cuda:1", "load", ("failed", "ValueError", "enough")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgeon.benchmarks.timing import PassRecorder, TimedCollectives
-from surgeon.processes.torchrun import RankLocation
+from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from surgeon.runtime.comm.collectives import Alone, Counts, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.comm.quantised import Compressed
@@ -19,7 +20,7 @@ from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions, choose_collectives, choose_device
-from surgeon.runtime.worker.rank import RankSettings, rank_device
+from surgeon.runtime.worker.rank import RankSettings, gpu_room, rank_device
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
@@ -121,6 +122,24 @@ def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     settings = RankSettings(3, RankLocation(3, 4), RankOptions(4, "cuda", kind), Path("unused"))
     assert rank_device(settings) == torch.device("cuda", number)
+
+
+def test_processes_that_see_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As batch systems start them; where one GPU is all there is, nothing says that it is one process's own."""
+    variables = TorchrunEnvironment(3, 4, 1, 2, "10.0.0.1", 4000).variables() | {"CUDA_VISIBLE_DEVICES": "5"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    assert RankOptions(4, "auto") == RankOptions(4, "cuda", "nccl")
+    settings = RankSettings(3, RankLocation(1, 2), RankOptions(4, "cuda"), Path("unused"))
+    rank = SimpleNamespace(settings=settings, device=rank_device(settings))
+    assert (rank.device, gpu_room(rank)) == (torch.device("cuda", 0), 800)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpu_room(rank) == 400  # both have this one
+    assert RankOptions(4, "auto").device == "cpu"
+    with pytest.raises(ValueError, match="there is no GPU 1 for rank 3, only 1"):
+        rank_device(settings)
 
 
 @pytest.mark.parametrize(("kind", "gpus"), [("nccl", 3), ("gloo", 0)])

@@ -29,12 +29,11 @@ from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
 from surgeon.runtime.kernels import functions
+from surgeon.runtime.model.cuda_graphs import WARM_UPS, CudaRecorder
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Weighting
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.static_decode import (
-    WARM_UPS,
-    CudaRecorder,
     Outputs,
     PassSize,
     Replay,

@@ -164,10 +164,15 @@ def test_layers_with_windows_make_room_for_more_texts(tiny_model: Callable[..., 
         (weights,), (block,) = footprint(plan).weights, footprint(plan).block
         changed, blocks = choose_cache(plan, "cpu", 1000, None, weights + 1024 * block)
         found[window] = Capacity.of(changed, blocks, 1000)
+        assert found[window].pass_tokens == 512  # and four times as many on a GPU:
+        there = Capacity.of(changed, blocks, 1000, "cuda")
+        assert there.texts(LONG) == ((1024 - 128) // 5 if window else 4)
     assert (found[64].texts(LONG), found[None].texts(LONG)) == ((1024 - 32) // 5, 4)
     assert (found[64].longest, found[None].longest) == (LONG, LONG)
     assert "room for 4 texts of up to 4096 tokens (or 1000 of 16) at a time: weights" in found[None].line()
     assert choose_cache(plan, "cpu", 3, None, None)[1] == 3 * 256
+    asked = choose_cache(plan, "cuda", 3, None, None, free=lambda: weights + 20 * block)
+    assert asked == (plan, 20)
     short = Capacity.of(plan, 20, 8)
     assert (short.longest, short.texts(100), short.texts(320)) == (320, 2, 1)
     assert short.line().startswith("room for 1 text of up to 320 tokens (or ")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from surgeon.searches.study.workers import WorkerProcesses, gpu_of, interruptible
+from surgeon.searches.study.workers import WorkerProcesses, interruptible
 from tests.waiting import PATIENCE, wait_until
 
 # What a worker runs in these tests: it writes down what it was given, and that it was interrupted.
@@ -123,13 +123,3 @@ def test_the_end_of_a_job_is_an_interruption() -> None:
     with pytest.raises(KeyboardInterrupt):
         be_ended()
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_gpus_are_given_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert gpu_of(3) == {}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert [gpu_of(index)["CUDA_VISIBLE_DEVICES"] for index in (1, 2, 3)] == ["1", "2", "0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    assert [gpu_of(index)["CUDA_VISIBLE_DEVICES"] for index in (1, 2, 3)] == ["6", "7", "4"]

@@ -18,12 +18,15 @@ import psutil
 import pytest
 import torch
 
-from surgeon.training.racks.run_files import rack_folder
+from surgeon.training.racks import supervisor
+from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, rack_folder
+from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.supervisor import RackFailed, _Supervisor
 from surgeon.training.racks.trained import RacksTrained, finish_racks, gather
 from tests import warm
 from tests.training.racks.local_run import (
     SETTINGS,
+    TEXTS,
     TWO,
     in_processes,
     in_step,
@@ -196,3 +199,27 @@ def test_a_result_that_is_gone_is_missed(tmp_path: Path) -> None:
     model = whole()
     with pytest.raises(FileNotFoundError, match=r"rack-0/result\.json is gone; put it back, or remove"):
         gather(model, racks_of(model), tmp_path)
+
+
+def test_racks_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two racks of two processes on three GPUs; each finds its own among those that its rack sees."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    started: list[Any] = []
+    monkeypatch.setattr(supervisor, "Child", lambda *_, environment: started.append(environment))
+    plan = RacksPlan(2, {}, SETTINGS, ProcessOptions(replicas=2), "cuda")
+    for index in (0, 1):
+        supervisor._Rack(tmp_path, index, plan).start()
+        supervisor._Rack(tmp_path, index, replace(plan, device="cpu")).start()
+    said = [(own.get("CUDA_VISIBLE_DEVICES"), own["LOCAL_RANK"]) for own in started]
+    on_cpu = [(None, "0"), (None, "1")]
+    assert said == [("0,1", "0"), ("0,1", "1"), *on_cpu, ("2,0", "0"), ("2,0", "1"), *on_cpu]
+    assert all(own["NCCL_SOCKET_IFNAME"] == f"={own['GLOO_SOCKET_IFNAME']}" for own in started)
+
+
+def test_processes_of_a_rack_need_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    model = whole()
+    asked = RacksToTrain(model, racks_of(model, TWO), TEXTS, SETTINGS, tmp_path, device="cuda")
+    with pytest.raises(ValueError, match="2 processes of a rack need a GPU each, and there are 1"):
+        supervisor.train_in_processes(asked, ProcessOptions(replicas=2))
