@@ -288,7 +288,8 @@ class TimedEngine(RankEngine):
 
     def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
         self.recorder = PassRecorder(Figures(), rank.device.type == "cuda")
-        super().__init__(plan, TimedCollectives(collectives, self.recorder), rank.device)
+        timed = TimedCollectives(collectives, self.recorder)
+        super().__init__(plan, timed, rank.device, rank.engines.values())
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache."""

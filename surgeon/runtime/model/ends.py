@@ -146,6 +146,12 @@ class Vocabulary:
         bias = f"{family.head}.bias"
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None
 
+    def shared_with(self, plan: Plan, collectives: Callable[[], Collectives]) -> Vocabulary:
+        """The same rows for another program on the same ranks."""
+        other = copy(self)
+        other.plan, other.collectives = plan, collectives
+        return other
+
     def with_head(self, source: ModelWeights, plan: Plan, device: torch.device) -> Vocabulary:
         """The same rows, with the head that other weights have, or the embedding for one where they have none."""
         other, head, bias = copy(self), f"{plan.family.head}.weight", f"{plan.family.head}.bias"

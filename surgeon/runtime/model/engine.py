@@ -7,8 +7,9 @@ and sent to the others (worker.py). `ways_through` says which ways of computing 
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -50,14 +51,16 @@ class RankEngine(RankModel):
         ways: through a pass; the first that fits its rows computes it.
     """
 
-    def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
-        """Load the model.
+    def __init__(
+        self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankModel] = ()
+    ) -> None:
+        """Load the model, weights that this rank has already (`beside`) but once.
 
         Raises:
             ValueError: if the plan's decoding is impossible on this device or with these collectives.
         """
         check_decoding(plan, collectives, device)
-        super().__init__(plan, collectives, device)
+        super().__init__(plan, collectives, device, beside)
         self.figures = Figures()
         self.coda = None if plan.coda is None else RankCoda(plan.coda, self)
         self.ways = ways_through(self, self.coda)
@@ -110,6 +113,13 @@ class RankEngine(RankModel):
             self._reusable = None  # so that there is room for the new one
             self._reusable = self.new_cache(blocks, grouped=grouped), grouped
         return self._reusable[0]
+
+    def forget_cache(self) -> None:
+        """Give back the memory of the reusable cache; passes that were recorded with it are forgotten, too."""
+        self._reusable = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:

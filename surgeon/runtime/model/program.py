@@ -100,8 +100,14 @@ class RankProgram:
         self._attended = self.program.attended
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
-    def load(self, source: ModelWeights) -> None:
-        """The slices of this rank's work, and what stands behind the sums of every step it has a share in."""
+    def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
+        """The slices of this rank's work, and what stands behind the sums of every step it has a share in.
+
+        Args:
+            beside: what this rank has loaded already; a slice of the same weights is taken from there.
+        """
+        alike = (other.sublayers.items() for other in beside if self.has_weights_of(other))
+        there = {key: made for sublayers in alike for key, made in sublayers if not key[0].ranks}
         for work in self.work:
             for sublayer in dict.fromkeys(work.step.sublayers):
                 if self.plan.family.spec(sublayer.kind).post_norm is not None and sublayer not in self.norms:
@@ -111,7 +117,12 @@ class RankProgram:
                 self.outputs[work.step] = self._step_outputs(work.step, source)
             for part in work.parts:
                 if part_key(part) not in self.sublayers:
-                    self.sublayers[part_key(part)] = self._part(work, part, source)
+                    self.sublayers[part_key(part)] = there.get(part_key(part)) or self._part(work, part, source)
+
+    def has_weights_of(self, other: RankProgram) -> bool:
+        """Whether another one on this rank reads the same tensors, in the same dtype."""
+        own, others = self.plan, other.plan
+        return (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
 
     def _here(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}

@@ -8,14 +8,13 @@ drafted. The engine (engine.py) chooses among them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.models.weights import ModelWeights
+from surgeon.checkpoint.random_weights import open_weights
 from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
@@ -73,12 +72,27 @@ class RankModel(RankProgram):
         ends: what becomes of embedded tokens, and the final norm.
     """
 
-    def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
-        """Load it."""
+    def __init__(
+        self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankModel] = ()
+    ) -> None:
+        """Load it.
+
+        Args:
+            beside: what this rank has loaded already; weights that are the same are there once.
+        """
         super().__init__(plan, collectives, device)
-        source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
-        self.load(source)
-        self.vocabulary = Vocabulary(source, plan, self.rank, device, lambda: self.groups[collectives.group])
+        source = open_weights(plan.folder, plan.family, plan.head_dim, device)
+        alike = [other for other in beside if self.has_weights_of(other)]
+        self.load(source, alike)
+
+        def everybody() -> Collectives:
+            return self.groups[collectives.group]
+
+        self.vocabulary: Vocabulary = (
+            alike[0].vocabulary.shared_with(plan, everybody)
+            if alike
+            else Vocabulary(source, plan, self.rank, device, everybody)
+        )
         self.ends = Ends(source, plan, device)
         self._angles = self._angles_of(0)
 

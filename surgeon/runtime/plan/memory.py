@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program
 from surgeon.memory import free_bytes, show_size
@@ -143,7 +143,7 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     Args:
         source: of the sizes; by default the plan's checkpoint.
     """
-    source = source or ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
+    source = source or open_weights(plan.folder, plan.family, plan.head_dim)
     rows = _vocabulary_rows(plan, 1 if plan.tied else 2) + source.position_rows
     whole = _program_footprint(plan, source, rows)
     if plan.coda is None:

@@ -69,7 +69,7 @@ class Account(NamedTuple):
 
 def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
     """Runs on a rank: load its slices of a model, and keep the engine under a name."""
-    keep(rank, name, RankEngine(plan, rank.collectives, rank.device))
+    keep(rank, name, RankEngine(plan, rank.collectives, rank.device, rank.engines.values()))
 
 
 def keep(rank: Rank, name: str, engine: RankEngine) -> None:

@@ -243,7 +243,7 @@ def test_prompts_and_slow_links_are_not_recorded(folders: Callable[[str], Path])
 
 
 def test_steps_of_recorded_passes_are_timed(folders: Callable[[str], Path]) -> None:
-    rank: Any = SimpleNamespace(device=torch.device("cpu"))
+    rank: Any = SimpleNamespace(device=torch.device("cpu"), engines={})
     engine = TimedEngine(make_plan(folders("llama"), 1, 100), rank, Alone())
     cache = engine.new_cache(BLOCKS)
     for number in range(3):

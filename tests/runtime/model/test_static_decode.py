@@ -344,7 +344,7 @@ def test_timing_of_recorded_passes(checkpoints: dict[str, Path]) -> None:
     plan = replace(make_plan(checkpoints["llama"], 2, 128, PROGRAMS["LP"]), decoding="static")
     seen = []
     for trace in (None, Trace()):
-        rank: Any = SimpleNamespace(device=torch.device("cpu"))
+        rank: Any = SimpleNamespace(device=torch.device("cpu"), engines={})
         engine = TimedEngine(plan, rank, Together())
         engine.recorder.on_gpu = True
         record_by(trace, engine)
