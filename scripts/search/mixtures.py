@@ -90,7 +90,7 @@ def _known(given: argparse.Namespace) -> Known:
     mixture = Mixture(parse_spaces(given.space), subject.opened)
     factors = most_important(subject.model, mixture.single_edits, subject.windows)
     evaluator = Evaluator(subject.model, subject.windows, factors=factors)
-    terms = measure_terms(evaluator, TermsPlan.whole(mixture.single_edits))
+    terms = measure_terms(evaluator, TermsPlan.whole(mixture))
     dense = mixture.model.program
     deployment = Deployment(2, emulated=parse_link(given.link_delay or None, None))
     aspect = Aspect(given.cost, given.hardware if given.cost == "speedup" else None)

@@ -90,7 +90,7 @@ def _measure(subject: Subject) -> Measured:
     mixture, layers = Mixture(parse_spaces("pair"), subject.opened), subject.opened.num_layers
     evaluator = Evaluator(subject.model, subject.windows)
     begun = time.monotonic()
-    terms = measure_terms(evaluator, TermsPlan.whole([mixture.program((edit,)) for edit in mixture.edits]))
+    terms = measure_terms(evaluator, TermsPlan.whole(mixture))
     every: dict[str, float] = {}
     if layers <= ENUMERATED:
         programs = [mixture.program(choice) for choice in _every_choice(mixture)]

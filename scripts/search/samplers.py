@@ -78,6 +78,10 @@ class KnownPrograms:
     def windows(self) -> int:
         return len(self.subject.windows.ids)
 
+    @property
+    def sublayers(self) -> float:
+        return self.evaluator.sublayers
+
     def measure(self, programs: Iterable[Program], _: MeasuredProgram | None = None) -> dict[Program, MeasuredProgram]:
         """All on all of the text."""
         wanted = list(dict.fromkeys(programs))

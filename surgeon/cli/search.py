@@ -208,6 +208,7 @@ def search(
         _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
     _print("divergence", f"{measured.divergence:.4g} nats per token")
     _print("perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
+    _print("measured", f"{len(found.trials)} trials; {found.work.line}")
     for curve in found.curves:
         _print("knee", curve.line())
     for line in gains_in_words(found.gains):

@@ -35,6 +35,7 @@ from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
 from surgeon.searches.quantities import ACCURACY, HERE
 from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.results import (
+    SearchWork,
     Winner,
     commented,
     found_json,
@@ -96,6 +97,7 @@ class SearchResult(SearchRun):
     Attributes:
         question: that was asked: the spaces on the model, the budget, the objectives.
         winner: the best trial, with what is known of it and of its runners-up on held-out text.
+        work: what all workers have run for it, in all of its commands.
         curves: quality against each cost that was looked along: of each space alone, and of all together.
         gains: what mixing the spaces wins, at the levels of these costs.
     """
@@ -103,6 +105,7 @@ class SearchResult(SearchRun):
     _: KW_ONLY
     question: Question
     winner: Winner
+    work: SearchWork
     curves: Sequence[QualityCurve]
     gains: Sequence[MixingGain]
 
@@ -247,6 +250,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         if options.sampler == SURGEON:  # the others do not go by terms
             searching.known_terms = _terms(study, searching, others=bool(worker))
         trials = _try_programs(study, searching, options)
+        work = SearchWork.of(searching.known_terms, study.trials())
     if worker:
         return None
     tables = {"trials": trials_table(question, trials)}
@@ -258,11 +262,11 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     record = subject.provenance(**asdict(settings), **by, trials=len(trials), study=study.name, storage=storage.place)
     if known.passes:
         record["using"] = known.record(setup.mixture, trials)
-    record["sublayers_run"] = round(evaluator.sublayers, 1)
+    record["sublayers_run"], record["work"] = round(work.alone + work.together, 1), work.to_json()
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
-    return _end(question, trials, tables, setup, unseen, healer, record, output)
+    return _end(question, trials, tables, setup, unseen, healer, record, work, output)
 
 
 def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
@@ -306,8 +310,9 @@ def _terms(study: SharedStudy, searching: Search, others: bool) -> Terms:
     evaluator = searching.evaluator
 
     def compute() -> Any:
-        plan = searching.terms_plan
-        with progress(f"search: {len(plan.programs)} single edits", plan.work(evaluator), "sublayers") as ran:
+        plan, ids = searching.terms_plan, evaluator.windows.ids
+        what = f"search: {len(plan.programs)} single edits on {plan.tokens(ids):,} tokens"
+        with progress(what, plan.work(ids), "sublayers") as ran:
             evaluator.ran = ran
             return searching.measured_terms().to_json()
 
@@ -339,6 +344,7 @@ def _end(
     unseen: Windows | None,
     healer: CandidateHealer | None,
     record: dict[str, Any],
+    work: SearchWork,
     output: Path,
 ) -> SearchResult:
     """Choose the winner, measure it again, and write and draw what was found.
@@ -382,6 +388,7 @@ def _end(
         record=record | found_json(question, winner, curves, gains),
         question=question,
         winner=winner,
+        work=work,
         curves=curves,
         gains=gains,
     )

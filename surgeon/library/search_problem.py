@@ -113,8 +113,10 @@ class SearchProblem(Search):
                 trial.suggest_categorical(name, kind.choices)
         proposal = self.proposal(trial.params)
         with self.lock:
+            before = self.evaluator.sublayers
             (measured,) = self.measure([proposal], ())
-        found = told(self, trial.params, measured)
+            ran = self.evaluator.sublayers - before
+        found = told(self, trial.params, measured, ran)
         for name, value in {**attributes(proposal), **found.attributes}.items():
             trial.set_user_attr(name, value)
         for name, amount in found.constraints.items():

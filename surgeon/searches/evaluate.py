@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,22 @@ class Evaluator:
             self.on_disk = True  # or there is no room, which is said once
         return {program: self._summary(parts[program], leader) for program in wanted}
 
-    def streams(self, programs: Iterable[Program], windows: range) -> Iterator[tuple[Program, Tensor]]:
+    def streams(
+        self, programs: Iterable[Program], windows: range, tokens: int | None = None
+    ) -> Iterator[tuple[Program, Tensor]]:
         """Programs with the stream after each on some windows, (windows, tokens, hidden), before the final norm.
 
         In the order in which they are reached, equal ones once; what they begin with in common runs once.
+
+        Args:
+            tokens: of each window, from the first one on; by default, or with more than it has, all.
         """
-        plan = share(programs)
-        return streams_after(self.model, self.windows.ids, windows, plan, self._options(plan))
+        plan, ids = share(programs), self.windows.ids[:, :tokens]
+        options = self._options(plan)
+        if ids.shape != self.windows.ids.shape:  # states are kept of whole windows
+            part = ids.numel() / self.windows.ids.numel()
+            options = replace(options, cache=None, ran=lambda amount: self._ran(amount * part))
+        return streams_after(self.model, ids, windows, plan, options)
 
     def _is_lost(self, parts: list[Quality], best: MeasuredProgram) -> bool:
         if best.blocks:
@@ -170,18 +180,13 @@ class Evaluator:
             left = int(_OVERHEAD * left)
             self.cache.shrink(left if self.limit is None else min(left, self.limit))
 
-        def ran(amount: float) -> None:
-            self.sublayers += amount
-            self.ran(amount)
-            stay_below(self.memory)
-
         first = None
         if self.cache is not None:  # whoever reads weights as it goes reads them once for every part
             first = max(1, FIRST_TOKENS.get(self.model.device.type, FIRST_TOKENS["cpu"]) // window)
         return MeasureOptions(
             self.at_once,
             is_done,
-            ran,
+            self._ran,
             references=self.references,
             memory=self.memory,
             folder=self.folder,
@@ -190,6 +195,11 @@ class Evaluator:
             cache=self.cache,
             factors=self.factors,
         )
+
+    def _ran(self, amount: float) -> None:
+        self.sublayers += amount
+        self.ran(amount)
+        stay_below(self.memory)
 
     def _free_share(self) -> int:
         if self.limit is not None:

@@ -16,7 +16,7 @@ from typing import Any
 from surgeon.language.program import Program
 from surgeon.processes.journal import Journal
 from surgeon.searches.trial import MeasuredProgram, Trial
-from surgeon.searches.winners import HeldOutComparison, compare, quality_by, quality_json
+from surgeon.searches.winners import HeldOutComparison, compare, quality_json
 
 JOURNAL_FILE = "healed.jsonl"
 
@@ -103,13 +103,11 @@ class HealedComparison:
 
     def lines(self) -> list[str]:
         """What was found, in sentences; the word better only where the interval excludes 0."""
-        by, count = self.after.by, len(self.before.finalists)
+        count = len(self.before.finalists)
         first = self.before.chosen.trial.number
         every = "the candidate was" if count == 1 else f"each of {count} candidates was"
-        found = [f"{every} {self.how}"]
-        for one in self.after.runners_up:
-            numbers = " and ".join(f"{quality_by(each.unseen, by):.4g}" for each in (self.after.searched, one))
-            found.append(f"healed, {self.after.verdict_on(one)} ({by} {numbers}): {self.after.difference_from(one)}")
+        verdicts = self.after.verdicts(lambda one: (self.after.searched.unseen, one.unseen))
+        found = [f"{every} {self.how}", *(f"healed, {verdict}" for verdict in verdicts)]
         if self.changed:
             found.append(
                 f"HEALING CHANGES THE CHOICE: trial {self.chosen.number} is the winner, not trial {first}, which was "

@@ -161,7 +161,7 @@ class Known:
         kind, where they are many and a pass says in which order to look, the better half is measured.
         """
         mixture = question.mixture
-        whole = TermsPlan.whole(mixture.single_edits)
+        whole = TermsPlan.whole(mixture)
         known = self.alone(mixture)
         if not self.passes:
             return whole

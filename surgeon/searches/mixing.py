@@ -19,6 +19,7 @@ from surgeon.results.trials import MOST_DIVERGENCE
 from surgeon.searches.front import TOGETHER, QualityCurve
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.words import listed
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,15 @@ class MixingGain:
         return 1 - self.together / self.alone if self.alone > 0 else math.nan
 
     def line(self) -> str:
-        """In words, where there are two programs, or none of one space alone."""
+        """In words, where two programs are told apart, or there is none of one space alone."""
         level, at = self.level, f"at {self.level.along.show(self.level.cost)}"
         if level.alone is None:
             return f"{at}: {self.together:.4g} (trial {level.together.number}); no space alone comes so far"
         apart = f"{abs(self.lower_by):.0%} {'lower' if self.lower_by > 0 else 'higher'}"
-        known = f"interval {self.low:+.2g} to {self.high:+.2g}" if math.isfinite(self.low) else "no interval"
         return (
             f"{at}: {self.together:.4g} together (trial {level.together.number}), {self.alone:.4g} by {level.space} "
             f"alone (trial {level.alone.number}): {apart}, difference {self.difference:+.2g} "
-            f"({known}), {self.verdict}"
+            f"(interval {self.low:+.2g} to {self.high:+.2g}), {self.verdict}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def mixing_gains(
 
 
 def gains_in_words(gains: Sequence[MixingGain]) -> list[str]:
-    """For each cost a sentence on all of its levels, then one for each at which the best is of several spaces."""
+    """For each cost a sentence on all of its levels, one for each that is told apart, and one on those that are not."""
     found = []
     for along in dict.fromkeys(gain.level.along for gain in gains):
         own = [gain for gain in gains if gain.level.along == along]
@@ -175,5 +175,7 @@ def gains_in_words(gains: Sequence[MixingGain]) -> list[str]:
             f"mixing spaces has less divergence than the best space alone at {len(wins)} of {len(own)} levels of "
             f"{along}{by} ({text}; {CONFIDENCE:.0%} for all intervals at once)"
         )
-        found += [gain.line() for gain in own if gain.verdict != "the same program"]
+        found += [gain.line() for gain in own if gain.verdict not in ("the same program", "not told apart")]
+        alike = [along.show(gain.level.cost) for gain in own if gain.verdict == "not told apart"]
+        found += [f"not told apart at {listed(alike)}"] if alike else []
     return found

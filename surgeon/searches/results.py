@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from optuna.trial import FrozenTrial
 
 from surgeon.checkpoint.read import read_json
 from surgeon.language.recipe import Recipe
@@ -22,9 +23,11 @@ from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixing import MixingGain, gains_in_words
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import DEPTH, Question
+from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.winners import HeldOutComparison, quality_json
+from surgeon.words import plural
 
 WIDTH = 80  # columns of a terminal
 FRONT_FOLDER = "front"
@@ -226,6 +229,44 @@ def commented(recipe: Recipe, question: Question, winner: Winner, record: Mappin
         WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
     )
     return "\n".join([*map(comment.fill, lines), recipe.to_yaml()])
+
+
+@dataclass(frozen=True)
+class SearchWork:
+    """What all workers of a search have run, in all of its commands.
+
+    Attributes:
+        edits: that were measured alone, or estimated; 0 where a sampler does not go by that.
+        tokens: of the text, that each was measured on.
+        alone, together: sublayers that ran for single edits, and for trials, in passes over all of the text.
+    """
+
+    edits: int
+    tokens: int
+    alone: float
+    together: float
+
+    @classmethod
+    def of(cls, terms: Terms | None, stored: Iterable[FrozenTrial]) -> SearchWork:
+        """By the terms and the trials that a study has."""
+        together = math.fsum(one.user_attrs.get(SUBLAYERS, 0.0) for one in stored)
+        if terms is None:
+            return cls(0, 0, 0.0, together)
+        return cls(len(terms.divergence), terms.tokens, terms.sublayers, together)
+
+    @property
+    def line(self) -> str:
+        """In words."""
+        total = self.alone + self.together
+        if not self.edits or not total:
+            return f"{total:,.0f} sublayers over the text"
+        edits = f"{plural(self.edits, 'single edit')} on {self.tokens:,} tokens each"
+        return f"{total:,.0f} sublayers over the text, {self.alone / total:.0%} for {edits}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        ran = {"single_edits": round(self.alone, 1), "trials": round(self.together, 1)}
+        return {"edits": self.edits, "tokens_of_edits": self.tokens, "sublayers": ran, "sentence": self.line}
 
 
 def found_json(

@@ -32,7 +32,8 @@ FIRST = 3  # of the first round, for each goal: one of every kind
 FIRST_OF_ALL = 30  # of the first round, for all goals, where they are many
 MIXTURE = "mixture"
 DIGITS = 9  # of what was measured: further ones may depend on what it was measured together with
-PROGRAM, EDITS, SOURCE, LEVEL, MEASURED = "program", "edits", "source", "level", "measured"  # attributes of trials
+PROGRAM, EDITS, SOURCE, LEVEL = "program", "edits", "source", "level"  # attributes of trials
+MEASURED, SUBLAYERS = "measured", "sublayers"  # the same, when they are told
 _WORST = 100.0  # of a constraint
 _SURE = 3.0  # standard deviations, by which choices are ruled out
 

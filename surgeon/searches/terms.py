@@ -24,9 +24,12 @@ from surgeon.language.program import Program
 from surgeon.quality.head import OutputHead
 from surgeon.quality.summary import mean_divergence
 from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Damage, Flags, Numbers
 
-_TOKENS = 2048  # of the text, that edits are measured on alone: trials correct what a short text gets wrong
+_RUNS = 15  # of the original on all of the text, as many sublayers as which all edits together run at most
+_TOKENS = 2048  # of the text, that each of them runs on: trials correct what a short text gets wrong
+_LEAST_TOKENS = 128  # of these, where that is more than the share
 _SAMPLE, _LEAST_SAMPLE = 512, 32  # of these, the tokens that covariances are taken over
 _SAMPLE_BYTES = 256 << 20  # of their streams, of all edits together
 _BLOCK_BYTES = 64 << 20  # of the logits of all edits
@@ -41,10 +44,14 @@ class Terms:
     Attributes:
         divergence: (n,), of each edit alone, nats per token; infinite where it breaks the model.
         correlation: (n, n), of what edits do to the logits, from -1 to 1; 0 where it is not known.
+        tokens: of the text, on which those were measured that had to be.
+        sublayers: that ran for them, in passes over all of the text.
     """
 
     divergence: Numbers
     correlation: Numbers
+    tokens: int = 0
+    sublayers: float = 0.0
 
     @property
     def damage(self) -> Damage:
@@ -66,6 +73,8 @@ class Terms:
         return {
             "divergence": [float(f"{value:.9g}") for value in self.divergence],
             "correlation": [round(float(value), 4) for value in upper],
+            "tokens": self.tokens,
+            "sublayers": round(self.sublayers, 1),
         }
 
     @classmethod
@@ -74,7 +83,8 @@ class Terms:
         divergence = np.array(values["divergence"], dtype=np.float64)
         upper = np.zeros((len(divergence), len(divergence)))
         upper[np.triu_indices(len(divergence), 1)] = values["correlation"]
-        return cls(divergence, upper + upper.T + np.eye(len(divergence)))
+        ran = {name: values[name] for name in ("tokens", "sublayers") if name in values}
+        return cls(divergence, upper + upper.T + np.eye(len(divergence)), **ran)
 
 
 @torch.inference_mode()
@@ -117,6 +127,7 @@ class TermsPlan:
         foreseen: (n,), a number that rises with the divergence of edits of one group, by which those that are neither
             known nor run are estimated.
         groups: (n,), the number of each one's group.
+        original: the unedited program.
     """
 
     programs: Sequence[Program]
@@ -124,30 +135,46 @@ class TermsPlan:
     run: Flags
     foreseen: Numbers
     groups: Counts
+    original: Program
 
     @classmethod
-    def whole(cls, programs: Sequence[Program]) -> TermsPlan:
+    def whole(cls, mixture: Mixture) -> TermsPlan:
         """All that there is."""
+        programs, original = mixture.single_edits, mixture.model.program
         nothing, every = np.full(len(programs), np.nan), np.ones(len(programs), dtype=bool)
-        return cls(programs, nothing, every, nothing, np.zeros(len(programs), dtype=np.int64))
+        return cls(programs, nothing, every, nothing, np.zeros(len(programs), dtype=np.int64), original)
 
-    def runs(self, evaluator: Evaluator) -> dict[range, list[Program]]:
+    def tokens(self, ids: Tensor) -> int:
+        """Of the text, that each edit runs on which is measured: whole windows, or a part of the first one.
+
+        So many that no more runs than in `_RUNS` of the original, but `_LEAST_TOKENS` at least, where there are these.
+
+        Args:
+            ids: (windows, tokens), the text.
+        """
+        window, wanted = ids.shape[1], min(_TOKENS, ids.numel())
+        running = [program for program, run in zip(self.programs, self.run, strict=True) if run]
+        if running:
+            runs = share(running).total_sublayers / share([self.original]).total_sublayers
+            wanted = min(wanted, max(_LEAST_TOKENS, int(_RUNS / runs * ids.numel())))
+        return wanted if wanted < window else wanted - wanted % window
+
+    def runs(self, ids: Tensor) -> dict[range, list[Program]]:
         """By windows, from the first on, the programs that run on them, each once: on more where they are measured."""
-        count, window = evaluator.windows.ids.shape
-        measured = range(max(1, min(count, _TOKENS // window)))
+        window = ids.shape[1]
+        measured = range(max(1, self.tokens(ids) // window))
         # Where some are known, what the others do is compared where those run, too.
-        few = measured if np.isnan(self.known).all() else range(max(1, min(count, _SAMPLE // window)))
+        few = measured if np.isnan(self.known).all() else measured[: max(1, _SAMPLE // window)]
         runs: dict[range, dict[Program, None]] = {measured: {}, few: {}}
         for program, known, run in zip(self.programs, self.known, self.run, strict=True):
             if run:
                 runs[measured if np.isnan(known) else few][program] = None
         return {windows: [*programs] for windows, programs in runs.items() if programs}
 
-    def work(self, evaluator: Evaluator) -> float:
+    def work(self, ids: Tensor) -> float:
         """How many sublayers run, in passes over all of the text."""
-        count = len(evaluator.windows.ids)
-        runs = self.runs(evaluator).items()
-        return sum(share(programs).total_sublayers * len(windows) / count for windows, programs in runs)
+        part = min(self.tokens(ids), ids.shape[1]) / ids.numel()  # of the text, that is run of each window
+        return sum(share(programs).total_sublayers * len(run) * part for run, programs in self.runs(ids).items())
 
     def completed(self, divergence: Numbers) -> Numbers:
         """(n,), with estimates for those that are NaN: a power of what was foreseen, fitted to the others of the group.
@@ -171,26 +198,27 @@ class TermsPlan:
 def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
     """The terms of edits."""
     ids, head, count = evaluator.windows.ids, evaluator.head, len(plan.programs)
-    divergence, found, runs = plan.known.copy(), np.eye(count), plan.runs(evaluator)
+    divergence, found, runs, tokens = plan.known.copy(), np.eye(count), plan.runs(ids), plan.tokens(ids)
+    before = evaluator.sublayers
     if not runs:
         return Terms(plan.completed(divergence), found)
     places: dict[Program, list[int]] = {}
     for place, program in enumerate(plan.programs):
         places.setdefault(program, []).append(place)
     few, most = min(runs, key=len), max(runs, key=len)
-    ((_, stream),) = evaluator.streams([evaluator.dense], most)
-    reference = head.reference(stream, ids[: len(most)].to(evaluator.model.device))
+    ((_, stream),) = evaluator.streams([evaluator.dense], most, tokens)
+    reference = head.reference(stream, ids[: len(most), :tokens].to(evaluator.model.device))
     original = _sampled(head, stream[: len(few)], count)
     changed: dict[int, Tensor] = {}
     for windows, programs in runs.items():
-        for program, after in evaluator.streams(programs, windows):
+        for program, after in evaluator.streams(programs, windows, tokens):
             sample = _sampled(head, after[: len(few)], count)
             changed |= dict.fromkeys(places[program], sample)
             if np.isnan(divergence[places[program]]).any():
                 divergence[places[program]] = mean_divergence(head.compare(after, reference).divergence.cpu().numpy())
     there = [*changed]
     found[np.ix_(there, there)] = correlations(covariances(head, original, [changed[place] for place in there]))
-    return Terms(plan.completed(divergence), found)
+    return Terms(plan.completed(divergence), found, tokens, evaluator.sublayers - before)
 
 
 def _sampled(head: OutputHead, stream: Tensor, programs: int) -> Tensor:

@@ -15,7 +15,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from surgeon.searches.samplers import OTHERS, SURGEON, SurgerySampler, distributions
-from surgeon.searches.search import BATCH, EDITS, MEASURED, PROGRAM, SOURCE, Search, tellable
+from surgeon.searches.search import BATCH, EDITS, MEASURED, PROGRAM, SOURCE, SUBLAYERS, Search, tellable
 from surgeon.searches.study.shared_study import FINISHED, SharedStudy, Told
 from surgeon.searches.study.storage import StudyStorage
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
@@ -51,8 +51,10 @@ def try_programs(
 
     def measure(taken: Sequence[FrozenTrial], earlier: Sequence[FrozenTrial]) -> list[Told]:
         proposals = [search.proposal(one.params, one.user_attrs) for one in taken]
+        before = search.evaluator.sublayers
         measured = search.measure(proposals, search.finished(earlier))
-        return [told(search, trial.params, found) for trial, found in zip(taken, measured, strict=True)]
+        ran = (search.evaluator.sublayers - before) / len(taken)  # what they have in common ran once
+        return [told(search, trial.params, found, ran) for trial, found in zip(taken, measured, strict=True)]
 
     objectives = tuple(map(str, search.question.settings.recorded))
     shared = study or SharedStudy(StudyStorage(InMemoryStorage(), "memory"), "search", {}, objectives)
@@ -89,10 +91,10 @@ def attributes(proposal: Proposal) -> dict[str, str]:
     return {PROGRAM: proposal.key, EDITS: "; ".join(map(str, proposal.choice))}
 
 
-def told(search: Search, params: Mapping[str, Any], measured: MeasuredProgram) -> Told:
-    """What a study is told of a trial with such values of its parameters."""
-    proposal = search.proposal(params)
-    found = {MEASURED: json.dumps(measured.to_json())}  # as text: readers of JSON do not agree on infinities and NaN
+def told(search: Search, params: Mapping[str, Any], measured: MeasuredProgram, sublayers: float) -> Told:
+    """What a study is told of a trial with such values of its parameters, for which so many sublayers ran."""
+    proposal, as_text = search.proposal(params), json.dumps(measured.to_json())
+    found = {MEASURED: as_text, SUBLAYERS: round(sublayers, 1)}  # readers of JSON do not agree on infinities and NaN
     constraints = search.constraints(proposal, measured)
     return Told(
         search.costs(proposal, measured), found, constraints, {} if measured.whole else _running_means(measured)

@@ -8,8 +8,7 @@ that the difference is known far better than either number. With several runners
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from surgeon.language.program import Program
 from surgeon.processes.files import finite
 from surgeon.quality.summary import CONFIDENCE, interval
 from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.words import listed
 
 Measured = Literal["divergence", "perplexity"]
 Evaluate = Callable[[Sequence[Program]], Mapping[Program, MeasuredProgram]]
@@ -108,10 +108,7 @@ class HeldOutComparison:
             f"trial {first.trial.number}: {self.by} {seen:.4g} on the text of the search, "
             f"{unseen:.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
         )
-        found = [both]
-        for one in self.runners_up:
-            numbers = f"{quality_by(one.trial.measured, self.by):.4g} and {quality_by(one.unseen, self.by):.4g}"
-            found.append(f"{self.verdict_on(one)} ({self.by} {numbers}): {self.difference_from(one)}")
+        found = [both, *self.verdicts(lambda one: (one.trial.measured, one.unseen))]
         if self.overturned:
             found.append(
                 f"HELD-OUT TEXT OVERTURNS THE SEARCH: trial {self.chosen.trial.number} is the winner, not trial "
@@ -119,18 +116,24 @@ class HeldOutComparison:
             )
         return found
 
-    def verdict_on(self, one: RunnerUp) -> str:
-        """What the winner is, compared with a runner-up, in words."""
-        than = "from" if one.verdict == "not told apart" else "than"
-        return f"trial {self.searched.trial.number} is {one.verdict} {than} trial {one.trial.number}"
+    def verdicts(self, qualities: Callable[[RunnerUp], Iterable[MeasuredProgram]]) -> Iterator[str]:
+        """A sentence on each runner-up that the winner is told apart from, and one on all others.
 
-    def difference_from(self, one: RunnerUp) -> str:
-        """By how much the winner differs from a runner-up, with the interval, in words."""
-        count, known = len(self.runners_up), "no interval can be told"
-        if math.isfinite(one.low):
-            share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
-            known = f"interval {one.low:+.3g} to {one.high:+.3g}, {share}"
-        return f"difference {one.difference:+.3g} {_UNITS[self.by]} ({known})"
+        Args:
+            qualities: whose numbers stand in a runner-up's sentence.
+        """
+        winner, count = f"trial {self.searched.trial.number} is", len(self.runners_up)
+        share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
+        for one in self.runners_up:
+            if one.verdict != "not told apart":
+                numbers = " and ".join(f"{quality_by(each, self.by):.4g}" for each in qualities(one))
+                yield (
+                    f"{winner} {one.verdict} than trial {one.trial.number} ({self.by} {numbers}): difference "
+                    f"{one.difference:+.3g} {_UNITS[self.by]} (interval {one.low:+.3g} to {one.high:+.3g}, {share})"
+                )
+        alike = [str(one.trial.number) for one in self.runners_up if one.verdict == "not told apart"]
+        if alike:
+            yield f"{winner} not told apart from trial{'s' * (len(alike) > 1)} {listed(alike)}"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; what is not finite is None."""

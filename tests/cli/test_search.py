@@ -93,7 +93,9 @@ def test_lines_fit_a_terminal(
     assert search(tiny_checkpoint, tiny_text, tmp_path, "--budget", "depth=2") == 0
     said = capsys.readouterr().out.splitlines()
     keys = [line[:12].strip() for line in said if not line.startswith(" ")]
-    assert list(dict.fromkeys(keys)) == ["program", "edits", "cost", "divergence", "perplexity", "held out", "recipe"]
+    assert list(dict.fromkeys(keys)) == [
+        *("program", "edits", "cost", "divergence", "perplexity", "measured", "held out", "recipe")
+    ]
     assert all(len(line) <= 80 for line in said if not line.startswith("recipe"))
     assert any(line.startswith(" " * 12) for line in said), "the held-out sentences are longer than a line"
     comments = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line.startswith("#")]

@@ -84,5 +84,8 @@ def test_a_worker_joins_a_search_by_what_the_first_one_gives_it(
     assert ended(what, monkeypatch) == 0
     more = search.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
     assert (len(found.trials), len(more.trials)) == (2, 3)
+    assert (found.work.together, more.work.together) == (0, 8), "single edits are known; the worker ran one of them"
+    assert more.work.alone == found.work.alone > 0
+    assert more.record["sublayers_run"] == round(more.work.alone + more.work.together, 1)
     what["model"] = str(tmp_path / "nowhere")
     assert str(ended(what, monkeypatch)).startswith(f"error: there is no model folder {tmp_path / 'nowhere'}")

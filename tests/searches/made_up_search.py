@@ -38,6 +38,7 @@ class MadeUpEvaluator:
     def __init__(self) -> None:
         self.known: dict[str, float] = {}
         self.raced: list[float | None] = []
+        self.sublayers = 0.0
 
     def measure(
         self, programs: Sequence[Program], best: MeasuredProgram | None = None

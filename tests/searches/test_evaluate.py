@@ -218,6 +218,20 @@ def test_streams_give_the_same_quality() -> None:
     assert all(torch.equal(again[program], streams[program]) for program in PROGRAMS)
 
 
+def test_streams_of_a_part_of_each_window() -> None:
+    ran: list[float] = []
+    whole, short = evaluator(ran=ran.append), evaluator(text=Windows(IDS[:, :6], "ids", "digest"))
+    programs, windows = PROGRAMS[:5], range(1, 3)
+    kept = dict(whole.streams(programs, windows))
+    before = sum(ran)
+    found, expected = dict(whole.streams(programs, windows, 6)), dict(short.streams(programs, windows))
+    for program in programs:
+        torch.testing.assert_close(found[program], expected[program], rtol=1e-5, atol=1e-6)
+    assert sum(ran) - before == pytest.approx(before * 6 / 16), "what is kept of whole windows is not gone on with"
+    again = dict(whole.streams(programs, windows))
+    assert all(torch.equal(again[program], kept[program]) for program in programs), "nor is it replaced"
+
+
 def test_one_window_has_no_interval() -> None:
     found = evaluator(text=Windows(IDS[:1], "ids", "digest")).measure([PAIRED])[PAIRED]
     assert found.divergence > 0

@@ -172,9 +172,8 @@ def test_of_many_edits_the_better_half_by_a_pass_is_measured() -> None:
 def test_what_is_not_measured_is_a_power_of_what_was_foreseen() -> None:
     foreseen = np.array([1.0, 2.0, 4.0, 8.0, 1.0, 5.0])
     true = 0.1 * foreseen[:4] ** 1.5
-    plan = replace(
-        TermsPlan.whole([Program.dense(2)] * 6), foreseen=foreseen, groups=np.array([0, 0, 0, 0, 1, 1], dtype=np.int64)
-    )
+    mixture = SearchSettings("pair").mixture(small_model(layers=7))
+    plan = replace(TermsPlan.whole(mixture), foreseen=foreseen, groups=np.array([0, 0, 0, 0, 1, 1], dtype=np.int64))
     found = plan.completed(np.array([*true[:3], np.nan, 0.7, np.nan]))
     assert found == pytest.approx([*true, 0.7, 0.7], rel=1e-9), "of a group of which little is known, the worst"
 

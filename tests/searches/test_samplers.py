@@ -30,7 +30,7 @@ def objective(searching: Search) -> Any:
             trial.suggest_categorical(name, kind.choices)  # type: ignore[attr-defined]
         proposal = searching.proposal(trial.params)
         (found,) = searching.measure([proposal], [])
-        result = told(searching, trial.params, found)
+        result = told(searching, trial.params, found, 0.0)
         for limit, amount in result.constraints.items():
             trial.set_constraint(limit, amount)
         return result.values

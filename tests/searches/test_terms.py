@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch.nn import functional
 
+from surgeon.analysis.engine.sharing import share
+from surgeon.opened import Model
+from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
-from surgeon.searches.terms import Terms, correlations, covariances
-from tests.tiny_models import tiny_model
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.question import SearchSettings
+from surgeon.searches.terms import Terms, TermsPlan, correlations, covariances, measure_terms
+from tests.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = 6
 
@@ -64,3 +69,38 @@ def test_terms_are_json_and_back() -> None:
     assert again.divergence.tolist() == terms.divergence.tolist()
     assert again.correlation.tolist() == terms.correlation.tolist()
     assert np.isfinite(terms.damage.of([0, 1, 2])), "a model that is broken is far worse, not beyond numbers"
+
+
+IDS = torch.randint(3, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(5))
+MIXTURE = SearchSettings("pair,drop,rank:0.5").mixture(Model.of_config(tiny_model("llama", 2).config, "tiny"))
+
+
+@pytest.mark.parametrize(("runs", "tokens"), [(15, 512), (5, 384), (1, 128)])
+def test_edits_run_on_as_much_text_as_so_many_runs_of_the_original_allow(
+    runs: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surgeon.searches.terms._RUNS", runs)
+    evaluator = Evaluator(tiny_model("llama", 2), Windows(IDS, "ids", "digest"))
+    plan = TermsPlan.whole(MIXTURE)
+    found = measure_terms(evaluator, plan)
+    assert found.tokens == plan.tokens(IDS) == tokens
+    assert plan.work(IDS) <= runs * 4 or tokens == 128
+    shared = share([MIXTURE.model.program, *plan.programs]).total_sublayers
+    assert found.sublayers == pytest.approx(shared * tokens / IDS.numel()), "what they begin with in common runs once"
+    assert found.divergence == pytest.approx(divergences(IDS[: tokens // 64]), rel=1e-4)
+
+
+def test_of_long_windows_edits_run_on_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surgeon.searches.terms._RUNS", 3)
+    ids = IDS.view(2, 256)
+    plan = TermsPlan.whole(MIXTURE)
+    found = measure_terms(Evaluator(tiny_model("llama", 2), Windows(ids, "ids", "digest")), plan)
+    assert 128 < found.tokens < 256
+    assert 0.98 * 12 <= plan.work(ids) <= 12
+    assert found.divergence == pytest.approx(divergences(ids[:1, : found.tokens]), rel=1e-4)
+
+
+def divergences(ids: torch.Tensor) -> list[float]:
+    """Of each edit alone, on a text that is no longer."""
+    measured = Evaluator(tiny_model("llama", 2), Windows(ids, "ids", "short")).measure(MIXTURE.single_edits)
+    return [measured[program].divergence for program in MIXTURE.single_edits]

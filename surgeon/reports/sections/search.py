@@ -265,6 +265,8 @@ def _findings(run: Run[SearchRun]) -> Iterator[Finding]:
         winner = _finalist(run, held)
         figure, label = _value(winner["unseen"], "perplexity"), "perplexity of the search's winner, held-out text"
         texts.append(_told_apart(held))
+    if run.record.get("work"):
+        texts.append(f"Single edits and trials ran {run.record['work']['sentence']}.")
     yield Finding("Search", " ".join(filter(None, texts)), figure, label)
     if held and held["overturned"]:
         yield Finding("The search is overturned", held["sentences"][-1] + ".")
