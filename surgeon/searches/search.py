@@ -35,7 +35,6 @@ DIGITS = 9  # of what was measured: further ones may depend on what it was measu
 PROGRAM, EDITS, SOURCE, LEVEL = "program", "edits", "source", "level"  # attributes of trials
 MEASURED, SUBLAYERS = "measured", "sublayers"  # the same, when they are told
 _WORST = 100.0  # of a constraint
-_SURE = 3.0  # standard deviations, by which choices are ruled out
 
 
 @dataclass
@@ -46,6 +45,8 @@ class Search:
         known_terms: of the mixture's edits; None: they are measured when they are asked for.
         races: whether a program is stopped when it is hopelessly worse than the best so far.
         known: what passes have found, which is not measured again.
+        sure: how many standard deviations above the best a choice has to be predicted to be ruled out, where passes
+            have measured choices of several edits; None: none is.
     """
 
     question: Question
@@ -53,6 +54,7 @@ class Search:
     known_terms: Terms | None = None
     races: bool = True
     known: Known = field(default_factory=Known)
+    sure: float | None = 3.0
     lock: Lock = field(default_factory=Lock, init=False, repr=False)  # for threads of one study: one asks or measures
     # What was worked out before: trials by what is stored of them, the last round, with what was finished then.
     _trials: dict[tuple[Any, ...], Trial] = field(default_factory=dict, init=False, repr=False)
@@ -229,7 +231,7 @@ class Search:
         terms = self.terms.of([number[edit] for edit in question.mixture.edits])
         known = self._known_choices
         # Only divergence is predicted, and only where choices were measured before is there enough to be sure by.
-        sure = _SURE if known and self._is_by_divergence else None
+        sure = self.sure if known and self._is_by_divergence else None
         found = Proposer(question.mixture, terms, question.prices, question.goals, self._value, known, sure)
         return replace(found, goals=found.goals_worth_trying)
 
