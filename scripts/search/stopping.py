@@ -230,9 +230,7 @@ def rows_of(model: str, data: str, given: argparse.Namespace) -> Iterator[Mappin
 
 def table_of(rows: pd.DataFrame) -> str:
     """A line for each model, space and way, in Markdown."""
-    lines = [
-        "| model, `--space` | questions | way | found | worse by | trials | sublayers | stopped | better |"
-    ]
+    lines = ["| model, `--space` | questions | way | found | worse by | trials | sublayers | stopped | better |"]
     lines += ["|:--|--:|:--|--:|--:|--:|--:|--:|--:|"]
     for (model, space), own in rows.groupby(["model", "space"], sort=False):
         whole = {False: own[own["way"] == WAYS[0].name], True: own[own["way"] == "a scan, nothing ruled out"]}

@@ -33,7 +33,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
-from surgeon.searches.known import Known, KnownPass, read_known
+from surgeon.searches.known import Known, KnownPass
 from surgeon.searches.trying import try_programs
 
 SLOW_LINK = {"link_delay": "1ms"}
@@ -127,7 +127,7 @@ def run_orders(given: argparse.Namespace, folder: Path) -> None:
         if given.only not in (None, space):
             continue
         asked = {"space": space, "budget": budget, **more, **text}
-        by_order = {name: [*courses] for name, courses in orders(given.model, folder, asked, given.trials)}
+        by_order = dict(orders(given.model, folder, asked, given.trials))
         every = [course for courses in by_order.values() for course in courses]
         best = min(course.least(given.trials) for course in every)
         for name, courses in by_order.items():
@@ -139,17 +139,21 @@ def run_orders(given: argparse.Namespace, folder: Path) -> None:
             print(f"| {' | '.join(cells)} | {' / '.join(f'{mean:.4f}' for mean in means)} |", flush=True)
 
 
-def orders(model: str, folder: Path, asked: Mapping[str, Any], trials: int) -> Iterator[tuple[str, Iterator[Course]]]:
+def orders(model: str, folder: Path, asked: Mapping[str, Any], trials: int) -> Iterator[tuple[str, list[Course]]]:
     """By nothing, by each pass, and at random."""
     problem = surgeon.SearchProblem(model, **asked)
-    windows, layers = problem.evaluator.windows, problem.opened.num_layers
-    yield "nothing: all are measured", iter([course_of(problem, Known(), trials)])
+    layers = problem.opened.num_layers
+    yield "nothing: all are measured", [course_of(problem, trials)]
     for name in ("similarity", "sensitivity"):
-        known = read_known([folder / name], problem.opened, windows)
-        if not list(known.notes(problem.question.mixture)):
-            yield name, iter([course_of(surgeon.SearchProblem(model, **asked), known, trials)])
-    blind = [Known((KnownPass("random", folder, missed=missed, removed=removed),)) for missed, removed in drawn(layers)]
-    yield "at random", (course_of(surgeon.SearchProblem(model, **asked), known, trials) for known in blind)
+        problem = surgeon.SearchProblem(model, **asked, using=folder / name)
+        if problem.known.passes[0].foreseen(problem.question.mixture):
+            yield name, [course_of(problem, trials)]
+    found = []
+    for missed, removed in drawn(layers):
+        problem = surgeon.SearchProblem(model, **asked)
+        problem.known = Known((KnownPass("random", folder, missed=missed, removed=removed),))
+        found.append(course_of(problem, trials))
+    yield "at random", found
 
 
 def drawn(layers: int) -> Iterator[tuple[dict[int, float], dict[tuple[str, int], float]]]:
@@ -160,8 +164,8 @@ def drawn(layers: int) -> Iterator[tuple[dict[int, float], dict[tuple[str, int],
         yield missed, {(part, layer): dice.random() for part in ("", "attention", "mlp") for layer in range(layers)}
 
 
-def course_of(problem: surgeon.SearchProblem, known: Known, trials: int) -> Course:
-    problem.known, evaluator = known, problem.evaluator
+def course_of(problem: surgeon.SearchProblem, trials: int) -> Course:
+    evaluator = problem.evaluator
     evaluator.sublayers = 0.0
     assert len(problem.terms.divergence)
     edits, least, after = evaluator.sublayers, math.inf, list[tuple[float, float]]()

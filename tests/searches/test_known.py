@@ -208,6 +208,9 @@ def test_choices_that_were_measured_before_rule_others_out() -> None:
     trials = [*try_programs(fed, 60)]
     assert min(trial.measured.divergence for trial in trials) == pytest.approx(best)
     assert 8 <= len(trials) < 30
+    patient, _ = search("pair", "depth=7")
+    patient.known, patient.sure = known, None
+    assert len([*try_programs(patient, 60)]) == 60, "nothing is ruled out"
     (taken,) = known.record(mixture, trials)
     assert (taken["edits"], taken["choices"]) == (9, len(programs) - 9)
     single, _ = search("pair", "depth=9")
