@@ -1,195 +1,317 @@
-"""From logits to the next token of a request.
+"""From logits to the next tokens of all texts of a pass, together.
 
 Every request has a generator of its own, from which each of its tokens takes one number: so what it gets depends on
-its seed, its place among the texts of that seed, and its logits, and not on what else is in the batch.
+its seed, its place among the texts of that seed, and its logits, and not on what else is in the batch. Texts that need
+the same operations are one batch, and all that is chosen is read from the device at once.
 
 Where tokens are drafted, each is drawn from the draft's distribution q and accepted with the chance min(1, p / q) that
 it has by the model's own distribution p; otherwise the token is drawn from what p has more than q (Leviathan et al.
 2023, Fast Inference from Transformers via Speculative Decoding, algorithm 1). What comes out has the distribution p,
 and takes more numbers from the generator, so that a seed gives other tokens than without drafts.
+
+Shapes: R rows of logits, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
 from random import Random
 
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.request import UNDEFINED, Choice, Request, Sampling, TokenLogprob
+from surgeon.runtime.batching.request import UNDEFINED, Choice, Request, TokenLogprob
+from surgeon.runtime.model.filters import (
+    WIDER,
+    Look,
+    column,
+    distribution,
+    filtered,
+    likeliest,
+    of_rows,
+    penalise,
+    pick,
+    places,
+    report,
+)
 
-NUCLEUS = 512  # so many tokens are looked at first
+CACHED_NUMBERS = 1 << 17  # logits that a CPU takes at a time, because what is computed of them stays in its cache then
+LEAST_SEEN = 64  # tokens that a line has room for
+
+
+class SampledText:
+    """What the sampler has of one request.
+
+    Attributes:
+        random: its generator.
+        look: what its filters look at first.
+        line: of the tokens seen, if they are penalised.
+        seen: these, each with its place in the line.
+        unwritten: of these, as many of the last ones as are not there yet.
+        suppressed: tokens that must not come next.
+        drafts: drafted tokens, and the distributions, (V,), that they were drawn from.
+    """
+
+    def __init__(self, request: Request, vocabulary: int, line: int | None) -> None:
+        sampling = self.sampling = request.sampling
+        seed, (prompt, answer) = sampling.seed, sampling.place
+        # `random` seeds itself with the SHA-512 of a text: neighbours of seed and place have nothing in common.
+        self.random = Random(None if seed is None else f"{seed} {prompt} {answer}")
+        self.look = Look.of(sampling, vocabulary)
+        self.line = line
+        self.seen = {} if line is None else dict.fromkeys(request.prompt)
+        self.unwritten = list(self.seen)
+        self._later = [token for token in sampling.suppress_tokens if 0 <= token < vocabulary]
+        self.suppressed = [token for token in sampling.begin_suppress_tokens if 0 <= token < vocabulary] + self._later
+        self.drafts: list[tuple[int, Tensor]] = []
+
+    def number(self) -> float:
+        """The next one of the generator, in [0, 1), if tokens are drawn."""
+        return self.random.random() if self.sampling.draws else 0.0
+
+    def add(self, choice: Choice) -> Choice:
+        """Note what comes next."""
+        self.suppressed, token = self._later, choice[0]
+        if self.line is not None and token != UNDEFINED and token not in self.seen:
+            self.seen[token] = None
+            self.unwritten.append(token)
+        return choice
+
+
+class SeenTokens:
+    """The different tokens that each of some texts has had, a line for each, filled up with its first one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lines = torch.zeros(1, LEAST_SEEN, dtype=torch.long, device=device)
+        self._free = [0]
+
+    def open(self) -> int:
+        """A line for a text."""
+        if not self._free:
+            self._free = [*range(len(self._lines), 2 * len(self._lines))]
+            self._lines = torch.cat([self._lines, self._lines])
+        return self._free.pop()
+
+    def close(self, line: int) -> None:
+        """Have a line back."""
+        self._free.append(line)
+
+    def of(self, texts: Sequence[SampledText]) -> Tensor:
+        """Of texts with lines, (R, any)."""
+        lines = [text.line for text in texts if text.line is not None]
+        most = max(len(text.seen) for text in texts)
+        while most > self._lines.shape[1]:
+            self._lines = torch.cat([self._lines, self._lines[:, :1].expand_as(self._lines)], -1)
+        written = []
+        for line, text in zip(lines, texts, strict=True):
+            start = len(text.seen) - len(text.unwritten)
+            if not start:
+                self._lines[line] = text.unwritten[0]
+            written += [(line, start + at, token) for at, token in enumerate(text.unwritten)]
+            text.unwritten = []
+        if written:
+            rows, at, tokens = places(written, self._lines).unbind(-1)
+            self._lines[rows, at] = tokens
+        return self._lines[:, :most].index_select(0, places(lines, self._lines))
 
 
 class Sampler:
-    """Chooses the tokens of one request, one after the other."""
+    """Chooses the next tokens of requests."""
 
-    def __init__(self, request: Request, vocabulary: int, device: torch.device) -> None:
-        self.sampling = request.sampling
-        seed, (prompt, answer) = request.sampling.seed, request.sampling.place
-        # `random` seeds itself with the SHA-512 of a text: neighbours of seed and place have nothing in common.
-        self._random = Random(None if seed is None else f"{seed} {prompt} {answer}")
-        self._seen: Tensor | None = None
-        if self.sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-            self._seen[list(request.prompt)] = True
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self._vocabulary = vocabulary
+        self._texts: dict[int, SampledText] = {}
+        self._seen = SeenTokens(device)
 
-        def known(tokens: tuple[int, ...]) -> list[int]:
-            return [token for token in tokens if 0 <= token < vocabulary]
+    def add(self, request: Request) -> None:
+        """Take a request."""
+        line = None if request.sampling.repetition_penalty == 1 else self._seen.open()
+        self._texts[request.id] = SampledText(request, self._vocabulary, line)
 
-        self._suppressed = known(self.sampling.suppress_tokens)
-        self._suppressed_now = known(self.sampling.begin_suppress_tokens) + self._suppressed
-        self._proposed: list[tuple[int, Tensor]] = []  # tokens, and the distributions they were drawn from
+    def remove(self, request: int) -> None:
+        """Forget a request, if it is one of these."""
+        text = self._texts.pop(request, None)
+        if text is not None and text.line is not None:
+            self._seen.close(text.line)
 
-    def choose(self, logits: Tensor) -> Choice:
-        """The next token, given the model's logits, (vocabulary,), and what is to be reported about it."""
-        sampling, scores = self.sampling, self._scores(logits.float(), self._seen)
-        token = draw(scores, sampling, self._random.random()) if sampling.draws else int(scores.argmax())
-        return self._chosen(token, logits.float())
+    def choose(self, requests: Sequence[int], logits: Tensor) -> list[Choice]:
+        """The next token of each request, by the model's logits, (R, V), and what is to be reported about it.
 
-    def _scores(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """Logits, (vocabulary,), after the penalty for tokens seen, and without those suppressed."""
-        scores = logits if seen is None else penalise(logits, seen, self.sampling.repetition_penalty)
-        if self._suppressed_now:
-            scores = scores.clone()
-            scores[self._suppressed_now] = -torch.inf
-        return scores
-
-    def _chosen(self, token: int, logits: Tensor) -> Choice:
-        """A token that is added, and what is reported about it."""
-        self._suppressed_now = self._suppressed
-        if self._seen is not None:
-            self._seen[token] = True
-        logprobs = self.sampling.logprobs
-        return token, None if logprobs is None else logprob_of(token, logits, logprobs)
-
-    def propose(self, logits: Tensor) -> int:
-        """A token behind those proposed so far, by a draft's logits, (vocabulary,); `judge` takes it over or not.
-
-        Logits that are not finite propose token 0.
+        It is UNDEFINED where the logits are not finite.
         """
-        logits, seen = logits.float(), self._seen
-        if seen is not None and self._proposed:
-            seen = seen.clone()
-            seen[[token for token, _ in self._proposed]] = True
-        if logits.amax().isfinite():
-            chances = distribution(self._scores(logits, seen), self.sampling)
-        else:
-            chances = only(0, logits)
-        token = pick(chances, self._random.random())
-        self._proposed.append((token, chances))
-        return token
+        texts = [self._texts[request] for request in requests]
+        numbers = [text.number() for text in texts]
+        chosen = self._chosen(texts, logits, numbers)
+        narrow = [row for row, (token, _) in enumerate(chosen) if token == WIDER]
+        if narrow:
+            again = [texts[row] for row in narrow], of_rows(logits, narrow), [numbers[row] for row in narrow]
+            for row, choice in zip(narrow, self._chosen(*again, whole=True), strict=True):
+                chosen[row] = choice
+        return [text.add(choice) for text, choice in zip(texts, chosen, strict=True)]
 
-    def judge(self, logits: Sequence[Tensor]) -> list[Choice]:
-        """The proposed tokens up to the first that is rejected, and the one in its place or behind all of them.
+    def _chosen(
+        self, texts: Sequence[SampledText], logits: Tensor, numbers: Sequence[float], whole: bool = False
+    ) -> list[Choice]:
+        """The same, by a number in [0, 1) for each text; WIDER where that takes a look at the `whole` vocabulary."""
+        batches = list[tuple[list[int], Tensor]]()
+        for rows in self._batches(texts, logits):
+            some, own = [texts[row] for row in rows], of_rows(logits, rows).float()
+            scores, look = self._scores(some, own), some[0].look
+            if look.tokens == 1:
+                tokens = likeliest(scores)
+            else:
+                look = look._replace(tokens=self._vocabulary) if whole else look
+                left = filtered(scores, [text.sampling for text in some], look)
+                tokens = left.drawn([numbers[row] for row in rows])
+            batches.append((rows, report(tokens, own, [text.sampling.logprobs for text in some])))
+        flat = [table.flatten() for _, table in batches]
+        found = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())
+        chosen: list[Choice] = [(UNDEFINED, None)] * len(texts)
+        for rows, table in batches:
+            for row in rows:
+                chosen[row] = reported([*islice(found, table.shape[1])], texts[row].sampling.logprobs)
+        return chosen
+
+    def _scores(
+        self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """Logits, (R, V), of a batch after the penalty for tokens seen, and without those suppressed.
 
         Args:
-            logits: the model's where each proposed token stands, and behind the last one, (vocabulary,) each.
+            before: by row, drafted tokens that come before it.
+        """
+        scores = logits
+        if texts[0].line is not None:
+            seen = self._seen.of(texts)
+            if before is not None:
+                most, firsts = max(map(len, before)), [next(iter(text.seen)) for text in texts]
+                more = [[*each, *[first] * (most - len(each))] for first, each in zip(firsts, before, strict=True)]
+                seen = torch.cat([seen, places(more, seen)], -1)
+            scores = penalise(scores, seen, column([text.sampling.repetition_penalty for text in texts], scores))
+        suppressed = [(row, token) for row, text in enumerate(texts) for token in text.suppressed]
+        if suppressed:
+            scores = scores.index_put(places(suppressed, scores).unbind(-1), scores.new_tensor(-torch.inf))
+        return scores
+
+    def _batches(self, texts: Sequence[SampledText], logits: Tensor) -> Iterator[list[int]]:
+        """The rows of texts that need the same operations; on CPUs not too many."""
+        batches: dict[tuple[Look, bool, bool], list[int]] = {}
+        for row, text in enumerate(texts):
+            kind = text.look, text.line is not None, text.sampling.logprobs is not None
+            batches.setdefault(kind, []).append(row)
+        most = len(texts) if logits.is_cuda else max(1, CACHED_NUMBERS // self._vocabulary)
+        for rows in batches.values():
+            for first in range(0, len(rows), most):
+                yield rows[first : first + most]
+
+    def draft(self, requests: Sequence[int], logits: Tensor) -> list[int]:
+        """A token of each request behind those drafted so far, by a draft's logits, (R, V); `judge` accepts it or not.
+
+        Logits that are not finite draft token 0.
+        """
+        texts = [self._texts[request] for request in requests]
+        chances = self._distributions(texts, logits, [[token for token, _ in text.drafts] for text in texts])
+        first = torch.zeros_like(chances)
+        first[:, 0] = 1
+        chances = chances.where(logits.amax(-1, keepdim=True).isfinite(), first)
+        tokens = pick(chances, column([text.random.random() for text in texts], chances))[:, 0].tolist()
+        for text, token, own in zip(texts, tokens, chances, strict=True):
+            text.drafts.append((token, own))
+        return list(tokens)
+
+    def _distributions(self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]]) -> Tensor:
+        """The probability of every token after all filters, (R, V); `before` as of `_scores`."""
+        chances = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+        for rows in self._batches(texts, logits):
+            some = [texts[row] for row in rows]
+            scores = self._scores(some, of_rows(logits, rows).float(), [before[row] for row in rows])
+            chances[places(rows, logits)] = distribution(scores, [text.sampling for text in some], some[0].look)
+        return chances
+
+    def judge(self, requests: Sequence[int], logits: Tensor) -> list[list[Choice]]:
+        """The drafted tokens of each request up to the first that is rejected, and the one in its place or behind all.
+
+        Args:
+            logits: the model's where each drafted token stands, and behind the last one, of one request after the
+                other, (R, V).
 
         Returns:
-            The tokens; the last one is UNDEFINED if the logits at its place are not finite.
+            The tokens of each; the last one is UNDEFINED if the logits at its place are not finite.
         """
-        proposed, self._proposed = self._proposed, []
-        choices: list[Choice] = []
-        for (token, drafted), row in zip(proposed, logits, strict=False):
-            if not row.amax().isfinite():  # NaN is higher than any number
-                return [*choices, (UNDEFINED, None)]
-            wanted = distribution(self._scores(row.float(), self._seen), self.sampling)
-            if self._random.random() * float(drafted[token]) >= float(wanted[token]):
-                more = (wanted - drafted).clamp_(min=0)
-                rest = more if more.any() else wanted  # nothing is left where they differ by rounding only
-                return [*choices, self._chosen(pick(rest, self._random.random()), row.float())]
-            choices.append(self._chosen(token, row.float()))
-        last = logits[len(proposed)]
-        return [*choices, self.choose(last) if last.amax().isfinite() else (UNDEFINED, None)]
+        texts = [self._texts[request] for request in requests]
+        drafts = [text.drafts for text in texts]
+        if not any(drafts):
+            return [[choice] for choice in self.choose(requests, logits)]
+        for text in texts:
+            text.drafts = []
+        firsts = [0, *accumulate(len(each) + 1 for each in drafts)]
+        judged = [(number, place) for number, each in enumerate(drafts) for place in range(len(each))]
+        own = of_rows(logits, [firsts[number] + place for number, place in judged]).float()
+        before = [[token for token, _ in drafts[number][:place]] for number, place in judged]
+        wanted = self._distributions([texts[number] for number, _ in judged], own, before)
+        offered = torch.stack([drafts[number][place][1] for number, place in judged])
+        tokens = places([[drafts[number][place][0]] for number, place in judged], own)
+        chances = [own.amax(-1, keepdim=True).double(), wanted.gather(-1, tokens), offered.gather(-1, tokens)]
+
+        ends, rejected = verdicts(texts, judged, torch.cat(chances, -1).tolist(), [len(each) for each in drafts])
+        shown = [at for at, (number, place) in enumerate(judged) if place < ends[number]]
+        known = tokens[places(shown, tokens)]
+        if rejected:
+            instead = places([*rejected.values()], own)
+            more = (wanted[instead] - offered[instead]).clamp_(min=0)
+            # Nothing is left where they differ by rounding only.
+            rest = more.where(more.any(-1, keepdim=True), wanted[instead])
+            numbers = [texts[number].random.random() for number in rejected]
+            shown += rejected.values()
+            known = torch.cat([known, pick(rest, column(numbers, rest))])
+        choices: list[list[Choice]] = [[] for _ in texts]
+        those = [texts[judged[at][0]] for at in shown]
+        tops = [text.sampling.logprobs for text in those]
+        table = report(known, own[places(shown, own)], tops).tolist()
+        for at, text, top, numbers in zip(shown, those, tops, table, strict=True):
+            choices[judged[at][0]].append(text.add(reported(numbers, top)))
+
+        left = [number for number in range(len(texts)) if number not in rejected]
+        if not left:
+            return choices
+        last = logits[places([firsts[number] + ends[number] for number in left], logits)]
+        for number, choice in zip(left, self.choose([requests[number] for number in left], last), strict=True):
+            choices[number].append(choice)
+        return choices
 
 
-def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens that have been seen, (vocabulary,) of booleans, less likely (more likely if the penalty is below 1).
-
-    Keskar et al. 2019, section 4.1, divides their logits; negative ones are multiplied, as everybody does since, or
-    they would become more likely.
-    """
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def draw(scores: Tensor, sampling: Sampling, uniform: float) -> int:
-    """A token with the probability that is left to it after temperature, top_k, top_p and min_p.
-
-    Args:
-        scores: (vocabulary,), float32.
-        uniform: a random number in [0, 1).
-    """
-    probabilities, tokens = filtered(scores, sampling)
-    place = pick(probabilities, uniform)
-    return place if tokens is None else int(tokens[place])
-
-
-def distribution(scores: Tensor, sampling: Sampling) -> Tensor:
-    """The probability of every token, (vocabulary,): all for the highest score where nothing is drawn."""
-    if not sampling.draws:
-        return only(int(scores.argmax()), scores)
-    probabilities, tokens = filtered(scores, sampling)
-    probabilities = probabilities / probabilities.sum()
-    return probabilities if tokens is None else probabilities.new_zeros(len(scores)).scatter_(0, tokens, probabilities)
-
-
-def only(token: int, like: Tensor) -> Tensor:
-    """The distribution, as long as a tensor, that has one token only."""
-    chances = torch.zeros(len(like), dtype=torch.float64, device=like.device)
-    chances[token] = 1
-    return chances
-
-
-def pick(probabilities: Tensor, uniform: float) -> int:
-    """A place of (places,), as likely as its share of the sum is.
+def verdicts(
+    texts: Sequence[SampledText],
+    judged: Sequence[tuple[int, int]],
+    chances: Sequence[Sequence[float]],
+    ends: list[int],
+) -> tuple[list[int], dict[int, int]]:
+    """The place of each text at which the last token comes, and, of texts of which one is rejected there, its row.
 
     Args:
-        uniform: a random number in [0, 1).
+        judged: the text and the place, after those before it, that each row is of.
+        chances: the highest logit of each row, the chance of its token, and that with which it was drafted.
+        ends: how many tokens were drafted for each text.
     """
-    cumulative = probabilities.cumsum(-1)
-    place = int(torch.searchsorted(cumulative, cumulative[-1:] * uniform, right=True))
-    # The product may be rounded up to the sum.
-    return place if place < len(cumulative) else int(probabilities.argmax())
+    rejected: dict[int, int] = {}
+    for row, ((number, place), (highest, chance, drafted)) in enumerate(zip(judged, chances, strict=True)):
+        if place > ends[number]:
+            continue
+        if not math.isfinite(highest):
+            ends[number] = place
+        elif texts[number].random.random() * drafted >= chance:
+            ends[number], rejected[number] = place, row
+    return ends, rejected
 
 
-def filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """What temperature, top_k, top_p and min_p leave of the probabilities, and the tokens these are of; None for all.
-
-    The temperature is above 0. The probabilities are float64 and may sum to less than 1.
-    """
-    tokens: Tensor | None = None  # which tokens the scores belong to; None for all in their order
-    if sampling.top_k and sampling.top_k < len(scores):
-        scores, tokens = scores.topk(sampling.top_k)
-    # In float64 and with the highest subtracted first, because tiny temperatures would make scores infinite.
-    probabilities = torch.softmax((scores.double() - scores.max()) / sampling.temperature, -1)
-    if sampling.top_p < 1:
-        probabilities, order = nucleus(probabilities, sampling.top_p)
-        tokens = order if tokens is None else tokens[order]
-    if sampling.min_p:
-        probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.max(), 0)
-    return probabilities, tokens
-
-
-def nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest most likely tokens whose probabilities sum to at least top_p: these and the tokens, likeliest first.
-
-    Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, section 3.1. Sorting a vocabulary takes about
-    30 times as long as finding its largest few hundred, which mostly suffice.
-    """
-    for number in (NUCLEUS, len(probabilities)):
-        kept, tokens = probabilities.topk(min(number, len(probabilities)))
-        cumulative = kept.cumsum(-1)
-        if cumulative[-1] >= top_p:
-            break
-    # A token stays if those before it do not suffice; so the first always does.
-    count = int(torch.searchsorted(cumulative, top_p)) + 1
-    return kept[:count], tokens[:count]
-
-
-def logprob_of(token: int, logits: Tensor, top: int) -> TokenLogprob:
-    """The log-probability of a token under logits, (vocabulary,), and those of the `top` most likely ones."""
-    logprobs = torch.log_softmax(logits, -1)
-    values, tokens = logprobs.topk(min(top, len(logprobs)))
-    return TokenLogprob(token, float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
+def reported(numbers: Sequence[float], top: int | None) -> Choice:
+    """A token that comes next, by a row of `filters.report`, and what is told of it if anybody asks."""
+    token, highest, *more = numbers
+    if not math.isfinite(highest):  # NaN is higher than any number
+        return UNDEFINED, None
+    if top is None:
+        return int(token), None
+    values, best = more[1 : 1 + len(more) // 2], more[1 + len(more) // 2 :]
+    return int(token), TokenLogprob(int(token), more[0], tuple(zip(map(int, best[:top]), values, strict=False)))

@@ -175,17 +175,17 @@ class Leader:
         self.cache = cache
         self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits)
         self._sender = sender
-        self._samplers: dict[int, Sampler] = {}  # of the requests for which the likeliest token is not enough
+        self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
 
     def submit(self, request: Request) -> None:
         """Take a request, as `Scheduler.submit` does."""
         self.scheduler.submit(request)
         if not request.sampling.greedy:
-            self._samplers[request.id] = Sampler(request, self.engine.plan.vocabulary, self.engine.device)
+            self._sampler.add(request)
 
     def cancel(self, request: int) -> Output | None:
         """End a request; None if it is not open."""
-        self._samplers.pop(request, None)
+        self._sampler.remove(request)
         return self.scheduler.cancel(request)
 
     def step(self) -> list[Output]:
@@ -200,7 +200,7 @@ class Leader:
         self.engine.counts.new += sum(output.token is not None for output in outputs)
         for output in outputs:
             if output.finish_reason is not None:
-                self._samplers.pop(output.request, None)
+                self._sampler.remove(output.request)
         return outputs
 
     def _draft(self, chunks: list[ScheduledChunk]) -> list[list[int]]:
@@ -214,35 +214,35 @@ class Leader:
             rows = [chunks[place].drafting_row(drafts[place]) for place in going]
             self._sender.send(Drafting(rows))
             results = self.engine.draft(rows, self.cache)
-            likeliest, given = iter(results.best), iter(() if results.logits is None else results.logits)
+            drawn = [chunks[place] for place, row in zip(going, rows, strict=True) if row.wanted == Wanted.LOGITS]
+            tokens = {
+                # Any token, if the logits are not finite.
+                Wanted.BEST: iter(max(0, token) for token in results.best),
+                Wanted.LOGITS: iter(() if results.logits is None else self._sampler.draft(ids(drawn), results.logits)),
+            }
             for place, row in zip(going, rows, strict=True):
-                if row.wanted == Wanted.BEST:
-                    drafts[place].append(max(0, next(likeliest)))  # any token, if the logits are not finite
-                elif row.wanted == Wanted.LOGITS:
-                    drafts[place].append(self._sampler(chunks[place]).propose(next(given)))
+                if row.wanted != Wanted.NOTHING:
+                    drafts[place].append(next(tokens[row.wanted]))
         return drafts
 
-    def _choose(
-        self, chunks: Iterable[ScheduledChunk], drafts: Iterable[list[int]], results: Results
-    ) -> list[list[Choice]]:
+    def _choose(self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results) -> list[list[Choice]]:
         """The next tokens of every chunk that wants one: the drafted ones that are right, and one more.
 
         That is UNDEFINED where the logits are not finite.
         """
-        likeliest, given = iter(results.best), iter(() if results.logits is None else results.logits)
+        likeliest, judged = iter(results.best), iter(list[list[Choice]]())
+        if results.logits is not None:
+            wanting = (chunk for chunk in chunks if chunk.wanted == Wanted.LOGITS)
+            judged = iter(self._sampler.judge(ids(wanting), results.logits))
         chosen: list[list[Choice]] = []
         for chunk, drafted in zip(chunks, drafts, strict=True):
-            places = len(drafted) + 1
             if chunk.wanted == Wanted.BEST:
-                best = list(islice(likeliest, places))
+                best = list(islice(likeliest, len(drafted) + 1))
                 right = takewhile(bool, map(eq, best, drafted))
                 chosen.append([(token, None) for token in best[: sum(right) + 1]])
             elif chunk.wanted == Wanted.LOGITS:
-                chosen.append(self._sampler(chunk).judge(list(islice(given, places))))
+                chosen.append(next(judged))
         return chosen
-
-    def _sampler(self, chunk: ScheduledChunk) -> Sampler:
-        return self._samplers[chunk.sequence.request.id]
 
     def progress(self, outputs: list[Output]) -> Progress:
         """What the starting process is told."""
@@ -261,3 +261,8 @@ class Leader:
             sum(count.bytes for count in counts),
         )
         return Progress(outputs, stats)
+
+
+def ids(chunks: Iterable[ScheduledChunk]) -> list[int]:
+    """Those of their requests."""
+    return [chunk.sequence.request.id for chunk in chunks]

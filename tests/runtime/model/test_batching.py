@@ -13,7 +13,6 @@ import torch
 from surgeon.exports.saving import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.model.sampling import logprob_of
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.worker.options import RankOptions
@@ -213,11 +212,11 @@ def test_logprobs_and_a_penalty_against_the_model(ranks: Ranks, checkpoint: Path
     for output in outputs:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens])).logits[0, -1]
-        wanted = logprob_of(output.token, logits, 3)
+        wanted = logits.log_softmax(-1)
         assert output.logprob.token == output.token
-        assert output.logprob.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-        assert [token for token, _ in output.logprob.top] == [token for token, _ in wanted.top]
-        assert [value for _, value in output.logprob.top] == pytest.approx([v for _, v in wanted.top], abs=1e-4)
+        assert output.logprob.logprob == pytest.approx(float(wanted[output.token]), abs=1e-4)
+        assert [token for token, _ in output.logprob.top] == wanted.topk(3).indices.tolist()
+        assert [value for _, value in output.logprob.top] == pytest.approx(wanted.topk(3).values.tolist(), abs=1e-4)
         seen = logits[tokens]
         logits[tokens] = torch.where(seen > 0, seen / 1.3, seen * 1.3)
         assert int(logits.argmax()) == output.token

@@ -5,22 +5,57 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.request import Choice, Request, Sampling
+from surgeon.runtime.model import filters
 from surgeon.runtime.model import sampling as module
-from surgeon.runtime.model.sampling import Sampler, draw, logprob_of, penalise
+from surgeon.runtime.model.filters import Look, filtered, penalise
+from surgeon.runtime.model.sampling import Sampler
 
 CPU = torch.device("cpu")
 
 
-def sampler(prompt: tuple[int, ...] = (0,), vocabulary: int = 50, **options: Any) -> Sampler:
-    return Sampler(Request(0, prompt, Sampling(**({"seed": 1} | options))), vocabulary, CPU)
+class OneText:
+    """A sampler that has one text."""
+
+    def __init__(self, sampling: Sampling, prompt: tuple[int, ...], vocabulary: int) -> None:
+        self.sampling = sampling
+        self.sampler = Sampler(vocabulary, CPU)
+        self.sampler.add(Request(0, prompt, sampling))
+
+    def choose(self, logits: torch.Tensor) -> Choice:
+        return self.sampler.choose([0], logits[None])[0]
+
+    def draft(self, logits: torch.Tensor) -> int:
+        return self.sampler.draft([0], logits[None])[0]
+
+    def judge(self, logits: list[torch.Tensor]) -> list[Choice]:
+        return self.sampler.judge([0], torch.stack(logits))[0]
+
+
+def sampler(prompt: tuple[int, ...] = (0,), vocabulary: int = 50, **options: Any) -> OneText:
+    return OneText(Sampling(**({"seed": 1} | options)), prompt, vocabulary)
+
+
+def draw(scores: torch.Tensor, sampling: Sampling, *numbers: float) -> list[int]:
+    """The token for each number."""
+    if not sampling.draws:
+        return [int(scores.argmax())] * len(numbers)
+    look, rows = Look.of(sampling, len(scores)), scores.expand(len(numbers), -1)
+    tokens = filtered(rows, [sampling] * len(numbers), look).drawn(numbers)
+    if (tokens < 0).any():
+        tokens = filtered(rows, [sampling] * len(numbers), look._replace(tokens=len(scores))).drawn(numbers)
+    found: list[int] = tokens[:, 0].tolist()
+    return found
 
 
 def kept_by_lists(scores: list[float], sampling: Sampling) -> dict[int, float]:
@@ -57,38 +92,163 @@ def test_every_kept_token_has_its_share_of_the_numbers(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     expected = kept_by_lists(scores.double().tolist(), sampling)
     number = 200
-    found = Counter(draw(scores, sampling, (i + 0.5) / number) for i in range(number))
+    found = Counter(draw(scores, sampling, *((i + 0.5) / number for i in range(number))))
     assert set(found) <= set(expected)
     for token, chance in expected.items():
         assert abs(found[token] - chance * number) <= 1
 
 
+def plain_token(logits: list[float], seen: set[int], sampling: Sampling, first: bool, number: float) -> int:
+    """The next token, from the definitions of the filters."""
+    penalty = sampling.repetition_penalty
+    scores = [x if at not in seen else x / penalty if x > 0 else x * penalty for at, x in enumerate(logits)]
+    for token in (*sampling.suppress_tokens, *(sampling.begin_suppress_tokens if first else ())):
+        scores[token] = -math.inf
+    if not sampling.draws:
+        return scores.index(max(scores))
+    kept = kept_by_lists(scores, sampling)  # the likeliest first
+    ranked = sampling.top_p < 1 or 0 < sampling.top_k < len(scores)
+    places = list(kept) if ranked else sorted(kept)
+    sums = list(accumulate(kept[token] for token in places))
+    return next(token for token, total in zip(places, sums, strict=True) if total > number * sums[-1])
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.4, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 17, 90]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3, 0.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.4, 0.7]),
+    logprobs=st.sampled_from([None, 0, 3]),
+    suppress_tokens=st.sampled_from([(), (3, 4)]),
+    begin_suppress_tokens=st.sampled_from([(), (7,)]),
+    seed=st.integers(0, 3),
+)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.lists(SAMPLINGS, min_size=1, max_size=7), st.sampled_from([1, 120, 1 << 17]))
+def test_texts_of_a_pass_get_what_each_gets_by_the_definitions(seed: int, texts: list[Sampling], at_once: int) -> None:
+    """Tokens of several passes, with nuclei wider than those looked at first, and however many are taken at a time."""
+    vocabulary, passes = 40, 4
+    steps = 2 * torch.randn(passes, len(texts), vocabulary, generator=torch.Generator().manual_seed(seed))
+    own = Sampler(vocabulary, CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filters, "NUCLEUS", 6)
+        patch.setattr(module, "CACHED_NUMBERS", at_once)
+        for number, sampling in enumerate(texts):
+            own.add(Request(number, (1, 2, number), sampling))
+        found = [own.choose(range(len(texts)), logits) for logits in steps]
+    for number, sampling in enumerate(texts):
+        random, seen = Random(f"{sampling.seed} 0 0"), {1, 2, number}
+        for step, logits in enumerate(steps[:, number].double()):
+            uniform = random.random() if sampling.draws else 0.0
+            token = plain_token(logits.tolist(), seen, sampling, not step, uniform)
+            seen.add(token)
+            chosen, told = found[step][number]
+            assert chosen == token
+            assert (told is None) == (sampling.logprobs is None)
+            if told is not None:
+                logprobs = logits.log_softmax(-1)
+                assert told.logprob == pytest.approx(float(logprobs[token]), abs=1e-5)
+                best = logprobs.topk(sampling.logprobs or 0)
+                assert [one for one, _ in told.top] == best.indices.tolist()
+                assert [one for _, one in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_texts_that_come_and_go_have_their_own_tokens_penalised() -> None:
+    """More texts, and longer ones, than there is room for at first; lines are used again."""
+    vocabulary, own = 200, Sampler(200, CPU)
+    random, seen = Random(5), dict[int, set[int]]()
+    for number in range(40):
+        if number > 4:
+            own.remove(gone := random.choice(list(seen)))
+            del seen[gone]
+        prompt = tuple(random.choices(range(vocabulary), k=random.choice([1, 50, 300])))
+        own.add(Request(number, prompt, Sampling(repetition_penalty=1.5)))
+        seen[number] = set(prompt)
+        logits = torch.randn(len(seen), vocabulary, generator=torch.Generator().manual_seed(number))
+        for text, row, (token, _) in zip(seen, logits, own.choose(list(seen), logits), strict=True):
+            assert token == plain_token(row.double().tolist(), seen[text], Sampling(repetition_penalty=1.5), False, 0)
+            seen[text].add(token)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what PyTorch is asked to do, and refuses what waits for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or PyTorch imports a compiler
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.05, "logprobs": 5},
+        {"repetition_penalty": 1.1},
+    ],
+    ids=str,
+)
+def test_many_texts_take_as_many_launches_as_two_and_are_read_at_once(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
+    counted = []
+    for number in (2, 32):
+        own, reads[:] = Sampler(600, CPU), []
+        for text in range(number):
+            own.add(Request(text, (1, 2, 3), Sampling(seed=1, place=(text, 0), **options)))
+        logits = 4 * torch.randn(number, 600, generator=torch.Generator().manual_seed(0))
+        own.choose(range(number), logits)  # which notes the prompts
+        reads.clear()
+        with Launches() as launches:
+            own.choose(range(number), logits)
+        assert len(reads) == 1
+        counted.append(launches.number)
+    assert counted[0] == counted[1] < 30
+
+
 def test_nuclei_wider_than_those_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NUCLEUS", 4)
+    monkeypatch.setattr(filters, "NUCLEUS", 4)
     scores = torch.randn(40, generator=torch.Generator().manual_seed(3))
     sampling = Sampling(temperature=1.5, top_p=0.8)
     expected = kept_by_lists(scores.double().tolist(), sampling)
     assert len(expected) > 4
-    assert {draw(scores, sampling, (i + 0.5) / 2000) for i in range(2000)} == set(expected)
+    assert set(draw(scores, sampling, *((i + 0.5) / 2000 for i in range(2000)))) == set(expected)
+    chooser = sampler(vocabulary=40, temperature=1.5, top_p=0.8)
+    assert {chooser.choose(scores)[0] for _ in range(500)} == set(expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e30, 1e300])
 def test_extreme_temperatures(temperature: float) -> None:
     scores = torch.tensor([1.0, 5.0, -torch.inf, 4.999])
-    found = {draw(scores, Sampling(temperature=temperature), i / 100) for i in range(100)}
-    assert found == ({1} if temperature < 1 else {0, 1, 3})
+    found = draw(scores, Sampling(temperature=temperature), *(i / 100 for i in range(100)))
+    assert set(found) == ({1} if temperature < 1 else {0, 1, 3})
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
 def test_the_ends_of_the_range(options: dict[str, Any]) -> None:
     scores = torch.tensor([0.0, 0.1, -torch.inf, 0.3])
-    for uniform in (0.0, math.nextafter(1.0, 0.0)):
-        assert draw(scores, Sampling(temperature=1.0, **options), uniform) in (0, 1, 3)
+    found = draw(scores, Sampling(temperature=1.0, **options), 0.0, math.nextafter(1.0, 0.0))
+    assert set(found) <= {0, 1, 3}
 
 
 def test_greedy_with_a_penalty() -> None:
     logits = torch.tensor([2.0, 1.5, -1.0, -1.5])
-    assert penalise(logits, torch.tensor([True, False, True, False]), 2.0).tolist() == [1.0, 1.5, -2.0, -1.5]
+    assert penalise(logits[None], torch.tensor([[0, 2, 0]]), 2.0).tolist() == [[1.0, 1.5, -2.0, -1.5]]
     chooser = sampler((3,), 4, repetition_penalty=2.0)
     assert [chooser.choose(logits)[0] for _ in range(4)] == [0, 1, 0, 0]
     without = sampler((3,), 4)
@@ -160,8 +320,8 @@ def test_logprobs_are_the_models_own() -> None:
     order = sorted(range(50), key=lambda other: -reference[other])
     assert [other for other, _ in reported.top] == order[:3]
     assert [value for _, value in reported.top] == pytest.approx([reference[other] for other in order[:3]], abs=1e-5)
-    assert logprob_of(7, logits, 0).top == ()
-    assert len(logprob_of(7, logits[:8], 20).top) == 8
+    assert [one.top for _, one in [sampler(logprobs=0).choose(logits)] if one] == [()]
+    assert [len(one.top) for _, one in [sampler(vocabulary=8, logprobs=20).choose(logits[:8])] if one] == [8]
     assert sampler().choose(logits)[1] is None
 
 
@@ -205,7 +365,7 @@ def test_a_filter_that_leaves_one_token_takes_the_first_of_equal_ones_as_greedy_
     logits = torch.tensor([1.0, 3.0, 3.0, 3.0, 2.0])
     hot = sampler(vocabulary=5, temperature=9.0, **filters)
     assert hot.choose(logits)[0] == sampler(vocabulary=5).choose(logits)[0]
-    token = hot.propose(logits)
+    token = hot.draft(logits)
     assert [hot.judge([logits, logits])[0][0], token] == [1, 1]
 
 
@@ -227,23 +387,24 @@ def test_judged_drafts_have_the_models_distribution(options: dict[str, Any]) -> 
     words, number = 7, 1500
     generator = torch.Generator().manual_seed(5)
     drafts, model = (1.5 * torch.randn(3, words, generator=generator) for _ in range(2))
-    chooser = sampler((2,), words, **options)
     first: Counter[int] = Counter()
     second: dict[int, Counter[int]] = {}
-    for _ in range(number):
-        if chooser._seen is not None:  # what the text before has made of it
-            chooser._seen = torch.arange(words) == 2
-        proposed = [chooser.propose(logits) for logits in drafts[:2]]
-        tokens = [token for token, _ in chooser.judge(list(model))]
-        assert tokens[:-1] == proposed[: len(tokens) - 1]
+    own, sampling = Sampler(words, CPU), Sampling(**options, seed=1)
+    for text in range(number):
+        own.add(Request(text, (2,), replace(sampling, place=(text, 0))))
+    texts = range(number)
+    proposed = [own.draft(texts, logits.expand(number, -1)) for logits in drafts[:2]]
+    for text, choices in enumerate(own.judge(texts, model.repeat(number, 1))):
+        tokens = [token for token, _ in choices]
+        assert tokens[:-1] == [each[text] for each in proposed[: len(tokens) - 1]]
         first[tokens[0]] += 1
         if len(tokens) > 1:
             second.setdefault(tokens[0], Counter())[tokens[1]] += 1
-    expected = shares(model[0], {2}, chooser.sampling)
+    expected = shares(model[0], {2}, sampling)
     assert deviation(first, expected) < 3.5
-    assert options["temperature"] == 0 or deviation(first, shares(drafts[0], {2}, chooser.sampling)) > 10
+    assert options["temperature"] == 0 or deviation(first, shares(drafts[0], {2}, sampling)) > 10
     for token, found in second.items():
-        assert deviation(found, shares(model[1], {2, token}, chooser.sampling)) < 3.5
+        assert deviation(found, shares(model[1], {2, token}, sampling)) < 3.5
 
 
 def shares(logits: torch.Tensor, seen: set[int], sampling: Sampling) -> dict[int, float]:
@@ -271,9 +432,9 @@ def deviation(found: Counter[int], expected: dict[int, float]) -> float:
 def test_what_no_number_follows_is_not_judged() -> None:
     chooser, good = sampler((0,), 5, temperature=1.0), torch.tensor([0.0, 1.0, 2.0, 1.0, 0.0])
     bad = torch.full((5,), torch.nan)
-    assert chooser.propose(bad) == 0
+    assert chooser.draft(bad) == 0
     assert chooser.judge([bad, good]) == [(-1, None)]
-    chooser.propose(good)
+    chooser.draft(good)
     choices = chooser.judge([good, bad])
     assert choices[-1] == (-1, None)
     assert len(choices) == 2  # the same logits accept what they proposed
