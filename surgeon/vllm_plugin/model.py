@@ -219,5 +219,6 @@ def plan_of(vllm_config: Any) -> Plan:
         get_tensor_model_parallel_world_size(),
         model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
-        low_rank="replicate",  # vLLM's ranks reduce, and gather nothing inside a step
+        low_rank=read_settings(vllm_config.additional_config).low_rank,
+        kv="full",  # vLLM's attentions read keys and values out of the cache themselves
     )

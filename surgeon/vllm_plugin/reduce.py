@@ -2,11 +2,12 @@
 
 A ladder's reductions have to travel while the next step computes, and vLLM's own all-reduce waits for the result:
 
+    side    vLLM's own on a stream beside the one that computes: GPUs
     shm     this package's memory that the processes of one machine share: CPU ranks on one machine
-    torch   an asynchronous all-reduce of `torch.distributed`: NCCL on GPUs, gloo between machines without them
+    torch   an asynchronous all-reduce of `torch.distributed`: gloo, or NCCL, which no recorded pass may hold
     vllm    vLLM's own, which nothing overlaps
-    auto    for programs with late steps shm where that can be, else torch; for other programs vllm, but shm where
-            vLLM's CPU ranks have no shared memory (they need AVX-512)
+    auto    for programs with late steps side on GPUs, shm where that can be, else torch; for other programs vllm, but
+            shm where vLLM's CPU ranks have no shared memory (they need AVX-512)
 
 Two CPU ranks with other work beside them took, for 2 KB to 256 KB: vllm 5 to 55 microseconds, shm 20 to 90, of which
 10 to 35 to start one, torch (gloo) 250 to 1,300, of which 50. So something is to be won by the first only where nobody
@@ -19,14 +20,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
 from surgeon.language.program import Program, steps_of
-from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives
+from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, create_memory
 from surgeon.runtime.plan.placement import Group
 
@@ -44,15 +48,27 @@ def connect(way: str, program: Program) -> Collectives:
     ranks = get_tp_group()
     if ranks.world_size == 1:
         return Alone()
-    on_one_machine = ranks.device.type == "cpu" and all(in_the_same_node_as(ranks.cpu_group))
-    if way == "shm" and not on_one_machine:
-        raise ValueError("reduce shm in --additional-config needs CPU ranks on one machine; use torch or auto")
+    late = any(step.late for step in steps_of(program.nodes))
+    if ranks.device.type != "cpu":
+        return _on_gpus(way if way != "auto" else "side" if late else "vllm", ranks)
+    on_one_machine = all(in_the_same_node_as(ranks.cpu_group))
+    if way == "side" or (way == "shm" and not on_one_machine):
+        needed = "GPUs" if way == "side" else "CPU ranks on one machine"
+        raise ValueError(f"reduce {way} in --additional-config needs {needed}; use torch or auto")
     asynchronous = _shared_memory(ranks) if on_one_machine and way != "torch" else GroupCollectives(ranks)
     if way == "auto":
-        late = any(step.late for step in steps_of(program.nodes))
         # On CPUs this attribute says whether vLLM's ranks share memory.
         way = "shm" if late or (on_one_machine and not ranks.device_communicator.supports_tensor_dict) else "vllm"
     return VllmCollectives(ranks, asynchronous) if way == "vllm" else asynchronous
+
+
+def _on_gpus(way: str, ranks: Any) -> Collectives:
+    if way == "shm":
+        raise ValueError("reduce shm in --additional-config needs CPU ranks on one machine; use side or auto")
+    if way == "torch":
+        return GroupCollectives(ranks)
+    side = torch.cuda.Stream(ranks.device, priority=-1) if way == "side" else None  # ahead of what computes
+    return GpuCollectives(ranks, _members(ranks), ranks.all_reduce, ranks.device_communicator.pynccl_comm, side)
 
 
 def _shared_memory(ranks: Any) -> Collectives:
@@ -100,3 +116,68 @@ class VllmCollectives(Collectives):
 
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         return self.other._all_gather(tensor)
+
+
+class GpuCollectives(Collectives):
+    """vLLM's own between GPUs, which its recorded passes can hold.
+
+    On a stream of its own a reduction travels while the next step is computed. All that a rank sends then goes by that
+    one stream: a communicator is never used by two at once.
+
+    Args:
+        ranks: vLLM's tensor-parallel group.
+        all_reduce: gives the sum of a tensor over the group's members, by the current stream.
+        nccl: vLLM's NCCL communicator between them.
+        side: the stream; None for the one that computes.
+    """
+
+    def __init__(
+        self,
+        ranks: Any,
+        group: Group,
+        all_reduce: Callable[[Tensor], Tensor],
+        nccl: Any,
+        side: torch.cuda.Stream | None,
+    ) -> None:
+        super().__init__(ranks.rank_in_group, group)
+        self.ranks = ranks
+        self.sum = all_reduce
+        self.nccl = nccl
+        self.side = side
+
+    def _connect(self, group: Group) -> Collectives:
+        if self.rank not in group or len(group) == 1:
+            return Unconnected(self.rank, group)  # never used, or nothing is sent
+        members = [self.ranks.ranks[member] for member in group]
+        meeting = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        nccl = PyNcclCommunicator(meeting, self.ranks.device)
+        if nccl.disabled:
+            raise ValueError("branches on some of the ranks need vLLM's NCCL; unset VLLM_DISABLE_PYNCCL")
+        return GpuCollectives(self.ranks, group, nccl.all_reduce, nccl, self.side)
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self._sent(tensor, self.sum)
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self._sent(tensor.contiguous(), self._gathered)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        every = tensor.new_empty(len(self.group), *tensor.shape)
+        self.nccl.all_gather(every, tensor)
+        return every
+
+    def _sent(self, tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        if self.side is None:
+            result = send(tensor)
+            return lambda: result
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            # In memory of the side's, which is used again by the side only: by then it has waited for the readers.
+            result = send(tensor)
+            done = self.side.record_event()
+        return partial(_arrived, result, done, tensor)
+
+
+def _arrived(result: Tensor, done: torch.cuda.Event, operand: Tensor) -> Tensor:  # noqa: ARG001 - kept until then
+    torch.cuda.current_stream().wait_event(done)
+    return result

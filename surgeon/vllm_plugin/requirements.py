@@ -9,7 +9,8 @@ from surgeon.errors import did_you_mean
 from surgeon.language.program import Node
 
 FORMATS = ("auto", "hf", "safetensors")  # of vLLM's --load-format
-REDUCE = ("auto", "shm", "torch", "vllm")
+REDUCE = ("auto", "side", "shm", "torch", "vllm")
+LOW_RANK = ("replicate", "gather")
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,12 @@ class PluginSettings:
 
     Attributes:
         reduce: how ranks add up what they computed, one of REDUCE; reduce.py says what they are.
+        low_rank: how ranks share matrices that are two factors, as `Plan.low_rank`: each has the first factors of what
+            reads the stream, or computes some of them and gathers the rest.
     """
 
     reduce: str = "auto"
+    low_rank: str = "replicate"
 
 
 def read_settings(additional_config: Any) -> PluginSettings:
@@ -35,10 +39,9 @@ def read_settings(additional_config: Any) -> PluginSettings:
         if name not in known:
             raise ValueError(f"there is no setting {name!r} in --additional-config; {did_you_mean(name, known)}")
     settings = PluginSettings(**found)
-    if settings.reduce not in REDUCE:
-        raise ValueError(
-            f"there is no reduce {settings.reduce!r} in --additional-config; {did_you_mean(settings.reduce, REDUCE)}"
-        )
+    for name, value, values in (("reduce", settings.reduce, REDUCE), ("low_rank", settings.low_rank, LOW_RANK)):
+        if value not in values:
+            raise ValueError(f"there is no {name} {value!r} in --additional-config; {did_you_mean(value, values)}")
     return settings
 
 
@@ -49,8 +52,6 @@ def reason_against(vllm_config: Any) -> str | None:
         return "it has no quantised weights; leave out --quantization"
     if load_format not in FORMATS:
         return f"it reads safetensors itself, not by --load-format {load_format}; use auto or safetensors"
-    if vllm_config.device_config.device_type != "cpu" and not vllm_config.model_config.enforce_eager:
-        return "its passes cannot be recorded as CUDA graphs yet; add --enforce-eager"
     if parallel.decode_context_parallel_size > 1:
         return "it does not divide a text's cache among ranks; leave out --decode-context-parallel-size"
     return None

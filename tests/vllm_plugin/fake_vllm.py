@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.vllm_plugin.fake_streams import sent
 
 
 class Attention(nn.Module):
@@ -85,6 +88,35 @@ class IntermediateTensors:
         return self.tensors[name]
 
 
+class CompilationMode(enum.IntEnum):
+    NONE = 0
+    VLLM_COMPILE = 3
+
+
+class CUDAGraphMode(enum.Enum):
+    NONE = 0
+    FULL = 2
+    FULL_DECODE_ONLY = (2, 0)
+
+
+class Nccl:
+    """Two or more GPUs that hold the same: sums are as many times this one's part as it has members.
+
+    What is sent by a stream arrives when that stream is waited for (fake_streams.py).
+    """
+
+    disabled = False
+
+    def __init__(self, group: Any, device: Any) -> None:  # noqa: ARG002 - as vLLM's
+        self.members = len(group)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return sent(lambda total: total.copy_(tensor * self.members), torch.empty_like(tensor))
+
+    def all_gather(self, every: Tensor, tensor: Tensor) -> None:
+        sent(lambda every: every.copy_(tensor.expand_as(every)), every)
+
+
 def _parameter(tensor: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(tensor, requires_grad=False)
 
@@ -98,6 +130,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 def install(monkeypatch: Any) -> SimpleNamespace:
     """Make `import vllm` find the stand-ins; returns the pipeline group, whose rank and size tests may change."""
+    base: Any = type("VerifyAndUpdateConfig", (), {})
     stages = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True, is_last_rank=True)
     layers = "vllm.model_executor.layers"
     contents: dict[str, dict[str, Any]] = {
@@ -110,6 +143,9 @@ def install(monkeypatch: Any) -> SimpleNamespace:
             "get_tp_group": lambda: SimpleNamespace(world_size=1),
             "in_the_same_node_as": lambda _: [True],
         },
+        "vllm.distributed.device_communicators.pynccl": {"PyNcclCommunicator": Nccl},
+        "vllm.config": {"CompilationMode": CompilationMode, "CUDAGraphMode": CUDAGraphMode},
+        "vllm.model_executor.models.config": {"VerifyAndUpdateConfig": base, "MODELS_CONFIG_MAP": {}},
         f"{layers}.attention": {"Attention": Attention},
         f"{layers}.logits_processor": {"LogitsProcessor": LogitsProcessor},
         f"{layers}.vocab_parallel_embedding": {
@@ -125,24 +161,23 @@ def install(monkeypatch: Any) -> SimpleNamespace:
             if name not in sys.modules:
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[path]).update(names)
-    for own in ("model", "reduce"):  # imported with the stand-ins, so not to be left behind
-        monkeypatch.delitem(sys.modules, f"surgeon.vllm_plugin.{own}", raising=False)
+    forget(monkeypatch)
     return stages
 
 
 def forget(monkeypatch: Any) -> None:
-    """Take back what was imported with the stand-ins."""
-    for own in ("model", "reduce"):
+    """Take back what was imported with the stand-ins, or without them."""
+    for own in ("model", "reduce", "passes"):
         monkeypatch.delitem(sys.modules, f"surgeon.vllm_plugin.{own}", raising=False)
 
 
 def configuration(folder: Any, **settings: Any) -> SimpleNamespace:
     """As much of vLLM's configuration as the plugin reads."""
-    model = SimpleNamespace(
-        model=str(folder), revision=None, max_model_len=32, dtype=torch.float32, enforce_eager=False
-    )
+    model = SimpleNamespace(model=str(folder), revision=None, max_model_len=32, dtype=torch.float32)
     return SimpleNamespace(
         model_config=model,
+        compilation_config=SimpleNamespace(mode=None, cudagraph_mode=None),
+        optimization_level=2,
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),

@@ -22,6 +22,7 @@ from surgeon.vllm_plugin.heads import attentions_at_once, with_all_heads
 from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
 from tests.checkpoint.helpers import run_export, save_source
 from tests.tiny_models import tiny_model
+from tests.vllm_plugin import fake_vllm
 from tests.vllm_plugin.fake_vllm import configuration
 
 GROUP = "vllm.general_plugins"
@@ -37,9 +38,9 @@ class Shape:
 
 def test_vllm_starts_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, str] = {}
-    vllm = ModuleType("vllm")
-    vllm.ModelRegistry = SimpleNamespace(register_model=found.__setitem__)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    fake_vllm.install(monkeypatch)
+    registry = SimpleNamespace(register_model=found.__setitem__)
+    monkeypatch.setattr(sys.modules["vllm"], "ModelRegistry", registry, raising=False)
     shapes = ModuleType("vllm.transformers_utils.model_arch_config_convertor")
     vars(shapes).update(ModelArchConfigConvertorBase=Shape, MODEL_ARCH_CONFIG_CONVERTORS={"falcon": Shape})
     utils = ModuleType("vllm.transformers_utils")
@@ -53,6 +54,7 @@ def test_vllm_starts_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) ->
     assert set(found) == {PROGRAM.causal_class(name) for name in FAMILIES}
     own = {PROGRAM.prefix + name for name in FAMILIES}
     assert set(shapes.MODEL_ARCH_CONFIG_CONVERTORS) == {"falcon"} | own
+    assert set(sys.modules["vllm.model_executor.models.config"].MODELS_CONFIG_MAP) == set(found)
     (model,) = set(found.values())
     module, _, name = model.partition(":")
     assert f"class {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
@@ -110,7 +112,6 @@ def test_the_heads_of_all_tracks_divide_among_ranks(family: str) -> None:
     [
         ("load_config", "load_format", "dummy", "not by --load-format dummy; use auto or safetensors"),
         ("parallel_config", "decode_context_parallel_size", 2, "leave out --decode-context-parallel-size"),
-        ("device_config", "device_type", "cuda", "add --enforce-eager"),
         (None, "quant_config", object(), "leave out --quantization"),
     ],
 )
@@ -119,6 +120,34 @@ def test_what_the_plugin_cannot_do(part: str | None, name: str, value: Any, mess
     assert reason_against(config) is None
     setattr(config if part is None else getattr(config, part), name, value)
     assert message in str(reason_against(config))
+
+
+@pytest.mark.parametrize(
+    ("level", "asked", "reduce", "recorded"),
+    [
+        (2, None, "auto", "FULL_DECODE_ONLY"),
+        (2, "FULL", "side", "FULL"),
+        (2, "NONE", "auto", "NONE"),
+        (2, "FULL", "torch", "NONE"),
+        (0, None, "auto", None),
+    ],
+)
+def test_which_passes_are_recorded(
+    level: int, asked: str | None, reduce: str, recorded: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_vllm.install(monkeypatch)
+    from surgeon.vllm_plugin.passes import ProgramPasses
+
+    config = configuration("folder", reduce=reduce)
+    config.optimization_level = level
+    config.compilation_config.cudagraph_mode = asked and fake_vllm.CUDAGraphMode[asked]
+    ProgramPasses.verify_and_update_config(config)
+    assert config.compilation_config.mode == fake_vllm.CompilationMode.NONE
+    assert config.compilation_config.cudagraph_mode == (recorded and fake_vllm.CUDAGraphMode[recorded])
+    config.compilation_config.mode = fake_vllm.CompilationMode.VLLM_COMPILE
+    with pytest.raises(ValueError, match="are not compiled; leave out -cc.mode"):
+        ProgramPasses.verify_and_update_config(config)
+    fake_vllm.forget(monkeypatch)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
