@@ -2,12 +2,13 @@
 
 All programs are loaded by the same ranks, and every round runs each of them once, so that whatever else the machine
 does disturbs all alike. Texts are random token ids; all texts of a batch are computed together, their prompts in one
-pass.
+pass, or in chunks.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -89,11 +90,13 @@ class RankBench:
     Attributes:
         plans: of the programs, by name.
         unconnected: names of those whose ranks do not wait for each other.
+        pass_tokens: of prompts that are computed in one pass at most; None for all of them.
     """
 
     ranks: Ranks
     plans: Mapping[str, Plan]
     unconnected: Collection[str] = ()
+    pass_tokens: int | None = None
 
     @classmethod
     def load(cls, ranks: Ranks, plans: Mapping[str, Plan], unconnected: Collection[str] = ()) -> RankBench:
@@ -105,7 +108,8 @@ class RankBench:
     def run(self, name: str, load: Workload, events: bool = False) -> list[RankRun]:
         """Run one program once; what each rank measured."""
         vocabulary = min(plan.vocabulary for plan in self.plans.values())  # token ids that all of the models have
-        limits = Limits(load.batch, self.plans[name].max_tokens, pass_tokens=load.batch * load.prompt)
+        together = min(load.batch * load.prompt, self.pass_tokens or sys.maxsize)
+        limits = Limits(load.batch, self.plans[name].max_tokens, pass_tokens=together)
         blocks = load.batch * blocks_for(load.length)
         runs: list[RankRun] = self.ranks.call(run_timed, load.requests(vocabulary), blocks, limits, name, events)
         return runs

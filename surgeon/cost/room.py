@@ -53,16 +53,23 @@ def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt
     sizes, tokens, ranks = _footprint(plan, shapes), texts * prompt, plan.ranks
     blocks = sizes.blocks(texts, plan.max_tokens, tokens)
     weights = max(range(ranks), key=lambda rank: sizes.weights[rank] + blocks * sizes.block[rank])
-    # The stream, its normed copy, what is pending, the widest sublayer's own; and the logits of the last tokens.
-    own = 2 * shapes.neurons // ranks + 2 * (shapes.heads + shapes.kv_heads) * shapes.head_dim // ranks
-    activations = plan.dtype_bytes * tokens * (4 * shapes.hidden + own) + 4 * texts * -(-shapes.vocabulary // ranks)
     together = -(-ranks // hardware.devices) if hardware.sharing else 1  # ranks that share one device
     return Room(
         weights=sizes.weights[weights],
         cache=blocks * sizes.block[weights] + sizes.buffers[weights] * blocks_for(plan.max_tokens),
-        activations=activations,
+        activations=activation_bytes(shapes, plan, texts, tokens),
         there=int(USABLE * hardware.device.memory / together),
     )
+
+
+def activation_bytes(shapes: ModelShapes, plan: Plan, texts: int, tokens: int) -> int:
+    """What a pass of so many tokens needs on a rank besides weights and cache.
+
+    The stream, its normed copy, what is pending, the widest sublayer's own; and the logits of the texts' last tokens.
+    """
+    own = 2 * shapes.neurons // plan.ranks + 2 * (shapes.heads + shapes.kv_heads) * shapes.head_dim // plan.ranks
+    logits = 4 * texts * -(-shapes.vocabulary // plan.ranks)
+    return plan.dtype_bytes * tokens * (4 * shapes.hidden + own) + logits
 
 
 def most_texts(shapes: ModelShapes, plan: Plan, hardware: Hardware, prompt: int, limit: int) -> int:

@@ -89,6 +89,12 @@ def unload(rank: Rank, name: str = ENGINE) -> None:
     gc.freeze()
 
 
+def forget_cache(rank: Rank, name: str = ENGINE) -> None:
+    """Runs on a rank: give back what an engine keeps for the next texts."""
+    engine: RankEngine = rank.engines[name]
+    engine.forget_cache()
+
+
 def complete(
     rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str = ENGINE, grouped: bool = False
 ) -> tuple[list[Output], Figures]:

@@ -1,0 +1,247 @@
+"""A paper's tables, measured on this machine and printed row by row beside what the paper prints.
+
+    scripts/gpu/papers lp|ladder|pt|deinfer|racks [-o FOLDER] [--small] [--exact] [--model SHAPE] [--only TEXT] [--list]
+
+Models are configurations of docs/shapes with random weights, of which ranks have one copy for all programs that are
+compared; nothing is fetched. Loads, ranks and programs are those of the paper's tables (docs/papers-tables.json).
+Where there are fewer GPUs than a row is printed for, it runs on as many as there are (a power of two), and "ranks" says
+so; with --exact it does not run. Prompts run in chunks of --chunk tokens. A row that cannot run says why: memory,
+GPUs, heads that do not divide. "No P2P" is NCCL with NCCL_P2P_DISABLE=1.
+
+FOLDER (by default runs/papers-PAPER) is what to send back: a file for each measured program and load in runs/, written
+once it is measured, table.md, rows.csv, rows.json and machine.json. Killed, the same command goes on.
+
+--small takes tiny shapes of the same kind and small loads on two CPU ranks: it shows that the script works, and its
+figures mean nothing. Nothing of this has been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
+
+import pandas as pd
+import torch
+
+from scripts.cost.cases import read_cases
+from scripts.gpu.paper_bench import Settings, Shared, measure
+from scripts.gpu.paper_specs import Measured, Place, Row, Spec
+from surgeon.checkpoint.read import read_json
+from surgeon.gpus import describe_gpu
+from surgeon.processes.files import make_folder, write_json, write_table, write_text
+from surgeon.provenance import command_line, versions
+
+TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers-tables.json"
+PAPERS = {"lp": "layer-parallelism", "ladder": "ladder-residual", "pt": "parallel-track", "deinfer": "deinfer"}
+SMALL_PASS = 32  # tokens of prompts: less than those of a load, so that there are chunks
+HEAD = "| table | row | ranks | printed | here | unit | printed, x | here, x | |\n|:--|:--|--:|--:|--:|:--|--:|--:|:--|"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the result.
+
+    Attributes:
+        ranks: that measured it; the paper's are in `printed_ranks`.
+        printed, here: in the printed unit; NaN where it was not measured.
+        printed_speedup, here_speedup: times the baseline of the table; NaN for a baseline.
+        note: why there is nothing, or nothing to say.
+    """
+
+    table: str
+    row: str
+    ranks: int
+    printed_ranks: int
+    printed: float
+    here: float
+    unit: str
+    printed_speedup: float
+    here_speedup: float
+    note: str
+
+    def __str__(self) -> str:
+        ranks = str(self.ranks) if self.ranks == self.printed_ranks else f"{self.ranks} of {self.printed_ranks}"
+        numbers = (self.printed, self.here, self.printed_speedup, self.here_speedup)
+        printed, here, *speedups = ("" if one != one else f"{one:.4g}" for one in numbers)
+        cells = [self.table, self.row, ranks, printed, here, self.unit, *speedups, self.note]
+        return "| " + " | ".join(cells) + " |"
+
+
+@dataclass
+class Results:
+    """What has been measured, and what cannot be."""
+
+    folder: Path
+    found: dict[str, Measured]
+    reasons: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """Those of an earlier start."""
+        files = sorted((folder / "runs").glob("*.json"))
+        return cls(folder, {file.stem: read_json(file) for file in files}, {})
+
+    def add(self, spec: Spec, measured: Measured | str) -> None:
+        """Keep what a spec came to, on disk if it is a measurement: what failed is tried again."""
+        if isinstance(measured, str):
+            self.reasons[spec.key] = measured
+        else:
+            write_json(self.folder / "runs" / f"{spec.key}.json", dict(measured))
+            self.found[spec.key] = measured
+
+    def knows(self, spec: Spec) -> bool:
+        """Whether there is nothing more to find out about it."""
+        return spec.key in self.found or spec.key in self.reasons
+
+    def line(self, row: Row) -> Line:
+        """A row as far as it is known."""
+        case, nan = row.case, float("nan")
+        missing = [spec for spec in row.specs if spec.key not in self.found]
+        here = nan if missing else row.value(self.found)
+        speedup = None if missing else row.speedup(self.found)
+        reasons = [self.reasons.get(spec.key, "not measured") for spec in missing]
+        return Line(
+            case.group,
+            case.text,
+            row.own[0].ranks,
+            case.run.ranks,
+            case.printed,
+            here,
+            case.unit,
+            nan if case.speedup is None else case.speedup,
+            nan if speedup is None else speedup,
+            "; ".join(dict.fromkeys(reasons)),
+        )
+
+
+def run(settings: Settings, rows: Sequence[Row], results: Results, say: Callable[[str], None]) -> None:
+    """Measure what is missing, and say every row once all of it is known."""
+    open_rows = list(rows)
+
+    def say_known() -> None:
+        for row in [row for row in open_rows if all(map(results.knows, row.specs))]:
+            open_rows.remove(row)
+            say(str(results.line(row)))
+
+    say_known()
+    specs = dict.fromkeys(spec for row in rows for spec in row.specs if not results.knows(spec))
+    for spec, measured in measure(settings, sorted(specs, key=lambda one: (one.load.length * one.batch, one.key))):
+        results.add(spec, measured)
+        say_known()
+
+
+def listed(settings: Settings, rows: Sequence[Row], results: Results) -> None:
+    """Note of every spec why it cannot be measured, or that it can be."""
+    for spec in dict.fromkeys(spec for row in rows for spec in row.specs if not results.knows(spec)):
+        results.reasons[spec.key] = Shared(settings, [spec]).why_not(spec) or "can be measured"
+
+
+def write(folder: Path, lines: Sequence[Line], heading: str) -> None:
+    """What is sent back, beside the runs."""
+    write_text(folder / "table.md", "\n".join([heading, "", HEAD, *map(str, lines)]) + "\n")
+    write_table(folder / "rows.csv", pd.DataFrame([asdict(line) for line in lines]))
+    records = [{name: None if value != value else value for name, value in asdict(line).items()} for line in lines]
+    write_text(folder / "rows.json", json.dumps(records, indent=1) + "\n")
+
+
+def machine(settings: Settings) -> dict[str, Any]:
+    """Facts of this machine and of how it was measured."""
+    gpus = [describe_gpu(torch.device("cuda", number)) for number in range(settings.place.gpus or 0)]
+    how = {"rounds": settings.rounds, "pass_tokens": settings.pass_tokens, "decoding": settings.decoding}
+    place = {"small": settings.place.small, "exact": settings.place.exact, "model": settings.place.model}
+    return {"gpus": gpus, "versions": versions(), "cuda": torch.version.cuda, "settings": how | place}
+
+
+def check_folder(folder: Path, settings: Settings) -> None:
+    """Make the folder, or see that what is in it was measured in the same way.
+
+    Raises:
+        ValueError: if it was not.
+    """
+    make_folder(folder / "runs")
+    facts, file = machine(settings), folder / "machine.json"
+    if file.exists() and (before := read_json(file)) and any(before.get(key) != facts[key] for key in facts):
+        changed = ", ".join(key for key in facts if before.get(key) != facts[key])
+        raise ValueError(f"{folder} has runs of other {changed} (see its machine.json); give another folder with -o")
+    write_json(file, facts | {"command": command_line()})
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu/papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paper", choices=list(PAPERS), help="which")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="to send back")
+    parser.add_argument("--small", action="store_true", help="tiny shapes on two CPU ranks")
+    parser.add_argument("--exact", action="store_true", help="on as many ranks as a row is printed for, or not at all")
+    parser.add_argument("--model", metavar="SHAPE", help="a file of docs/shapes in place of the rows' own models")
+    parser.add_argument("--only", metavar="TEXT", help="rows in which this stands")
+    parser.add_argument("--list", action="store_true", help="say what can be measured here, and measure nothing")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of prompts in a pass")
+    parser.add_argument("--decoding", default="auto", help="auto (recorded passes), static, dynamic")
+    options = parser.parse_args(arguments)
+    if not options.small and not torch.cuda.is_available():
+        parser.error("there is no GPU that this PyTorch can use; --small tries the script on the CPU")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print one paper's rows; the exit status is 0 if a row was measured, or nothing was to be."""
+    options = parse(arguments)
+    folder = options.output or Path("runs") / f"papers-{options.paper}"
+    place = Place(None if options.small else torch.cuda.device_count(), options.exact, options.small, options.model)
+    rounds, chunk = (1, SMALL_PASS) if options.small else (options.rounds, options.chunk)
+    device = "cpu" if options.small else "cuda"
+    settings = Settings(place, folder / "shapes", device, rounds, chunk, options.decoding)
+    try:
+        check_folder(folder, settings)
+        rows = rows_of(options, place)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    results = Results.read(folder)
+    print(HEAD, flush=True)
+    if options.list:
+        listed(settings, rows, results)
+        print(*(results.line(row) for row in rows), sep="\n")
+        return 0
+    run(settings, rows, results, lambda line: print(line, flush=True))
+    lines = [results.line(row) for row in rows]
+    told = ", ".join(f"{package} {version}" for package, version in versions().items())
+    write(folder, lines, f"{PAPERS[options.paper]} on {place_of(settings)}; {told}; `{command_line()}`")
+    measured = sum(line.here == line.here for line in lines)
+    print(f"{measured} of {len(lines)} rows measured; {folder} is what to send back", file=sys.stderr)
+    return 0 if measured else 1
+
+
+def rows_of(options: argparse.Namespace, place: Place) -> list[Row]:
+    """The rows that are asked for.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    tables: Mapping[str, Any] = read_json(TABLES)
+    cases = read_cases(tables["rows"])
+    chosen = [case for case in cases if case.paper == PAPERS[options.paper] and (options.only or "") in case.text]
+    if not chosen:
+        raise ValueError(f"no row of {PAPERS[options.paper]} has {options.only!r} in it; see docs/papers-tables.json")
+    return place.rows(chosen)
+
+
+def place_of(settings: Settings) -> str:
+    """Where, for people."""
+    if settings.device == "cpu":
+        return "two CPU ranks and tiny shapes (figures mean nothing)"
+    return f"{settings.place.gpus} x {describe_gpu(torch.device('cuda', 0))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
