@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.search.given import to_heal
 from surgeon.cli.app import main as surgeon
 
 QUESTIONS = (
@@ -28,11 +32,7 @@ LINK = ("--link-delay", "1ms")  # of predicted times
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--data", default="demo")
-    parser.add_argument("--heal-data", required=True)
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser = to_heal(__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--holdout", type=int, default=8192)
     parser.add_argument("--trials", type=int, default=30)

@@ -13,20 +13,20 @@ before and after. Killed, the same command goes on.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
 import surgeon
+from scripts.search.given import to_heal
 from surgeon.results.training import HealRun
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.settings import TrainSettings
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--data", default="demo")
-    parser.add_argument("--heal-data", required=True)
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser = to_heal(__doc__)
     parser.add_argument("--drop", type=int, default=2, help="layers")
     parser.add_argument("--tokens", type=int, default=4096, help="of a search")
     parser.add_argument("--trials", type=int, default=24)

@@ -29,6 +29,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.search.given import to_search_cells
 from surgeon.analysis.subject import open_subject
 from surgeon.language.program import Program
 from surgeon.opened import Model
@@ -121,6 +122,16 @@ class Cell:
         dense = mixture.model.program
         question = Question(settings, mixture, settings.priced(mixture), self.known.measure([dense])[dense])
         return Search(question, self.known, terms, races=False)  # type: ignore[arg-type]
+
+
+def cells_of(given: argparse.Namespace) -> Iterator[Cell]:
+    """What is asked of which models, as `to_search_cells` reads it."""
+    warnings.simplefilter("ignore")
+    given.output.mkdir(parents=True, exist_ok=True)
+    for number in given.cells:
+        for model, _, data in (text.partition("=") for text in given.models):
+            known = KnownPrograms(model, data, given.tokens, given.window, given.output / "programs.jsonl")
+            yield Cell(known, *CELLS[number])
 
 
 def history(search: Search, sampler: str, seed: int, trials: int) -> list[float]:
@@ -266,25 +277,16 @@ def _shown(value: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL=TEXT")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--window", type=int, default=128)
+    parser = to_search_cells(__doc__, len(CELLS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samplers", default=",".join(SAMPLERS))
-    parser.add_argument("--cells", type=int, nargs="*", default=range(len(CELLS)), help="which of the five, from 0")
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    given.output.mkdir(parents=True, exist_ok=True)
     rows: list[Mapping[str, object]] = []
-    for number in given.cells:
-        for model, _, data in (text.partition("=") for text in given.models):
-            known = KnownPrograms(model, data, given.tokens, given.window, given.output / "programs.jsonl")
-            for row in rows_of(Cell(known, *CELLS[number]), given.samplers.split(","), given.seeds):
-                print(*row.values(), flush=True)
-                rows.append(row)
-            pd.DataFrame(rows).to_csv(given.output / "samplers.csv", index=False)
+    for cell in cells_of(given):
+        for row in rows_of(cell, given.samplers.split(","), given.seeds):
+            print(*row.values(), flush=True)
+            rows.append(row)
+        pd.DataFrame(rows).to_csv(given.output / "samplers.csv", index=False)
     print(table_of(pd.DataFrame(rows)))
 
 

@@ -11,11 +11,9 @@ samplers.py, and so is the file of what programs come to.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,8 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.search.samplers import AFTER, CELLS, Cell, KnownPrograms
+from scripts.search.given import to_search_cells
+from scripts.search.samplers import AFTER, CELLS, KnownPrograms, cells_of
 from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
 from surgeon.searches.search import BATCH, Search
@@ -102,33 +101,22 @@ WAYS: dict[str, tuple[Callable[[Simulation, int, int], None], int]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL=TEXT")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--window", type=int, default=128)
-    parser.add_argument("--cells", type=int, nargs="*", default=range(len(CELLS)), help="which of the five, from 0")
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    given.output.mkdir(parents=True, exist_ok=True)
+    given = to_search_cells(__doc__, len(CELLS)).parse_args()
     rows = []
-    for number in given.cells:
-        for model, _, data in (text.partition("=") for text in given.models):
-            known = KnownPrograms(model, data, given.tokens, given.window, given.output / "programs.jsonl")
-            cell = Cell(known, *CELLS[number])
-            terms = measure_terms(known.evaluator, cell.search().terms_plan)
-            alone = 0.0
-            for name, (way, workers) in WAYS.items():
-                simulation = Simulation(cell.search(terms), known)
-                way(simulation, workers, AFTER[-1])
-                ended = sorted(simulation.finished, key=lambda each: (each[0], each[1].number))
-                alone = alone or ended[-1][0]
-                row = {"model": known.model.label, "space": cell.spaces, "way": name}
-                for after in AFTER:
-                    row[f"best of {after}"] = min(trial.measured.divergence for _, trial in ended[:after])
-                rows.append(row | {"times as fast": alone / ended[-1][0]})
-                print(*rows[-1].values(), flush=True)
-            pd.DataFrame(rows).to_csv(given.output / "workers.csv", index=False)
+    for cell in cells_of(given):
+        terms = measure_terms(cell.known.evaluator, cell.search().terms_plan)
+        alone = 0.0
+        for name, (way, workers) in WAYS.items():
+            simulation = Simulation(cell.search(terms), cell.known)
+            way(simulation, workers, AFTER[-1])
+            ended = sorted(simulation.finished, key=lambda each: (each[0], each[1].number))
+            alone = alone or ended[-1][0]
+            row = {"model": cell.known.model.label, "space": cell.spaces, "way": name}
+            for after in AFTER:
+                row[f"best of {after}"] = min(trial.measured.divergence for _, trial in ended[:after])
+            rows.append(row | {"times as fast": alone / ended[-1][0]})
+            print(*rows[-1].values(), flush=True)
+        pd.DataFrame(rows).to_csv(given.output / "workers.csv", index=False)
     print(pd.DataFrame(rows).to_string(index=False))
 
 
