@@ -78,8 +78,8 @@ class AskedSearch:
             model: what the question was opened of.
             memory: the most that the process may take, in bytes or as text ("2GB").
             using: folders of passes.
-            folder: where factors are kept that go by a text.
-            make: make those that are missing; else they are there.
+            folder: where factors are kept.
+            make: make those that go by a text; else they are there.
 
         Raises:
             FileNotFoundError, ValueError, OSError: as `open_subject`, `read_known` and `open_factors`.
@@ -89,10 +89,10 @@ class AskedSearch:
         mixture = known.mixture(self.mixture).on_text(recorded(subject.windows))
         warn(known.notes(mixture))
         ranks = measured_ranks(mixture)
-        made = open_factors(subject, ranks, folder / "factors", make)
         programs = mixture.single_edits
+        made = open_factors(subject, programs, ranks, folder / "factors", make)
         factors = most_important(subject.model, programs, subject.windows, factors=made, memory=subject.memory)
-        follow = {} if made is None or ranks is None else ranks.parameters
+        follow = {} if ranks is None or ranks.method == "plain" else ranks.parameters
         follow |= {} if factors is made else {"units": subject.windows.digest}
         if self.model.own is not None:
             restore(subject.model)  # its program is the one that others are compared with
@@ -106,7 +106,7 @@ class SearchSetup:
     Attributes:
         mixture: of edits as passes have measured them, on the text.
         budget: as `AskedSearch` has it.
-        factors: of matrices that programs have ranks for, and the choice of units; None: the plain ones.
+        factors: of matrices that programs have ranks for, and the choice of units; None: there are none.
         factors_follow: what these follow from, as JSON values.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +14,11 @@ from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import ranked
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.language.program import Sublayer
-from surgeon.models.weights import Factors, FactorSource, WeightMatrix
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.weights import Factors, FactorSource, TruncatedSVD, WeightMatrix
 from surgeon.searches.spaces.measured_ranks import MeasuredRanks
+
+HASH_DIGITS = 12  # that tell models' folders apart
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,33 @@ class NestedFactors:
         return Factors(first[:rank], second[:, :rank])
 
 
-def open_factors(subject: Subject, ranks: MeasuredRanks | None, folder: Path, make: bool) -> NestedFactors | None:
-    """The factors that a search measures, made for the unedited model's inputs; None for plain ones.
+def open_factors(
+    subject: Subject, programs: Iterable[Program], ranks: MeasuredRanks | None, folder: Path, make: bool
+) -> NestedFactors | None:
+    """The factors that a search measures, each made once, in files that all trials and workers share; None without any.
 
     Args:
+        programs: of the edits, which have the ranks that a trial may have.
+        ranks: what a spectrum has measured, whose factors are made for the unedited model's inputs; None: plain ones,
+            of the matrices alone, each made when it is first asked for.
         folder: where they lie, a file for each matrix.
-        make: make what is missing; else they are there.
+        make: make what is missing of those that go by inputs; else they are there.
 
     Raises:
         FileNotFoundError, ValueError: as `load_recorded` and `make_factors`.
         OSError: if the folder cannot be written to.
     """
-    if ranks is None or ranks.method == "plain":
+    highest: dict[tuple[int, str], int] = {}
+    for sublayer in (one for program in programs for one in program.sublayers()):
+        for role, rank in sublayer.ranks:
+            where = sublayer.layers[0], role
+            highest[where] = max(rank, highest.get(where, 0))
+    if not highest:
         return None
-    highest = {where: own[0] for where, own in ranks.ranks.items()}
+    if ranks is None or ranks.method == "plain":
+        own = folder / f"plain-{subject.opened.hash[:HASH_DIGITS]}"
+        own.mkdir(parents=True, exist_ok=True)
+        return NestedFactors(FactorCache(TruncatedSVD(), own), highest)
     source: FactorSource = FactorCache(NoSource(), folder)
     if make:
         text = load_recorded(subject.opened, ranks.calibration)

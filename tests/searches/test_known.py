@@ -131,7 +131,7 @@ def test_a_spectrum_makes_ranks_those_of_single_matrices_with_its_factors(
     assert {(edit.first, edit.option) for edit in mixture.edits} == {
         (row.layer, f"{row.weight}:{row.rank}") for row in rows.itertuples()
     }
-    factors = open_factors(subject, measured_ranks(mixture), tmp_path / "factors", make=True)
+    factors = open_factors(subject, mixture.single_edits, measured_ranks(mixture), tmp_path / "factors", True)
     evaluator = Evaluator(subject.model, subject.windows, factors=factors)
     programs = [mixture.program((edit,)) for edit in mixture.edits]
     for program, measured in evaluator.measure(programs).items():
