@@ -180,14 +180,14 @@ class Reference:
         return other
 
     def narrowed(self, k: int, kind: str, count: int) -> Reference:
-        """A copy in which only so many KV groups or neurons are not zero, those of the largest weights."""
+        """A copy in which only so many KV groups of the largest weights, or any neurons, are not zero."""
         roles = "qkvo" if kind == "A" else [role for role in ("gate", "up", "down") if self.has(k, role)]
         groups = getattr(self.config, "num_key_value_heads", None) or self.num_heads
         inputs = {role: self.matrix(k, role) if role in ("o", "down") else self.matrix(k, role).T for role in roles}
         units = {role: w.reshape(len(w), groups if kind == "A" else w.shape[1], -1) for role, w in inputs.items()}
         sizes = torch.stack([(one.double() ** 2).sum((0, 2)) for one in units.values()]).sum(0)
-        (kept,) = torch.where(sizes >= sizes.sort(descending=True).values[count - 1])
-        assert len(kept) == count
+        any_order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(2 * k + 1))
+        kept = (sizes.argsort(descending=True) if kind == "A" else any_order)[:count].sort().values
         other, left = self.copied(), torch.zeros(1, len(sizes), 1).index_fill(1, kept, 1)
         for role, one in units.items():
             path, (rows, columns) = self.place(role)

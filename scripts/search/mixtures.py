@@ -2,6 +2,7 @@
 
     python scripts/search/mixtures.py demo
     python scripts/search/mixtures.py MODEL --space pair,ladder,drop,rank --hardware h100-sxm --link-delay ""
+    python scripts/search/mixtures.py MODEL --space pair,fuse,width --link-delay "" --batch 16 --without width
     python scripts/search/mixtures.py MODEL --space drop,rank --cost size --levels 0.9 0.8 0.7
 
 For every speedup over the unedited model (two ranks of the hardware, on a link where a collective takes 1 ms at least,
@@ -66,20 +67,24 @@ def main() -> None:
     parser.add_argument("--levels", type=float, nargs="+", help="of a speedup 1.1 to 1.7, of another cost 0.95 to 0.7")
     parser.add_argument("--hardware", default="cpu-2")
     parser.add_argument("--link-delay", default="1ms")
+    parser.add_argument("--batch", type=int, default=1, help="texts that are computed together")
+    parser.add_argument("--without", help="one of the spaces: a column more, of all the others together")
     parser.add_argument("--trials", type=int, default=60)
     given = parser.parse_args()
     known, spaces = _known(given), given.space.split(",")
     timed = given.cost == "speedup"
     levels = given.levels or ([1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7] if timed else [0.95, 0.9, 0.85, 0.8, 0.75, 0.7])
-    print(
-        f"{given.cost:>7}" + "".join(f"{space[:9]:>10}" for space in spaces) + f"{'together':>10}{'lower by':>9}  edits"
-    )
+    named = [*(space[:9] for space in spaces), *([f"no {given.without}"[:9]] if given.without else [])]
+    print(f"{given.cost:>7}" + "".join(f"{name:>10}" for name in named) + f"{'together':>10}{'lower by':>9}  edits")
     won = []
     for level in levels:
         budget = f"speedup>={level}@{given.hardware}" if timed else f"{given.cost}={level}x"
         alone = [_divergence(known.search(space, budget, given.trials)) for space in spaces]
         together = known.search(given.space, budget, given.trials)
         won.append(1 - _divergence(together) / min(alone))
+        if given.without:
+            others = ",".join(space for space in spaces if space.split(":")[0] != given.without)
+            alone.append(_divergence(known.search(others, budget, given.trials)))
         print(_row(level, alone, together, won[-1]), flush=True)
     print(f"at least 15% lower in {sum(gain >= 0.15 for gain in won)} of {len(won)}, never worse: "
           f"{all(gain >= -1e-6 for gain in won if not math.isnan(gain))}")  # fmt: skip
@@ -94,7 +99,7 @@ def _known(given: argparse.Namespace) -> Known:
     dense = mixture.model.program
     deployment = Deployment(2, emulated=parse_link(given.link_delay or None, None))
     aspect = Aspect(given.cost, given.hardware if given.cost == "speedup" else None)
-    pricing = open_pricing(subject.opened, [aspect], deployment, Workload(1, 128, 128))
+    pricing = open_pricing(subject.opened, [aspect], deployment, Workload(given.batch, 128, 128))
     return Known(mixture, terms, evaluator, evaluator.measure([dense])[dense], pricing)
 
 

@@ -47,22 +47,25 @@ def main() -> None:
     parser.add_argument("--eval-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--shares", nargs="+", default=["1/0.75", "1/0.5", "0.5/1", "0.5/0.5"], metavar="HEADS/NEURONS")
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS, help="`by` of the operation width")
     parser.add_argument("--trials", type=int, default=40, help="of each search; 0: no search")
     parser.add_argument("--heal", type=int, default=0, metavar="STEPS")
     parser.add_argument("--seeds", type=int, default=1, help="of the order of the text that is trained on")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     hand = ByHand.of(given)
-    by_method = {"LLM-Pruner": hand.by_gradients(), "Minitron": hand.by_activations()}
-    columns = [*ORDERS, *by_method, *(["search"] if given.trials else [])]
+    by_method = {"Minitron": hand.by_activations()}
+    if "taylor" in given.orders:
+        by_method["LLM-Pruner"] = hand.by_gradients()
+    columns = [*given.orders, *by_method, *(["search"] if given.trials else [])]
     print(f"{'heads':>6}{'neurons':>8}{'params':>7}" + "".join(f"{name:>11}" for name in columns))
     shares = [tuple(map(float, text.split("/"))) for text in given.shares]
     for heads, neurons in shares:
-        edits = {by: narrowed(given, heads, neurons, by) for by in ORDERS}
+        edits = {by: narrowed(given, heads, neurons, by) for by in given.orders}
         found = {by: divergence(given, edited) for by, edited in edits.items()}
         for name, scores in by_method.items():
             found[name] = hand.divergence(hand.narrowed(scores, heads, neurons))
-        left = share_left(edits["magnitude"])
+        left = share_left(next(iter(edits.values())))
         if given.trials:
             found["search"] = divergence(given, searched(given, left), "searched")
         numbers = "".join(f"{found[name]:>11.4f}" for name in columns)

@@ -66,7 +66,8 @@ def edit(
             before or not.
         program: a program, its text, a recipe, or the path of one (.yaml). Which model a recipe names does not count.
         factors: of matrices that the program has a rank for; by default their truncated singular values. It says which
-            heads and neurons are kept, too, if it has an `order` of them; by default those of the largest weights.
+            heads and neurons are kept, too, if it has an `order` of them; by default KV groups of the largest weights,
+            and any neurons.
         operations: in place of a program, in this order, each with its layers or with all that a recipe says of it:
             `lowrank={"layers": "0:8", "keep": 0.6}`.
 

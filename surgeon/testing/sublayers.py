@@ -62,8 +62,8 @@ class Sublayers(Protocol):
     def narrowed(self, k: int, kind: str, count: int) -> Sublayers:
         """A copy in which layer k's attention ("A") or feed-forward ("F") adds nothing of most KV groups or neurons.
 
-        Columns of the projection to the stream are zero for all but the `count` of the largest weights, all matrices of
-        a unit together.
+        Columns of the projection to the stream are zero for all but `count`: of KV groups those of the largest weights,
+        all matrices of a unit together; of neurons those that `torch.randperm` names first.
         """
         ...
 
@@ -181,7 +181,9 @@ class OwnSublayers:
         columns = weights.matrix(whole, writing.role).whole().T.unflatten(0, (weights.stored_width(kind, k), -1))
         sizes = sum(part.flatten(1).square().sum(1) for part in (*by_unit, columns))
         assert isinstance(sizes, Tensor)
-        left_out = torch.ones(len(sizes), dtype=torch.bool).index_fill(0, sizes.topk(count).indices, False)
+        any_order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(2 * k + 1))
+        kept = (sizes.argsort(descending=True) if kind == "A" else any_order)[:count]
+        left_out = torch.ones(len(sizes), dtype=torch.bool).index_fill(0, kept, False)
         columns = columns.clone()
         columns[left_out] = 0
         stored = other.layers[k].get_parameter(f"{writing.path}.weight")

@@ -60,15 +60,20 @@ def test_loaded_open_and_exported_models_have_the_same_units(tiny_checkpoint: Pa
 
 
 def test_it_is_evaluated_with_its_units(tiny_checkpoint: Path, tiny_text: Path) -> None:
-    by_weights, one, again, another = (
+    by_weights, one, again, another, untold, by_text, by_wanda = (
         surgeon.evaluate(
             recipe_for(tiny_checkpoint, f'width: {{layers: "0:4", neurons: 0.5, {by}}}'), tiny_text, **TEXT
         )
-        for by in ("by: magnitude", "by: random", "by: random, seed: 0", "by: random, seed: 1")
+        for by in (
+            *("by: magnitude", "by: random", "by: random, seed: 0", "by: random, seed: 1", ""),
+            *(f"{by} calibration: {{data: {tiny_text}, tokens: 64, window: 32}}" for by in ("", "by: wanda,")),
+        )
     )
-    values = [found.text.divergence for found in (by_weights, one, again, another) if found.text]
-    assert values[1] == values[2]
-    assert len(set(values)) == 3
+    everything = (by_weights, one, again, another, untold, by_text, by_wanda)
+    values = [found.text.divergence for found in everything if found.text]
+    assert values[1] == values[2] == values[4]
+    assert values[5] == values[6]
+    assert len(set(values)) == 4
 
 
 def test_ranks_run_what_follows_from_the_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.operations.lowrank import Calibration, Method
-from surgeon.language.operations.width import CRITERIA, Criterion
-from surgeon.language.program import ATTENTION, Program
+from surgeon.language.operations.width import CRITERIA, Criterion, chosen_by
+from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
 from surgeon.language.recipe import Recipe
-from surgeon.models.weights import ListedUnits, Magnitude, RandomUnits, UnitsByLayer, UnitSource
+from surgeon.models.weights import ListedUnits, Magnitude, RandomUnits, UnitsByLayer, UnitSource, Untold
 from surgeon.models.weights.decompose import ALPHA, NEEDS
 from surgeon.opened import Model
 
@@ -43,7 +44,7 @@ class FactorPlan:
     Attributes:
         makings: of every matrix that the program has a rank for.
         calibration: the text that they go by; empty if none does.
-        units: of narrowed sublayers that are told their units otherwise than by weights or text, by kind and layer.
+        units: of narrowed sublayers that are told their units without a text, by kind and layer.
         importance: by what those whose units go by text choose them, likewise.
     """
 
@@ -98,7 +99,7 @@ def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
     has_factors = False
-    units: dict[tuple[str, int], UnitSource | Criterion] = dict.fromkeys(_narrowed(program), Magnitude())
+    units: dict[tuple[str, int], UnitSource | Criterion] = dict.fromkeys(_narrowed(program), Untold())
     for operation, program in recipe.steps(model.program, model.family.layer_shapes(model.config), model.own):
         making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
         ranked = ((one.kind, one.layers, role) for one in program.sublayers() for role, _ in one.ranks)
@@ -106,6 +107,12 @@ def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
         by_rank |= dict.fromkeys(new, making)
         chosen = {part: _choice(part[0], operation.parameters) for part in _narrowed(program) - units.keys()}
         units |= chosen
+        if any(kind == FEED_FORWARD and by == Untold() for (kind, _), by in chosen.items()):
+            warnings.warn(
+                f"{operation.name}: nothing says which neurons are kept, so that these are any; those that matter are "
+                "kept with calibration: {data: text.txt, tokens: 32768}",
+                stacklevel=2,
+            )
         if (new and making.is_calibrated) or any(isinstance(by, str) for by in chosen.values()):
             given: Calibration = operation.parameters.get("calibration") or Calibration()
             # How factors go by the text is nothing to units.
@@ -123,7 +130,7 @@ def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
         for role, _ in sublayer.ranks
     }
     importance = {part: by for part, by in units.items() if isinstance(by, str)}
-    told = {part: by for part, by in units.items() if not isinstance(by, str) and by != Magnitude()}
+    told = {part: by for part, by in units.items() if not isinstance(by, str) and by != Untold()}
     return FactorPlan(program, makings, calibration or Calibration(), told, importance)
 
 
@@ -135,7 +142,9 @@ def _choice(kind: str, parameters: Mapping[str, Any]) -> UnitSource | Criterion:
     """What says which units an entry of a recipe keeps of a kind: a source, or a criterion that goes by text."""
     if kind == ATTENTION and isinstance(listed := parameters.get("heads"), list):
         return ListedUnits(tuple(listed))
-    by = parameters.get("by", "magnitude")
+    by = chosen_by(parameters)
     if by in CRITERIA:
-        return cast("Criterion", by)
-    return RandomUnits(parameters.get("seed", 0)) if by == "random" else Magnitude()
+        return by
+    if by == "random":
+        return RandomUnits(parameters.get("seed", 0))
+    return Magnitude() if by == "magnitude" and kind == FEED_FORWARD else Untold()  # of KV groups both are the same

@@ -12,7 +12,7 @@ import torch
 
 from surgeon.analysis.factors.factor_plan import WAYS, FactorPlan, plan_factors
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.operations.width import CRITERIA
+from surgeon.language.operations.width import CRITERIA, chosen_by
 from surgeon.models.weights import FactorSource, UnitsByLayer
 from surgeon.opened import EditedModel
 from surgeon.provenance import provenance
@@ -83,7 +83,8 @@ def with_factors(
 def _calibrated(entry: AppliedOperation, text: Mapping[str, Any]) -> AppliedOperation:
     """An entry of a recipe with the text that was used, if it goes by one."""
     parameters = entry.parameters
-    if parameters.get("method", "plain") == "plain" and parameters.get("by") not in CRITERIA:
+    by = chosen_by(parameters) if entry.name == "width" else None
+    if parameters.get("method", "plain") == "plain" and by not in CRITERIA:
         return entry
     ways = {way: True for way in WAYS if parameters.get("calibration", {}).get(way)}
     return replace(entry, parameters={**parameters, "calibration": {**text, **ways}})

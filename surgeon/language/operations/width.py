@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from math import floor
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from surgeon.language.operations.base import operation, require_present, show_range
 from surgeon.language.operations.declare import Heatmap
@@ -15,7 +16,7 @@ from surgeon.language.program import ATTENTION, FEED_FORWARD, UNITS, LayerShapes
 Criterion = Literal["activation", "wanda", "taylor"]  # what goes by text: surgeon.analysis.importance describes them
 By = Literal["magnitude", "random", Criterion]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
-USUAL: Criterion = "wanda"  # of scans and searches, which have a text
+USUAL: Criterion = "wanda"  # of what has a text
 _BY_TEXT = {"by": USUAL, "seed": 0}
 
 
@@ -50,7 +51,7 @@ def width(
     shapes: LayerShapes,
     heads: float | int | list[int] | None = None,
     neurons: float | int | None = None,
-    by: By = "magnitude",  # noqa: ARG001 - this and what follows say which of them, and that is weights
+    by: By | None = None,  # noqa: ARG001 - this and what follows say which of them, and that is weights
     seed: int = 0,  # noqa: ARG001
     calibration: Calibration | None = None,  # noqa: ARG001
 ) -> Program:
@@ -63,10 +64,10 @@ def width(
         heads: how many KV groups each attention keeps: a share of them (0.75; rounded, at least one), a whole number,
             or a list of their numbers. 1 is one group, 1.0 is all.
         neurons: how many neurons each feed-forward keeps: a share, or a whole number.
-        by: which ones are kept: those of the largest weights, which needs no text and was worse than chance for neurons
-            (docs/searching.md); some at random; or what a text needs most: by activations (Minitron), by these and
-            the weights behind them (Wanda), or by gradients of the loss (LLM-Pruner's Taylor). Listed KV groups are
-            kept whatever it says.
+        by: which ones are kept: what a text needs most, by activations (Minitron), by these and the weights behind them
+            (Wanda), or by gradients of the loss (LLM-Pruner's Taylor); some at random; or those of the largest
+            weights, which for neurons was worse than chance (docs/searching.md). Without it wanda where there is a
+            text, else KV groups of the largest weights and any neurons. Listed KV groups are kept whatever it says.
         seed: of the random choice.
         calibration: the text.
 
@@ -92,6 +93,11 @@ def width(
         return sublayer if count in (None, shapes.units[sublayer.kind]) else _narrowed(sublayer, count, layers, shapes)
 
     return program.renamed(narrow)
+
+
+def chosen_by(parameters: Mapping[str, Any]) -> By | None:
+    """What an entry of a recipe goes by in choosing units; None if it does not say, and has no text."""
+    return parameters.get("by") or (USUAL if parameters.get("calibration") else None)
 
 
 def count_of(kept: float | int | list[int] | None, kind: str, units: int) -> int:

@@ -33,6 +33,7 @@ from surgeon.models.weights.units import (
     ScoredUnits,
     UnitsByLayer,
     UnitSource,
+    Untold,
     descending,
     unit_source,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "TruncatedSVD",
     "UnitSource",
     "UnitsByLayer",
+    "Untold",
     "WeightMatrix",
     "derive_sublayer",
     "descending",

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from surgeon.language.program import KINDS, Sublayer
+from surgeon.language.program import ATTENTION, KINDS, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factors, FactorSource
@@ -59,13 +59,26 @@ class Magnitude:
 class RandomUnits:
     """Any order, which follows from a seed and from where the layer stands."""
 
-    seed: int
+    seed: int = 0
 
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
         """As `UnitSource` has it."""
         place = 2 * layer + KINDS.index(kind)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + place) % 2**63)
         return torch.randperm(weights.stored_width(kind, layer), generator=generator)
+
+
+@dataclass(frozen=True)
+class Untold:
+    """What is kept where nothing says it: KV groups of the largest weights, and any neurons.
+
+    Criteria of the weights alone mostly keep worse neurons than chance does (docs/searching.md).
+    """
+
+    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+        """As `UnitSource` has it."""
+        source = Magnitude() if kind == ATTENTION else RandomUnits()
+        return source.order(kind, layer, weights)
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,7 @@ class UnitsByLayer:
 
     Attributes:
         units: by kind and layer.
-        source: of factors; and of the order of other layers, if it knows one, else by their weights.
+        source: of factors; and of the order of other layers, if it knows one, else as `Untold`.
     """
 
     units: Mapping[tuple[str, int], UnitSource]
@@ -148,5 +161,5 @@ def descending(scores: Tensor) -> Tensor:
 
 
 def unit_source(source: FactorSource | UnitSource) -> UnitSource:
-    """What says which units are kept: the source, if it does, else the weights."""
-    return source if isinstance(source, UnitSource) else Magnitude()
+    """What says which units are kept: the source, if it does."""
+    return source if isinstance(source, UnitSource) else Untold()

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from surgeon.checkpoint.texts import SPECIAL_IDS, read_tokenizer, rows_needed
 from surgeon.errors import did_you_mean, shown
+from surgeon.language.operations.width import chosen_by
 from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import FAMILIES, Family, family_of
@@ -129,10 +130,10 @@ def blueprint(config: ScratchConfig) -> Blueprint:
                     f"{line} method {operation.parameters['method']} goes by what a trained model computes, and this "
                     "one begins with random weights; use method: plain"
                 )
-            if by := operation.parameters.get("by"):
+            if operation.name == "width" and chosen_by(operation.parameters):
                 raise ValueError(
                     f"{line} this model begins with random weights, of which some are as good as others; leave out "
-                    f"by: {by}"
+                    f"{'by' if 'by' in operation.parameters else 'calibration'}"
                 )
             if isinstance(listed := operation.parameters.get("heads"), list):
                 raise ValueError(

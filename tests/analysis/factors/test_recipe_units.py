@@ -46,10 +46,11 @@ def narrowed(tiny_checkpoint: Path, tiny_text: Path) -> EditedModel:
 
 def test_what_a_recipe_says_of_units() -> None:
     model = Model.of_config(tiny_model("llama", 4).config, "tiny")
-    plan = plan_factors(recipe_of(Path("a.txt")), model)
+    with pytest.warns(UserWarning, match="width: nothing says which neurons are kept, so that these are any"):
+        plan = plan_factors(recipe_of(Path("a.txt")), model)
     assert str(plan.program) == NARROWED
     assert plan.importance == {("A", 0): "wanda", ("A", 1): "wanda", ("F", 1): "taylor", ("F", 2): "taylor"}
-    assert sorted(plan.units) == [("A", 3), ("F", 3)]  # those of F0 follow from its weights
+    assert sorted(plan.units) == [("A", 3), ("F", 3)]  # those of F0 are not told
     assert plan.is_calibrated
     assert not plan.has_calibrated_factors
     assert plan.to_json()["units"]["F1"] == "taylor"

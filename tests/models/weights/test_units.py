@@ -15,6 +15,7 @@ from surgeon.models.families import family_of
 from surgeon.models.weights import (
     Factors,
     FactorSource,
+    Magnitude,
     ModelWeights,
     ModuleStore,
     NamedTensors,
@@ -47,7 +48,7 @@ def llama(tiny_model: Callable[..., Any]) -> Any:
 
 
 def test_the_largest_are_kept_as_they_stand(llama: Any) -> None:
-    mlp, weights = llama.model.layers[1].mlp, seen(llama)
+    mlp, weights = llama.model.layers[1].mlp, seen(llama, UnitsByLayer({("F", 1): Magnitude()}))
     mlp.up_proj.weight.data[[40, 7]] *= 100
     mlp.down_proj.weight.data[:, 30] *= 80
     mlp.gate_proj.weight.data[3] *= 60
@@ -58,6 +59,16 @@ def test_the_largest_are_kept_as_they_stand(llama: Any) -> None:
     assert torch.equal(tensors["up.bias"], mlp.up_proj.bias[[7, 30, 40]])
     assert torch.equal(tensors["down.weight"], mlp.down_proj.weight[:, [7, 30, 40]])
     assert torch.equal(tensors["down.bias"], mlp.down_proj.bias)  # of the stream: it stays
+
+
+def test_any_neurons_are_kept_where_nothing_says_which(llama: Any) -> None:
+    """The same ones every time, others in each layer; narrower choices lie within wider ones."""
+    kept = {text: set(seen(llama).kept_units(sublayer(text)).tolist()) for text in ("F0#9", "F1#9", "F1#20")}
+    assert kept["F1#9"] < kept["F1#20"]
+    assert kept["F0#9"] != kept["F1#9"]
+    for layer in llama.model.layers:
+        layer.mlp.up_proj.weight.data[::2] *= 100
+    assert all(set(seen(llama).kept_units(sublayer(text)).tolist()) == found for text, found in kept.items())
 
 
 def test_heads_are_kept_by_their_kv_group(llama: Any) -> None:

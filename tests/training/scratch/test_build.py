@@ -199,6 +199,11 @@ def test_what_a_run_goes_by(built: Any) -> None:
         ),
         (
             f"model_type: llama, {SIZES}",
+            ("operations:", '  - width: {layers: "0:4", neurons: 0.5, calibration: {data: text.txt}}'),
+            "configuration:7: width: this model begins with random weights, of which some are as good as others; leave",
+        ),
+        (
+            f"model_type: llama, {SIZES}",
             ("operations:", '  - width: {layers: "0:4", heads: [1], neurons: 0.5}'),
             "configuration:7: width: which heads are listed says nothing of random weights; give their number, heads:",
         ),
