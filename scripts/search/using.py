@@ -33,7 +33,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
-from surgeon.searches.known import Known, KnownPass
+from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.known import Known, KnownPass, read_known
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.search import Search
 from surgeon.searches.trying import try_programs
 
 SLOW_LINK = {"link_delay": "1ms"}
@@ -127,7 +130,7 @@ def run_orders(given: argparse.Namespace, folder: Path) -> None:
         if given.only not in (None, space):
             continue
         asked = {"space": space, "budget": budget, **more, **text}
-        by_order = dict(orders(given.model, folder, asked, given.trials))
+        by_order = {name: [*courses] for name, courses in orders(given.model, folder, asked, given.trials)}
         every = [course for courses in by_order.values() for course in courses]
         best = min(course.least(given.trials) for course in every)
         for name, courses in by_order.items():
@@ -139,38 +142,38 @@ def run_orders(given: argparse.Namespace, folder: Path) -> None:
             print(f"| {' | '.join(cells)} | {' / '.join(f'{mean:.4f}' for mean in means)} |", flush=True)
 
 
-def orders(model: str, folder: Path, asked: Mapping[str, Any], trials: int) -> Iterator[tuple[str, list[Course]]]:
+def orders(model: str, folder: Path, asked: Mapping[str, Any], trials: int) -> Iterator[tuple[str, Iterator[Course]]]:
     """By nothing, by each pass, and at random."""
     problem = surgeon.SearchProblem(model, **asked)
-    layers = problem.opened.num_layers
-    yield "nothing: all are measured", [course_of(problem, trials)]
+    windows, mixture = problem.evaluator.windows, problem.question.mixture
+    yield "nothing: all are measured", iter([course_of(problem, Known(), trials)])
     for name in ("similarity", "sensitivity"):
-        problem = surgeon.SearchProblem(model, **asked, using=folder / name)
-        if problem.known.passes[0].foreseen(problem.question.mixture):
-            yield name, [course_of(problem, trials)]
-    found = []
-    for missed, removed in drawn(layers):
-        problem = surgeon.SearchProblem(model, **asked)
-        problem.known = Known((KnownPass("random", folder, missed=missed, removed=removed),))
-        found.append(course_of(problem, trials))
-    yield "at random", found
+        known = read_known([folder / name], problem.opened, windows)
+        if known.passes[0].foreseen(mixture):
+            yield name, iter([course_of(problem, known, trials)])
+    blind = [KnownPass("random", folder, missed=missed, removed=removed) for missed, removed in drawn(mixture)]
+    yield "at random", (course_of(problem, Known((one,)), trials) for one in blind)
 
 
-def drawn(layers: int) -> Iterator[tuple[dict[int, float], dict[tuple[str, int], float]]]:
+def drawn(mixture: Mixture) -> Iterator[tuple[dict[int, float], dict[tuple[str, int], float]]]:
     """Numbers that say nothing, of layers and of their parts, by seed."""
+    layers = mixture.model.num_layers
     for seed in range(SEEDS):
         dice = random.Random(seed)
         missed = {layer: dice.random() for layer in range(layers)}
         yield missed, {(part, layer): dice.random() for part in ("", "attention", "mlp") for layer in range(layers)}
 
 
-def course_of(problem: surgeon.SearchProblem, trials: int) -> Course:
-    evaluator = problem.evaluator
+def course_of(problem: surgeon.SearchProblem, known: Known, trials: int) -> Course:
+    """Of a search of a problem that begins with nothing but what is known."""
+    evaluator = Evaluator(problem.evaluator.model, problem.evaluator.windows)
+    evaluator.measure([evaluator.dense])
     evaluator.sublayers = 0.0
-    assert len(problem.terms.divergence)
+    search = Search(problem.question, evaluator, known=known)
+    assert len(search.terms.divergence)
     edits, least, after = evaluator.sublayers, math.inf, list[tuple[float, float]]()
-    for trial in try_programs(problem, trials):
-        if trial.measured.whole and problem.question.is_met(trial):
+    for trial in try_programs(search, trials):
+        if trial.measured.whole and search.question.is_met(trial):
             least = min(least, trial.measured.divergence)
         after.append((least, evaluator.sublayers))
     return Course(edits, after)
