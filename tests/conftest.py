@@ -5,6 +5,7 @@ Torch and transformers are imported by the fixtures that need them, so that pyte
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import os
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 # Nothing in the tests may reach for the network; set before transformers is asked for anything by name.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Where there is no GPU kernels for GPUs are interpreted; set before anything imports triton, as peft does.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # How long a case takes says nothing where tests share their cores.
 settings.register_profile("tests", deadline=None)
@@ -52,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what has been imported stays; looking through it takes a twentieth of the time
+    atexit.register(gc.unfreeze)  # or triton would complain of what is left of it
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,7 @@ the times of whole passes mean something.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -27,9 +27,9 @@ from surgeon.runtime.kernels.recording import Recording, spanned
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import RankMachine
+from surgeon.runtime.model.program import RankMachine, WorkAhead
 from surgeon.runtime.model.rank_model import Results
-from surgeon.runtime.plan.placement import Group, Work
+from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
@@ -309,7 +309,7 @@ class TimedEngine(RankEngine):
         """Note the steps and exchanges of a recorded pass."""
         self.recorder.replayed(spans)
 
-    def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
+    def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
         """What runs steps on a group of ranks."""
         return TimedMachine(self, shared, group, work)
 
@@ -317,7 +317,7 @@ class TimedEngine(RankEngine):
 class TimedMachine(RankMachine):
     """One pass on one rank, whose every step is noted."""
 
-    def __init__(self, engine: TimedEngine, shared: Pass, group: Group, work: Iterator[Work]) -> None:
+    def __init__(self, engine: TimedEngine, shared: Pass, group: Group, work: WorkAhead) -> None:
         super().__init__(engine, shared, group, work)
         self.recorder = engine.recorder
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from surgeon.runtime.kernels.recording import spanned
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention, Pass
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import RankMachine
+from surgeon.runtime.model.program import RankMachine, WorkAhead
 from surgeon.runtime.model.rank_model import Results
-from surgeon.runtime.plan.placement import Group, Part, Work
+from surgeon.runtime.plan.placement import Group, Part
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete
@@ -170,16 +170,17 @@ class DissectedEngine(RankEngine):
         for name, began, ended in spans:
             self.watch.add(name, ended - began + self.watch.own)
 
-    def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
+    def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
         """What runs steps on a group of ranks."""
-        attend = self.watch.wrap(ATTENDING, shared.attend)
-        return _DissectedMachine(self, Pass(attend, shared.rotation), group, work, self.watch)
+        attend, raw = self.watch.wrap(ATTENDING, shared.attend), shared.attend_raw
+        timed = replace(shared, attend=attend, attend_raw=raw and self.watch.wrap(ATTENDING, raw))
+        return _DissectedMachine(self, timed, group, work, self.watch)
 
 
 class _DissectedMachine(RankMachine):
     """One pass on one rank, whose sublayers and collectives are timed."""
 
-    def __init__(self, engine: RankEngine, shared: Pass, group: Group, work: Iterator[Work], watch: Stopwatch) -> None:
+    def __init__(self, engine: RankEngine, shared: Pass, group: Group, work: WorkAhead, watch: Stopwatch) -> None:
         super().__init__(engine, shared, group, work)
         output = super()._output
         self._by_kind = {kind: watch.wrap(f"{SUBLAYER} {kind}", output) for kind in "AF"}
@@ -189,6 +190,10 @@ class _DissectedMachine(RankMachine):
     def _output(self, part: Part, stream: Tensor) -> tuple[Part, Tensor]:
         found: tuple[Part, Tensor] = self._by_kind[part.sublayer.kind](part, stream)
         return found
+
+    def add(self, stream: Tensor, output: Tensor) -> Tensor:
+        """The sum, and nothing normed with it: norms are timed."""
+        return stream + output
 
     def reduce(self, partial: Partial) -> Pending:
         pending: Pending = self._watch.wrap(WAITING, self._start(partial))

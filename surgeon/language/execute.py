@@ -45,6 +45,10 @@ class Machine(Protocol):
     def reduce(self, partial: Partial) -> Pending:
         """Start summing the ranks' parts; waiting on the result gives the output."""
 
+    def add(self, stream: Tensor, output: Tensor) -> Tensor:
+        """The stream with a node's output added to it."""
+        return stream + output
+
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         """The branches this rank computes or helps compute, each with the machine (the group of ranks) that runs it."""
 
@@ -81,19 +85,19 @@ def advance(state: State, node: Node, machine: Machine) -> State:
     if isinstance(node, Step) and node.late:
         # Started before the previous one has landed, so that two reductions can be in flight at once.
         pending = machine.reduce(partial_output(node, state.stream, machine))
-        landed = land(state)
+        landed = land(state, machine.add)
     else:
-        landed = land(state)
+        landed = land(state, machine.add)
         pending = machine.reduce(partial_output(node, landed.stream, machine))
     return State(landed.stream, pending, landed.added)
 
 
-def land(state: State) -> State:
-    """Wait for what is pending and add it to the stream."""
+def land(state: State, add: Callable[[Tensor, Tensor], Tensor] = torch.add) -> State:
+    """Wait for what is pending and add it to the stream, as `Machine.add` does."""
     if state.pending is None:
         return state
     output = state.pending()
-    return State(state.stream + output, None, None if state.added is None else state.added + output)
+    return State(add(state.stream, output), None, None if state.added is None else state.added + output)
 
 
 def partial_output(node: Node, stream: Tensor, machine: Machine) -> Partial:

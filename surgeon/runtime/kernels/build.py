@@ -37,10 +37,15 @@ class Built(NamedTuple):
     problem: str | None = None
 
 
+def switched_off() -> bool:
+    """Whether the user wants PyTorch's own operations everywhere."""
+    return os.environ.get(SWITCH, "").lower() in ("off", "0")
+
+
 @cache
 def built() -> Built:
     """The compiled kernels, made now if they are not in the cache; the same for the whole process."""
-    if os.environ.get(SWITCH, "").lower() in ("off", "0"):
+    if switched_off():
         return Built(None)
     compiler = find_compiler()
     if compiler is None:

@@ -20,7 +20,9 @@ from surgeon.beside import torch_threads
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.coda import DraftingPasses, RankCoda
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -31,6 +33,8 @@ from surgeon.runtime.model.static_decode import StaticDecode
 from surgeon.runtime.model.thread_choice import ThreadChoice
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
+
+LEAST_CAPABILITY = 8  # of GPUs, for products in bfloat16
 
 
 @dataclass
@@ -170,7 +174,7 @@ class RankEngine(RankModel):
 
 
 def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -> None:
-    """Refuse to capture passes that cannot be captured, before anything is loaded.
+    """Refuse to capture passes that cannot be captured, and GPUs that kernels are not for, before anything is loaded.
 
     Raises:
         ValueError: saying why, and what to choose.
@@ -179,6 +183,11 @@ def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -
         raise ValueError("decoding can be captured on GPUs only; choose static, dynamic or auto decoding on a CPU")
     if plan.decoding == "captured" and not collectives.capturable:
         raise ValueError("decoding cannot be captured with these collectives; use nccl, or static or auto decoding")
+    if device.type == "cuda" and used_on("cuda") and torch.cuda.get_device_capability(device)[0] < LEAST_CAPABILITY:
+        raise ValueError(
+            f"the kernels for GPUs want compute capability {LEAST_CAPABILITY}.0 or more, and "
+            f"{torch.cuda.get_device_name(device)} has less; set {SWITCH}=off in the environment"
+        )
 
 
 def ways_through(model: RankModel, coda: RankCoda | None) -> tuple[Way, ...]:

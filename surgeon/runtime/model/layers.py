@@ -17,6 +17,7 @@ from torch import Tensor
 from surgeon.models.families import SublayerSpec
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
+from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
 from surgeon.runtime.model.linear import count_outputs, second_factor
 from surgeon.runtime.model.low_rank import Maps
 from surgeon.runtime.plan.specification import Plan, Rotary
@@ -81,6 +82,9 @@ Angles = tuple[Tensor, Tensor]  # cosine and signed sine, (tokens, 1, up to D) e
 # queries (T, H, D) to attended values (T, H * D).
 Attend = Callable[[int, Tensor, Tensor, Weighting], Tensor]
 
+# The same of queries, keys and values, (T, H + 2 * K, D), before heads are normed and turned, given H.
+AttendRaw = Callable[[int, Tensor, int, Placing, Weighting], Tensor]
+
 
 @dataclass
 class Pass:
@@ -89,10 +93,12 @@ class Pass:
     Attributes:
         attend: over the sequences of the pass.
         rotation: of its tokens, or None without rotary positions.
+        attend_raw: the same, where kernels norm, turn and keep in one launch.
     """
 
     attend: Attend
     rotation: Angles | None
+    attend_raw: AttendRaw | None = None
 
 
 class Norm:
@@ -105,9 +111,26 @@ class Norm:
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
         self.kernels = plan_kernels(plan, self.gain) if self.rms else None
+        self._triton = triton_kernels_for(self.gain)
+        self._ahead: tuple[Tensor, Tensor] | None = None  # a sum, and its norm
+
+    def added(self, stream: Tensor, output: Tensor) -> Tensor:
+        """The sum of a stream and what is added to it, (T, h) each.
+
+        Kernels for GPUs norm it in the same launch, for the call that will ask for the norm of this very tensor.
+        """
+        if self._triton is None:
+            return stream + output
+        self._ahead = self._triton.norm(stream, self.gain, self.shift, self.epsilon, not self.rms, output)
+        return self._ahead[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The normed stream, (T, h)."""
+        if self._triton is not None:
+            (of, normed), self._ahead = self._ahead or (None, x), None
+            if of is x:
+                return normed
+            return self._triton.norm(x, self.gain, self.shift, self.epsilon, not self.rms)[1]
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.gain, self.epsilon)
         if self.rms:
@@ -161,13 +184,17 @@ class Attention:
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
         qkv = self.qkv(self.norm(stream))
+        rotation = forward.rotation if self.rotates else None
         if self.rebuild is None:
             by_head = qkv.unflatten(-1, (-1, self.head_dim))
+            if forward.attend_raw is not None:
+                placing = Placing(self.head_gain, self.epsilon, rotation)
+                return self.o(forward.attend_raw(slot, by_head, self.heads, placing, self.weighting))
             turned, kept = by_head[:, : self.heads + self.kv_heads], by_head[:, self.heads :]
         else:
             width = self.heads * self.head_dim
             turned, kept = qkv[:, :width].unflatten(-1, (-1, self.head_dim)), qkv[:, width:]
-        place_(turned, self.head_gain, self.epsilon, forward.rotation if self.rotates else None)
+        place_(turned, self.head_gain, self.epsilon, rotation)
         return self.o(forward.attend(slot, turned[:, : self.heads], kept, self.weighting))
 
 
@@ -218,7 +245,7 @@ class FeedForward:
         self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
         self.down = maps.writing("down")
         self.activation = activation(plan.activation)
-        kernels = plan_kernels(plan, self.norm.gain)
+        kernels = triton_kernels_for(self.norm.gain) or plan_kernels(plan, self.norm.gain)
         self.gate = kernels.gate_of(plan.activation) if self.gated and kernels is not None else None
 
     @property
@@ -290,12 +317,17 @@ def attention(
             everywhere.
         causal: in place of a mask: query i looks at keys 0 to i.
     """
+    kv_heads, head_dim = keys.shape[1], queries.shape[-1]
+    grouped = queries.shape[1] > kv_heads
+    if weighting.softcap is None and grouped and mask is not None and len(queries) == 1:
+        # On GPUs a mask and grouped heads together would leave only the way that keeps all scores: KV heads are texts.
+        alone = Weighting(weighting.scale)
+        keys, values = (one[0][:, None].expand(-1, queries.shape[1] // kv_heads, -1, -1) for one in (keys, values))
+        return attention(queries[0].unflatten(0, (kv_heads, -1)), keys, values, alone, mask).flatten(0, 1)[None]
     if weighting.softcap is None:
-        grouped = queries.shape[1] > keys.shape[1]
         return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=causal, scale=weighting.scale, enable_gqa=grouped
         )
-    kv_heads, head_dim = keys.shape[1], queries.shape[-1]
     scale = head_dim**-0.5 if weighting.scale is None else weighting.scale
     together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # the heads of a KV group as if they were queries
     scores = softcap((together @ keys.transpose(-1, -2)) * scale, weighting.softcap)

@@ -15,15 +15,19 @@ Shapes: D head_dim, K KV heads of a slice, N tokens of a sequence so far, R the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BlockRun
+from surgeon.runtime.batching.blocks import GONE, BlockRun
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
 from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.triton.functions import TextBlocks, triton_kernels_for
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import Angles, Rebuild
+from surgeon.runtime.model.layers import Angles, Rebuild, Weighting
 
 
 class Buffers:
@@ -74,6 +78,7 @@ class PagedCache:
         rebuilds: of attentions in rank space, by slot.
         low_rank: what is stored of these instead, (places, R), by slot.
         kernels: that attend over what is stored, and put it there, if they can.
+        triton: those for GPUs, which do so for one token of each text.
         buffers: for reading that.
     """
 
@@ -93,6 +98,7 @@ class PagedCache:
         self.rebuilds = rebuilds or {}
         self.device = like.device
         self.kernels = kernels_for(like)
+        self.triton = triton_kernels_for(like)
         places = blocks * BLOCK_TOKENS
         stored = [0 if slot in self.rebuilds else heads for slot, heads in enumerate(kv_heads)]
         groups = [[slot for slot, own in enumerate(self.group_of) if own == group] for group in range(len(windows))]
@@ -118,6 +124,16 @@ class PagedCache:
     def nbytes(self) -> int:
         """Memory of all slots."""
         return self.stored.nbytes + sum(slot.nbytes for slot in self.low_rank.values())
+
+    def attend(self, slot: int, queries: Tensor, texts: TextBlocks, weighting: Weighting) -> Tensor:
+        """Attended values, (B, H * D), of one token of each text, (B, H, D), by the kernels for GPUs."""
+        assert self.triton is not None
+        rule = weighting.scale, weighting.window, weighting.softcap
+        return self.triton.attend(queries, self.pairs[slot], texts, BLOCK_TOKENS, *rule)
+
+    def counters(self, texts: int) -> Tensor:
+        """What these count in, for so many texts: zeros."""
+        return torch.zeros(texts * max(self.kv_heads, default=0), dtype=torch.int32, device=self.device)
 
     def rebuild(self, slot: int, kept: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
         """Keys and values, (N, K, D) each, of what is kept of N tokens, (N, R); they last until the next ones.
@@ -154,6 +170,19 @@ def runs_of(rows: Sequence[Row], group: int, window: int | None) -> tuple[list[t
         runs += [(part.start, part.stop - part.start) for part in parts]
         ends.append(len(runs))
     return runs, ends
+
+
+def write_table(table: Any, runs: Sequence[BlockRun], gone: int) -> None:
+    """Write a text's blocks into an array of numpy's, as many as it has room for.
+
+    Args:
+        gone: written for blocks that are there no more.
+    """
+    at, room = 0, len(table)
+    for first, blocks in runs:
+        end = min(at + blocks, room)
+        table[at:end] = gone if first == GONE else np.arange(first, first + end - at)
+        at = end
 
 
 def angles_at(angles: Angles | None, positions: Index) -> Angles | None:

@@ -2,9 +2,10 @@
 
 The tokens of one forward pass lie one after another, whichever sequences they belong to. All but attention treats
 every token alike. In float32 on CPUs the kernels (runtime/kernels) read blocks where they lie, those of all sequences
-that add one token in one call. Elsewhere attention goes through the sequences one by one, which on a CPU is faster than
-padding them to one length: a sequence in one run of blocks is read where it lies, as a view; for one in several runs
-they are gathered first, which costs about a fifth more time than a view (padding costs several times as much).
+that add one token in one call; those for GPUs do the latter. Elsewhere attention goes through the sequences one by one,
+which on a CPU is faster than padding them to one length: a sequence in one run of blocks is read where it lies, as a
+view; for one in several runs they are gathered first, which costs about a fifth more time than a view (padding costs
+several times as much).
 
 An attention with a window reads the window's keys only: for one more token of a sequence a shorter view.
 
@@ -20,10 +21,12 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.kernels.functions import Runs, TextKeys
+from surgeon.runtime.kernels.triton.functions import TextBlocks
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Angles, Weighting, attention
-from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches
+from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches, write_table
 
 
 class PagedLayout:
@@ -91,6 +94,7 @@ class _Singles:
         self._cache = cache
         self._angles = angles
         self._runs: dict[tuple[int, int | None], Runs] = {}
+        self._tables: dict[int, TextBlocks] = {}
 
     def add(self, row: Row) -> None:
         """Take in the row behind."""
@@ -101,6 +105,8 @@ class _Singles:
         heads, head_dim, kv_heads = queries.shape[1], queries.shape[2], self._cache.kv_heads[slot]
         count = len(self._sequences)
         own = queries[self._first : self._first + count]
+        if self._cache.triton is not None and slot not in self._cache.rebuilds:
+            return self._cache.attend(slot, own, self._blocks(self._cache.group_of[slot]), weighting)
         if self._cache.kernels is not None and slot not in self._cache.rebuilds:
             read = self._read(self._cache.group_of[slot], weighting.window)
             return self._cache.kernels.attend(own, self._cache.pairs[slot], read, weighting.scale, weighting.softcap)
@@ -112,6 +118,19 @@ class _Singles:
         ]
         together = attended[0] if count == 1 else torch.cat(attended)
         return together.reshape(count, heads * head_dim)
+
+    def _blocks(self, group: int) -> TextBlocks:
+        """Where attentions of a group look."""
+        if group not in self._tables:
+            rows = [sequence.row for sequence in self._sequences]
+            ends = [row.start + len(row.tokens) for row in rows]
+            inputs = torch.zeros(len(rows), 1 + blocks_for(max(ends)), dtype=torch.long)
+            for line, row, end in zip(inputs.numpy(), rows, ends, strict=True):
+                line[0] = end - 1
+                write_table(line[1:], row.runs[group], 0)
+            inputs = inputs.to(self._cache.device)
+            self._tables[group] = TextBlocks(inputs[:, 1:], inputs[:, 0], self._cache.counters(len(rows)))
+        return self._tables[group]
 
     def _read(self, group: int, window: int | None) -> Runs:
         """Where attentions of a group with such a window read."""

@@ -6,7 +6,7 @@ and so has vLLM (vllm_plugin).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -239,7 +239,7 @@ class RankProgram:
         Args:
             first, end: of the nodes that are run, all by default; the first may be late if something is pending.
         """
-        work = iter(self.work[self._work_before(first) :])
+        work = WorkAhead(self.work[self._work_before(first) :])
         machine = self.machine(shared, self.collectives.group, work)
         for node in self.program.nodes[first:end]:
             state = advance(state, node, machine)
@@ -272,7 +272,7 @@ class RankProgram:
         few = _of_places(state, places or [0])  # one at least: who times steps counts on all in every pass
         return land(self.run(few, shared, behind, end)).stream[: len(places)]
 
-    def machine(self, shared: Pass, group: Group, work: Iterator[Work]) -> RankMachine:
+    def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
         """What runs steps on a group of ranks."""
         return RankMachine(self, shared, group, work)
 
@@ -296,6 +296,24 @@ def part_key(part: Part) -> PartKey:
     return part.sublayer, part.sharers if part.sublayer.ranks else ()
 
 
+class WorkAhead(Iterator[Work]):
+    """A rank's work in the order in which the executor comes to it.
+
+    Attributes:
+        next: what will come, if anything.
+    """
+
+    def __init__(self, work: Sequence[Work]) -> None:
+        self._work = iter(work)
+        self.next = next(self._work, None)
+
+    def __next__(self) -> Work:
+        if self.next is None:
+            raise StopIteration
+        work, self.next = self.next, next(self._work, None)
+        return work
+
+
 class RankMachine(Machine):
     """One forward pass on one rank, seen from a group of ranks it belongs to.
 
@@ -303,7 +321,7 @@ class RankMachine(Machine):
     any other. Where it computes slices, `StepOutputs` says what is reduced.
     """
 
-    def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: Iterator[Work]) -> None:
+    def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: WorkAhead) -> None:
         self.rank_program = rank_program
         self.shared = shared
         self.group = group
@@ -327,6 +345,11 @@ class RankMachine(Machine):
             assert part.slot is not None
             return part, made(stream, part.slot, self.shared)
         return part, made(stream)
+
+    def add(self, stream: Tensor, output: Tensor) -> Tensor:
+        """The sum, normed in the same launch for the part that comes next, if kernels can."""
+        parts = self.work.next.parts if self.work.next is not None else ()
+        return self.rank_program.sublayers[part_key(parts[0])].norm.added(stream, output) if parts else stream + output
 
     def reduce(self, partial: Partial) -> Pending:
         part, finish = partial

@@ -19,7 +19,7 @@ from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
-from surgeon.runtime.model.layers import Angles, Attend, Pass, rotation
+from surgeon.runtime.model.layers import Angles, Attend, AttendRaw, Pass, rotation
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.specification import Plan
@@ -120,13 +120,21 @@ class RankModel(RankProgram):
         embedded = self.ends.scaled(self.vocabulary.embed(tokens, self.counts.vocabulary))
         return self.ends.placed(embedded, positions)
 
-    def next_logits(self, tokens: Tensor, positions: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        angles: Angles | None,
+        attend: Attend,
+        attend_raw: AttendRaw | None = None,
+    ) -> Tensor:
         """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU.
 
         Args:
             angles: of all positions up to the last one, if there are rotary ones.
+            attend, attend_raw: as of a `Pass`.
         """
-        shared = Pass(attend, angles_at(angles, positions))
+        shared = Pass(attend, angles_at(angles, positions), attend_raw)
         return self.own_logits(self.stream_after(self.embedded(tokens, positions), shared))
 
     def own_logits(self, stream: Tensor) -> Tensor:

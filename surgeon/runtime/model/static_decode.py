@@ -2,9 +2,13 @@
 
 The passes of paged_layout.py go through sequences one by one, and their shapes change with every token: right for CPUs,
 but a GPU would wait for all those small launches. A static pass computes one token of each of its texts at once. It has
-room for so many texts and so many blocks of each, both rounded up to powers of two, so that there are few sizes. All
-that changes from one pass of a size to the next is the contents of one tensor of inputs: token, position and block
-table of each text. Lines without a text write to a block that nobody reads.
+room for so many texts, rounded up to a power of two, so that there are few sizes. All that changes from one pass of a
+size to the next is the contents of one tensor of inputs: token, position and block table of each text. Lines without a
+text write to a block that nobody reads.
+
+Kernels for GPUs (runtime/kernels/triton) read the cache by block tables, each text as far as it goes. Without them, and
+in rank space, the keys and values of all texts are copied side by side, as many blocks of each as the longest has,
+rounded up to a power of two, and masked.
 
 Nothing in it waits for the device until the chosen tokens are read, so that it can be recorded as a CUDA graph
 (cuda_graphs.py), collectives included where they can be (`Collectives.capturable`). Otherwise the same pass runs as it
@@ -21,19 +25,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import GONE, BlockRun
 from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, power_of_two
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for, power_of_two
 from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.cuda_graphs import GraphRecorder
-from surgeon.runtime.model.layers import Angles, Weighting, attention
-from surgeon.runtime.model.paged_cache import PagedCache, angles_at
+from surgeon.runtime.model.layers import Angles, AttendRaw, Weighting, attention
+from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
 from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 
@@ -93,11 +97,14 @@ class StaticLayout:
         positions: of the tokens, (B,), each in its text.
     """
 
-    def __init__(self, inputs: Tensor, cache: PagedCache, angles: Angles | None = None) -> None:
+    def __init__(
+        self, inputs: Tensor, cache: PagedCache, angles: Angles | None = None, counters: Tensor | None = None
+    ) -> None:
         """Read the inputs, (B, 2 + W * groups of the cache).
 
         Args:
             angles: of every position, if there are rotary ones.
+            counters: those of the cache for as many texts, where it has kernels for GPUs.
         """
         self._angles = angles if cache.rebuilds else None
         self.positions = inputs[:, POSITION]
@@ -106,6 +113,20 @@ class StaticLayout:
         self._dtype = cache.stored.dtype
         self._own = [self._places(group, self.positions[:, None])[:, 0] for group in range(len(cache.windows))]
         self._views: dict[tuple[int, int | None], View] = {}
+        self._texts: list[TextBlocks] = []
+        if counters is not None:
+            self._texts = [TextBlocks(table, self.positions, counters) for table in self._tables]
+
+    @property
+    def attend_raw(self) -> AttendRaw | None:
+        """Attention that takes queries and keys as projections give them, where there are kernels for that."""
+        return self._attend_raw if self._texts else None
+
+    def _attend_raw(self, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting) -> Tensor:
+        cache, group = self._cache, self._cache.group_of[slot]
+        assert cache.triton is not None
+        queries = cache.triton.place(qkv, heads, placing, self._own[group], cache.pairs[slot])
+        return cache.attend(slot, queries, self._texts[group], weighting)
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (B, H, D) to attended values (B, H * D).
@@ -113,6 +134,7 @@ class StaticLayout:
         Args:
             kept: keys and, behind them, values, (B, 2 * K, D), or what they are rebuilt of, (B, R).
         """
+        assert not self._texts or slot in self._cache.rebuilds, "kernels attend where keys and values are cached"
         texts, heads, head_dim = queries.shape
         view = self._view(self._cache.group_of[slot], weighting.window)
         kv_heads, mask = self._cache.kv_heads[slot], view.mask
@@ -173,6 +195,7 @@ class StaticPass:
     Attributes:
         inputs: on the device, (B, 2 + W * groups of the cache).
         buffers: those of the cache; a replay writes to them.
+        counters: those of the cache, where it has kernels for GPUs; a replay counts in them.
         replay: computes the pass.
         sent: by a replay, which does not count it.
     """
@@ -189,9 +212,9 @@ class StaticPass:
         columns = TABLE + groups * size.blocks
         self._host = torch.zeros(size.texts, columns, dtype=torch.long, pin_memory=device.type == "cuda")
         self._lines = self._host.numpy()
-        self._numbers = torch.arange(unread_block + 1).numpy()
         self.inputs = self._host.to(device, copy=True)
         self.buffers: tuple[Tensor, ...] = ()
+        self.counters: Tensor | None = None
         self.replay: Replay | None = None
         self.sent: Sent = Counts(), Counts()
 
@@ -200,18 +223,11 @@ class StaticPass:
         for line, row in zip(self._lines, rows, strict=False):
             line[TOKEN], line[POSITION] = row.tokens[0], row.start
             for group, runs in enumerate(row.runs):
-                self._write(line[TABLE + group * self._blocks :][: self._blocks], runs)
+                table = line[TABLE + group * self._blocks :][: self._blocks]
+                write_table(table, runs, self._unread_block)
         self._lines[len(rows) :, :TABLE] = 0
         self._lines[len(rows) :, TABLE :: self._blocks] = self._unread_block
         self.inputs.copy_(self._host, non_blocking=True)
-
-    def _write(self, table: Any, runs: Sequence[BlockRun]) -> None:
-        """Write a text's blocks into a line's table, (W,); of those that are gone any will do."""
-        at, room = 0, len(table)
-        for first, blocks in runs:
-            end = min(at + blocks, room)
-            table[at:end] = self._unread_block if first == GONE else self._numbers[first : first + end - at]
-            at = end
 
 
 class StaticDecode(Way):
@@ -252,24 +268,41 @@ class StaticDecode(Way):
     def _outputs(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
         """What a pass computes of the rows, and of lines without a text; the next one may overwrite it."""
         blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
-        size = PassSize.of(rows, blocks if None in cache.windows else sys.maxsize)
+        most = blocks if None in cache.windows else sys.maxsize
+        size = PassSize.of(rows, most)
+        if not self.gathers(cache):
+            size = PassSize(size.texts, min(blocks_for(self._model.plan.max_tokens), most))
         passes = self._passes.setdefault(cache, {})
         if size not in passes:
-            passes[size] = StaticPass(size, blocks, cache.device, len(cache.windows))
-            cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
-            passes[size].buffers = cache.buffers.kept, cache.buffers.rebuilt
+            passes[size] = self._allocated(size, blocks, cache)
         static = passes[size]
         static.load(rows)
         if self._recorder is None:
-            return self._compute(static.inputs, cache)
+            return self._compute(static, cache)
         if static.replay is None:
             static.replay = self._record(static, cache, self._recorder)
         self._model.counts.add(static.sent)
         return static.replay()
 
-    def _compute(self, inputs: Tensor, cache: PagedCache) -> Outputs:
-        layout = StaticLayout(inputs, cache, self._angles)
-        logits = self._model.next_logits(inputs[:, TOKEN], layout.positions, self._angles, layout.attend)
+    @staticmethod
+    def gathers(cache: PagedCache) -> bool:
+        """Whether what the texts read of a cache is copied, as many blocks of each as the longest has."""
+        return cache.triton is None or bool(cache.rebuilds)
+
+    @staticmethod
+    def _allocated(size: PassSize, unread_block: int, cache: PagedCache) -> StaticPass:
+        """A pass that has all that it writes to."""
+        static = StaticPass(size, unread_block, cache.device, len(cache.windows))
+        cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
+        static.buffers = cache.buffers.kept, cache.buffers.rebuilt
+        static.counters = None if cache.triton is None else cache.counters(size.texts)
+        return static
+
+    def _compute(self, static: StaticPass, cache: PagedCache) -> Outputs:
+        layout = StaticLayout(static.inputs, cache, self._angles, static.counters)
+        logits = self._model.next_logits(
+            static.inputs[:, TOKEN], layout.positions, self._angles, layout.attend, layout.attend_raw
+        )
         return Outputs(self._model.best_tokens(logits), logits)
 
     def _record(self, static: StaticPass, cache: PagedCache, recorder: GraphRecorder) -> Replay:
@@ -277,6 +310,6 @@ class StaticDecode(Way):
 
         def compute() -> Outputs:
             with self._model.counts.apart() as static.sent:  # a recorder may compute several times
-                return self._compute(static.inputs, cache)
+                return self._compute(static, cache)
 
         return recorder(compute)

@@ -5,6 +5,8 @@ It connects to the other ranks, then runs the functions it is sent, one after th
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import pickle
 import shutil
@@ -175,6 +177,9 @@ def gpu_room(rank: Rank) -> int:
 def serve(connection: Connection, channel: Sequence[int]) -> None:
     """Connect to the other ranks (`channel` as `Rank` takes it), then answer calls until the other end closes."""
     keep_freed_memory()
+    atexit.register(
+        gc.unfreeze
+    )  # what is kept from the collector (`worker.keep`): triton complains of what is left of it
     try:
         rank = Rank(pickle.loads(connection.recv_bytes()), connection, channel)
         _send(connection, "result", None)

@@ -1,0 +1,19 @@
+"""Kernels for GPUs, in Triton, which PyTorch's builds for GPUs bring along."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from surgeon.runtime.kernels.build import switched_off
+
+
+def missing() -> str | None:
+    """Why ranks on GPUs compute without these kernels; None if they compute with them."""
+    if switched_off():
+        return "SURGEON_KERNELS=off"
+    return "triton is not installed" if find_spec("triton") is None else None
+
+
+def used_on(device: str) -> bool:
+    """Whether ranks on such a device, "cpu" or "cuda", compute with these kernels."""
+    return device == "cuda" and missing() is None

@@ -1,0 +1,218 @@
+"""The kernels for GPUs as functions of tensors, which compute what PyTorch's operations in runtime/model compute.
+
+Shapes: T tokens of a pass, B texts, H heads and K KV heads of a slice, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.kernels import triton
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "tanh_gelu",
+    "gelu_pytorch_tanh": "tanh_gelu",
+    "relu": "relu",
+}  # of gates, by what transformers calls them
+TILE_BYTES = 16384  # of the keys that a program of `attend` has in shared memory at a time, and of the values
+LEAST, MOST_TOKENS = 16, 64  # keys at a time; a product of matrices has 16 rows and columns at least
+MOST_PARTS = 64  # of the keys of a text
+PROGRAMS_PER_PROCESSOR = 2  # that attention is divided into, where texts and heads are fewer
+COLUMNS = 1024  # of a program of `gate`
+
+
+class TextBlocks(NamedTuple):
+    """Where one token of each of some texts looks in a cache.
+
+    Attributes:
+        tables: numbers of blocks, (B, any).
+        newest: position of the token, (B,).
+        arrived: (B * K) zeros or more, int32; zeros again when attention has ended.
+    """
+
+    tables: Tensor
+    newest: Tensor
+    arrived: Tensor
+
+
+class Placing(NamedTuple):
+    """What becomes of queries and keys before they are compared.
+
+    Attributes:
+        gain: of the norms of heads, if any, (H + K, D) of one piece.
+        epsilon: of these.
+        angles: cosine and signed sine of the tokens, if any, (T, 1, up to D) each.
+    """
+
+    gain: Tensor | None
+    epsilon: float
+    angles: tuple[Tensor, Tensor] | None
+
+
+class TritonKernels:
+    """All functions want floating-point tensors of one dtype whose last dimension lies side by side.
+
+    Attributes:
+        programs: that attention is divided into.
+    """
+
+    def __init__(self) -> None:
+        from triton import knobs  # not everywhere installed
+
+        from surgeon.runtime.kernels.triton import source
+
+        self._source: Any = source
+        self._interpreted = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1
+        processors = 1 if self._interpreted else torch.cuda.get_device_properties().multi_processor_count
+        self.programs = PROGRAMS_PER_PROCESSOR * processors
+
+    def launch(self, name: str, grid: tuple[int, ...], arguments: tuple[object, ...], **constants: object) -> None:
+        """Start a kernel; a grid with nothing in it starts none."""
+        if 0 not in grid:
+            getattr(self._source, name)[grid](*arguments, **constants)
+
+    def attend(
+        self,
+        queries: Tensor,
+        pair: Tensor,
+        texts: TextBlocks,
+        block_tokens: int,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attended values, (B, H * D), of one token of each text, (B, H, D), over a cache, (2 * K, places, D).
+
+        Args:
+            scale, window, softcap: as of `Weighting`.
+        """
+        count, heads, dim = queries.shape
+        kv_heads = len(pair) // 2
+        group, padded = heads // kv_heads, max(LEAST, _padded(dim))
+        tokens = min(MOST_TOKENS, max(LEAST, TILE_BYTES // (padded * pair.element_size())))
+        wanted = min(MOST_PARTS, -(-self.programs // max(1, count * kv_heads)))
+        parts = max(1, min(wanted, -(-texts.tables.shape[1] * block_tokens // tokens)))
+        out = queries.new_empty(count, heads * dim)
+        sums = queries.new_empty(count, kv_heads, parts, group, dim, dtype=torch.float32)
+        totals = queries.new_empty(count, kv_heads, parts, 2, group, dtype=torch.float32)
+        self.launch(
+            "attend",
+            (count, kv_heads, parts),
+            (
+                *(queries, pair, *texts, out, sums, totals),
+                *(dim**-0.5 if scale is None else scale, softcap or 0.0, window or 0),
+                *(queries.stride(0), pair.stride(0), texts.tables.stride(0), texts.newest.stride(0)),
+            ),
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEADS_PADDED=max(LEAST, _padded(group)),
+            DIM=dim,
+            DIM_PADDED=padded,
+            BLOCK=block_tokens,
+            TOKENS=tokens,
+            PARTS=parts,
+            WINDOWED=window is not None,
+            CAPPED=softcap is not None,
+            IN_FLOAT32=self._interpreted or pair.dtype == torch.float32,  # the interpreter multiplies no bfloat16
+        )
+        return out
+
+    def place(self, qkv: Tensor, heads: int, placing: Placing, places: Tensor, pair: Tensor) -> Tensor:
+        """Queries, (T, H, D), as they are compared; keys and values are put into places of an attention's cache.
+
+        Args:
+            qkv: queries, keys and values, (T, H + 2 * K, D).
+            places: (T,), int64.
+            pair: (2 * K, places, D).
+        """
+        tokens, all_heads, dim = qkv.shape
+        queries = qkv.new_empty(tokens, heads, dim)
+        gain, angles = placing.gain, placing.angles
+        unread = (queries, queries)
+        self.launch(
+            "place",
+            (tokens, all_heads),
+            (
+                *(qkv, queries, pair, places, queries if gain is None else gain, *(angles or unread)),
+                *(placing.epsilon, qkv.stride(0), pair.stride(0)),
+            ),
+            HEADS=heads,
+            KV_HEADS=len(pair) // 2,
+            DIM=dim,
+            DIM_PADDED=_padded(dim),
+            TURNED=0 if angles is None else angles[0].shape[-1],
+            NORMED=gain is not None,
+        )
+        return queries
+
+    def norm(
+        self, x: Tensor, gain: Tensor, shift: Tensor | None, epsilon: float, centred: bool, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A stream, (T, h), with another one added if there is one, and its norm.
+
+        Args:
+            shift: added to the normed stream, if any.
+            centred: whether it is a layer norm.
+        """
+        tokens, width = x.shape
+        normed = x.new_empty(tokens, width)
+        total = x if added is None else x.new_empty(tokens, width)
+        more = x if added is None else added
+        self.launch(
+            "norm",
+            (tokens,),
+            (x, more, total, normed, gain, gain if shift is None else shift, epsilon, x.stride(0), more.stride(0)),
+            WIDTH=width,
+            WIDTH_PADDED=_padded(width),
+            ADDS=added is not None,
+            CENTRED=centred,
+            SHIFTED=shift is not None,
+            num_warps=8 if width > COLUMNS else 4,
+        )
+        return total, normed
+
+    def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
+        """What makes activated gates times values, (T, width), of both side by side, (T, 2 * width).
+
+        Args:
+            activation: as transformers calls it; for others than those in `ACTIVATIONS` there is None.
+        """
+        if activation not in ACTIVATIONS:
+            return None
+
+        def gate(wide: Tensor) -> Tensor:
+            tokens, width = wide.shape[0], wide.shape[1] // 2
+            y = wide.new_empty(tokens, width)
+            self.launch(
+                "gate",
+                (tokens, -(-width // COLUMNS)),
+                (wide, y, wide.stride(0), width),
+                ACTIVATION=ACTIVATIONS[activation],
+                COLUMNS=COLUMNS,
+            )
+            return y
+
+        return gate
+
+
+@cache
+def _kernels() -> TritonKernels:
+    return TritonKernels()
+
+
+def triton_kernels_for(tensor: Tensor) -> TritonKernels | None:
+    """The kernels, if tensors like this one are computed with by them."""
+    return _kernels() if triton.used_on(tensor.device.type) and tensor.is_floating_point() else None
+
+
+def _padded(number: int) -> int:
+    """The smallest power of two that is not below it."""
+    return 1 << (number - 1).bit_length()

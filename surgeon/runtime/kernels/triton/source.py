@@ -1,0 +1,217 @@
+"""The kernels' source. Everything is computed in float32, whatever the tensors hold.
+
+A parameter in capitals is known when a kernel is compiled. Shapes: T tokens of a pass, B texts, H heads and K KV heads
+of a slice, G = H / K heads of a KV group, D head_dim.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(a, b, IN_FLOAT32: tl.constexpr):
+    """A matrix product, summed in float32; float32 itself is not rounded to TF32."""
+    if IN_FLOAT32:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def attend(
+    queries,  # (B, H, D), a text every `query_stride`
+    pair,  # (2 * K, places, D), a head every `head_stride`
+    tables,  # numbers of blocks, a text every `table_stride`
+    newest,  # position of each text's newest token, every `newest_stride`
+    arrived,  # (B, K): how many parts have been computed; zeros before and after
+    out,  # (B, H, D)
+    sums,  # (B, K, PARTS, GROUP, D): weighted values of a part
+    totals,  # (B, K, PARTS, 2, GROUP): the highest score of a part, and the sum of its weights
+    scale,
+    softcap,
+    window,
+    query_stride,
+    head_stride,
+    table_stride,
+    newest_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    """Attention of one token of each text over its keys in the cache (Flash-Decoding): a text, a KV head, a part.
+
+    The part of a text and head that is computed last puts all of them together.
+    """
+    text, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    last = (tl.load(newest + text * newest_stride) + 1).to(tl.int32)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(last - window, 0)
+    share = tl.cdiv(tl.cdiv(last - begin, PARTS), TOKENS) * TOKENS
+    parts = tl.cdiv(last - begin, share)  # that have any keys
+    if part < parts:
+        first = begin + part * share
+        end = tl.minimum(first + share, last)
+        g, d = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM_PADDED)
+        inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
+        own = (head * GROUP + g)[:, None] * DIM + d[None, :]
+        query = tl.load(queries + text.to(tl.int64) * query_stride + own, mask=inside, other=0.0)
+        keys, values = pair + head * head_stride, pair + (KV_HEADS + head) * head_stride
+        best = tl.full([HEADS_PADDED], -float("inf"), tl.float32)
+        total = tl.zeros([HEADS_PADDED], tl.float32)
+        attended = tl.zeros([HEADS_PADDED, DIM_PADDED], tl.float32)
+        for start in range(first, end, TOKENS):
+            at = start + tl.arange(0, TOKENS)
+            seen = at < end
+            block = tl.load(tables + text.to(tl.int64) * table_stride + at // BLOCK, mask=seen, other=0)
+            place = (block * BLOCK + at % BLOCK) * DIM
+            read = seen[:, None] & (d < DIM)[None, :]
+            key = tl.load(keys + place[:, None] + d[None, :], mask=read, other=0.0)
+            scores = product(query, tl.trans(key), IN_FLOAT32) * scale
+            if CAPPED:
+                scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # softcap * tanh(scores / softcap)
+            scores = tl.where(seen[None, :], scores, -float("inf"))
+            higher = tl.maximum(best, tl.max(scores, 1))
+            weights, kept = tl.exp(scores - higher[:, None]), tl.exp(best - higher)
+            value = tl.load(values + place[:, None] + d[None, :], mask=read, other=0.0)
+            total = total * kept + tl.sum(weights, 1)
+            attended = attended * kept[:, None] + product(weights.to(value.dtype), value, IN_FLOAT32)
+            best = higher
+        row = text.to(tl.int64) * KV_HEADS + head
+        to = out + row * GROUP * DIM + g[:, None] * DIM + d[None, :]
+        if parts == 1:
+            tl.store(to, attended / total[:, None], mask=inside)
+        else:
+            mine = row * PARTS + part
+            tl.store(sums + mine * GROUP * DIM + g[:, None] * DIM + d[None, :], attended, mask=inside)
+            tl.store(totals + mine * 2 * GROUP + g, best, mask=g < GROUP)
+            tl.store(totals + (mine * 2 + 1) * GROUP + g, total, mask=g < GROUP)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            if tl.atomic_add(arrived + row, 1) == parts - 1:
+                tl.debug_barrier()
+                best = tl.full([HEADS_PADDED], -float("inf"), tl.float32)
+                total = tl.zeros([HEADS_PADDED], tl.float32)
+                attended = tl.zeros([HEADS_PADDED, DIM_PADDED], tl.float32)
+                for other in range(parts):
+                    theirs = row * PARTS + other
+                    found = tl.load(
+                        sums + theirs * GROUP * DIM + g[:, None] * DIM + d[None, :],
+                        mask=inside,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    high = tl.load(totals + theirs * 2 * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
+                    weight = tl.load(
+                        totals + (theirs * 2 + 1) * GROUP + g, mask=g < GROUP, other=1.0, cache_modifier=".cg"
+                    )
+                    higher = tl.maximum(best, high)
+                    kept, gained = tl.exp(best - higher), tl.exp(high - higher)
+                    total = total * kept + weight * gained
+                    attended = attended * kept[:, None] + found * gained[:, None]
+                    best = higher
+                tl.store(to, attended / total[:, None], mask=inside)
+                tl.store(arrived + row, 0)
+
+
+@triton.jit
+def place(
+    qkv,  # (T, H + 2 * K, D), a token every `row_stride`
+    queries,  # (T, H, D)
+    pair,  # (2 * K, places, D), a head every `head_stride`
+    places,  # (T,)
+    gain,  # (H + K, D)
+    cosine,  # (T, TURNED)
+    sine,
+    epsilon,
+    row_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    TURNED: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Queries and keys normed by head and turned to their positions; keys and values put into the cache."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, DIM_PADDED)
+    inside = d < DIM
+    source = qkv + token * row_stride + head * DIM
+    x = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        root = 1.0
+        if NORMED:
+            root = tl.rsqrt(tl.sum(x * x) / DIM + epsilon)
+            x = x * root * tl.load(gain + head * DIM + d, mask=inside, other=0.0).to(tl.float32)
+        if TURNED:
+            partner, turns = (d + TURNED // 2) % TURNED, d < TURNED
+            y = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
+            if NORMED:
+                y = y * root * tl.load(gain + head * DIM + partner, mask=turns, other=0.0).to(tl.float32)
+            x = x * tl.load(cosine + token * TURNED + d, mask=turns, other=1.0).to(tl.float32)
+            x += y * tl.load(sine + token * TURNED + d, mask=turns, other=0.0).to(tl.float32)
+    if head < HEADS:
+        tl.store(queries + (token * HEADS + head) * DIM + d, x, mask=inside)
+    else:
+        own = pair + (head - HEADS).to(tl.int64) * head_stride + tl.load(places + token) * DIM
+        tl.store(own + d, x, mask=inside)
+
+
+@triton.jit
+def norm(
+    x,  # (T, WIDTH), a token every `x_stride`
+    added,  # (T, WIDTH), a token every `added_stride`
+    total,  # (T, WIDTH)
+    normed,  # (T, WIDTH)
+    gain,  # (WIDTH,)
+    shift,
+    epsilon,
+    x_stride,
+    added_stride,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    ADDS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SHIFTED: tl.constexpr,
+):
+    """RMS norm, or layer norm where it is centred, of a stream or of the sum of two, which is kept as well."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_PADDED)
+    inside = at < WIDTH
+    given = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
+    if ADDS:
+        more = tl.load(added + row * added_stride + at, mask=inside, other=0.0)
+        given = (given.to(tl.float32) + more.to(tl.float32)).to(given.dtype)
+        tl.store(total + row * WIDTH + at, given, mask=inside)
+    value = given.to(tl.float32)
+    if CENTRED:
+        value = tl.where(inside, value - tl.sum(value) / WIDTH, 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value) / WIDTH + epsilon)
+    value = value * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+    if SHIFTED:
+        value += tl.load(shift + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * WIDTH + at, value, mask=inside)
+
+
+@triton.jit
+def gate(wide, out, row_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Activated gates times values, (T, width), of both side by side, (T, 2 * width)."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < width
+    x = tl.load(wide + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(wide + row * row_stride + width + at, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "tanh_gelu":  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        x = tl.maximum(x, 0.0)
+    tl.store(out + row * width + at, x * up, mask=inside)

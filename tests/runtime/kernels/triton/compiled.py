@@ -1,0 +1,80 @@
+"""Compiles the kernels for a GPU that need not be there, as `test_source.py` has it done in a process of its own.
+
+For each kernel it prints a line: its name, its bytes of shared memory, whether it fetches ahead of use, and whether
+there is machine code.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from surgeon.runtime.kernels.triton import source
+from surgeon.runtime.kernels.triton.functions import LEAST, MOST_TOKENS, TILE_BYTES
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+DIM = 128
+
+
+def compiled(kernel: object, capability: int, tensors: dict[str, str], **constants: object) -> None:
+    """Compile a kernel, given the dtypes of its tensors and what is known then, and print its line."""
+    names = kernel.arg_names
+    scalars = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32"}
+    types = {
+        name: "constexpr" if name in constants else f"*{tensors[name]}" if name in tensors else scalars.get(name, "i32")
+        for name in names
+    }
+    # As they are for the shapes that models have: addresses and most strides are multiples of 16.
+    aligned = [at for at, name in enumerate(names) if name in tensors or name.endswith(("stride", "width"))]
+    made = triton.compile(
+        ASTSource(
+            kernel,
+            types,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
+        ),
+        target=GPUTarget("cuda", capability, 32),
+    )
+    print(kernel.__name__, made.metadata.shared, "cp.async" in made.asm["ptx"], len(made.asm["cubin"]) > 0)
+
+
+def main(capability: int, dtype: str) -> None:
+    cache = {"queries": dtype, "pair": dtype}
+    compiled(
+        source.attend,
+        capability,
+        {**cache, "tables": "i64", "newest": "i64", "arrived": "i32", "out": dtype, "sums": "fp32", "totals": "fp32"},
+        KV_HEADS=8,
+        GROUP=4,
+        HEADS_PADDED=LEAST,
+        DIM=DIM,
+        DIM_PADDED=DIM,
+        BLOCK=16,
+        TOKENS=min(MOST_TOKENS, TILE_BYTES // (DIM * BYTES[dtype])),
+        PARTS=33,
+        WINDOWED=True,
+        CAPPED=True,
+        IN_FLOAT32=dtype == "fp32",
+    )
+    compiled(
+        source.place,
+        capability,
+        {**cache, "qkv": dtype, "places": "i64", "gain": dtype, "cosine": dtype, "sine": dtype},
+        HEADS=32,
+        KV_HEADS=8,
+        DIM=DIM,
+        DIM_PADDED=DIM,
+        TURNED=DIM,
+        NORMED=True,
+    )
+    streams = dict.fromkeys(("x", "added", "total", "normed", "gain", "shift"), dtype)
+    compiled(source.norm, capability, streams, WIDTH=5120, WIDTH_PADDED=8192, ADDS=True, CENTRED=True, SHIFTED=True)
+    for activation in ("silu", "gelu", "tanh_gelu", "relu"):
+        compiled(source.gate, capability, {"wide": dtype, "out": dtype}, ACTIVATION=activation, COLUMNS=1024)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,169 @@
+"""The kernels for GPUs against PyTorch in float64, of drawn sizes and dtypes; where there is no GPU, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from surgeon.runtime.kernels.triton.functions import ACTIVATIONS, Placing, TextBlocks, TritonKernels
+from surgeon.runtime.model.layers import rotate_
+
+pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, where it is infinite
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 4
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+ROUNDED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # relative errors of results
+few = settings(max_examples=8)
+
+
+def kernels(programs: int = 1) -> TritonKernels:
+    made = TritonKernels()
+    made.programs = programs
+    return made
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether numbers differ by no more than their dtype does."""
+    assert found.shape == expected.shape
+    return bool((found.double() - expected).norm() <= ROUNDED[found.dtype] * expected.norm() + 1e-30)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@few
+@given(
+    starts=st.lists(st.integers(0, 150), min_size=1, max_size=3),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 5),
+    dim=st.sampled_from([8, 20, 64]),
+    dtype=DTYPES,
+    window=st.sampled_from([None, None, 1, 5, 33, 400]),
+    cap=st.sampled_from([None, 2.0]),
+    scale=st.sampled_from([None, 0.3]),
+    programs=st.sampled_from([1, 8, 24]),
+)
+def test_attend(
+    starts: list[int],
+    kv_heads: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    window: int | None,
+    cap: float | None,
+    scale: float | None,
+    programs: int,
+) -> None:
+    """Texts of any lengths in any blocks; of places that no text has nothing is seen, and no part is left counted."""
+    lengths = [start + 1 for start in starts]
+    width = max(-(-length // BLOCK) for length in lengths) + 2
+    order = torch.randperm(len(starts) * width, device=DEVICE)
+    tables = order.view(len(starts), width)
+    written = drawn(2 * kv_heads, len(starts) * width * BLOCK, dim, dtype=dtype)
+    pair, queries = torch.full_like(written, torch.nan), drawn(len(starts), kv_heads * group, dim, dtype=dtype)
+    expected = []
+    for table, length, query in zip(tables, lengths, queries, strict=True):
+        at = torch.arange(length, device=DEVICE)
+        places = table[at // BLOCK] * BLOCK + at % BLOCK
+        pair[:, places] = written[:, places]
+        keys, values = written[:, places].double().chunk(2)
+        scores = query.double().view(kv_heads, group, dim) @ keys.mT * (dim**-0.5 if scale is None else scale)
+        if cap is not None:
+            scores = cap * (scores / cap).tanh()
+        if window is not None:
+            scores[..., : max(0, length - window)] = -torch.inf
+        expected.append((scores.softmax(-1) @ values).flatten())
+    arrived = torch.zeros(len(starts) * kv_heads, dtype=torch.int32, device=DEVICE)
+    texts = TextBlocks(tables, torch.tensor(starts, device=DEVICE), arrived)
+    found = kernels(programs).attend(queries, pair, texts, BLOCK, scale, window, cap)
+    assert found.dtype == dtype
+    assert close(found, torch.stack(expected))
+    assert not arrived.any()
+
+
+@few
+@given(
+    tokens=st.integers(1, 4),
+    heads=st.integers(1, 4),
+    kv_heads=st.integers(1, 2),
+    half=st.integers(1, 20),
+    turned=st.sampled_from([None, 0.0, 0.5, 1.0]),
+    normed=st.booleans(),
+    dtype=DTYPES,
+)
+def test_place(
+    tokens: int, heads: int, kv_heads: int, half: int, turned: float | None, normed: bool, dtype: torch.dtype
+) -> None:
+    """Queries and keys are normed and turned, as far as wanted; other places of the cache, and what is given, stay."""
+    dim, count = 2 * half, heads + 2 * kv_heads
+    wide = drawn(tokens, count * dim + 3, dtype=dtype)
+    qkv, before = wide[:, : count * dim].unflatten(1, (count, dim)), wide.clone()
+    gain = drawn(heads + kv_heads, dim, dtype=dtype) if normed else None
+    angles = None
+    if turned is not None:
+        width = 2 * max(1, int(half * turned))
+        angles = drawn(tokens, 1, width, dtype=dtype), drawn(tokens, 1, width, dtype=dtype)
+    pair = drawn(2 * kv_heads, 11, dim, dtype=dtype)
+    places, kept = torch.randperm(11, device=DEVICE)[:tokens], pair.clone()
+    queries = kernels().place(qkv, heads, Placing(gain, 1e-6, angles), places, pair)
+    expected = qkv.double()
+    compared = expected[:, : heads + kv_heads]
+    if gain is not None:
+        compared.copy_(F.rms_norm(compared, (dim,), None, 1e-6) * gain.double())
+    if angles is not None:
+        rotate_(compared, angles[0].double(), angles[1].double())
+    assert close(queries, expected[:, :heads])
+    assert close(pair[:, places], expected[:, heads:].transpose(0, 1))
+    others = torch.tensor([place for place in range(11) if place not in places.tolist()], device=DEVICE)
+    assert torch.equal(pair[:, others], kept[:, others])
+    assert torch.equal(wide, before)
+
+
+@few
+@given(
+    tokens=st.integers(1, 4),
+    width=st.integers(1, 200),
+    centred=st.booleans(),
+    shifted=st.booleans(),
+    adds=st.booleans(),
+    dtype=DTYPES,
+    wider=st.booleans(),
+)
+def test_norm(
+    tokens: int, width: int, centred: bool, shifted: bool, adds: bool, dtype: torch.dtype, wider: bool
+) -> None:
+    """Of a stream or a sum, which is rounded first; gains may have more digits (Gemma's 1 + w)."""
+    x, added = drawn(tokens, width + 5, dtype=dtype)[:, :width], drawn(tokens, width, dtype=dtype)
+    gain, shift = (drawn(width, dtype=torch.float32 if wider else dtype) for _ in range(2))
+    total, normed = kernels().norm(x, gain, shift if shifted else None, 1e-5, centred, added if adds else None)
+    assert close(total, x.double() + added.double() if adds else x.double())
+    value = total.double()
+    if centred:
+        value = value - value.mean(-1, keepdim=True)
+    expected = value * (value.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    assert normed.dtype == dtype
+    assert close(normed, expected + shift.double() if shifted else expected)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@few
+@given(tokens=st.integers(1, 3), width=st.integers(1, 1500), scale=st.sampled_from([1.0, 40.0]), dtype=DTYPES)
+def test_gate(name: str, tokens: int, width: int, scale: float, dtype: torch.dtype) -> None:
+    """Far from 0 too, where exp would be infinite or nothing."""
+    wide = drawn(tokens, 2 * width, dtype=dtype)
+    wide[:, :width] *= scale
+    made = kernels().gate_of(name)
+    assert made is not None
+    assert close(made(wide), ACT2FN[name](wide[:, :width].double()) * wide[:, width:].double())
+
+
+def test_other_activations_are_left_to_pytorch() -> None:
+    assert kernels().gate_of("laplace") is None
