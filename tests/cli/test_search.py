@@ -156,7 +156,9 @@ def test_candidates_are_healed_before_the_choice(
     assert "healing does not change the choice" in recipe or "HEALING CHANGES THE CHOICE" in recipe
     assert read_recipe(output / "recipe.yaml").program(4) == Program.parse(record["best"]["program"])
     assert main(["report", str(output), "-o", str(tmp_path / "page.html")]) == 0
-    assert "The best trials before and after healing" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "The best trials before and after healing" in page
+    assert f"Single edits and trials ran {record['work']['sentence']}." in page
 
 
 @pytest.mark.parametrize(

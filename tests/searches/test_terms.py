@@ -80,6 +80,7 @@ def test_edits_run_on_as_much_text_as_so_many_runs_of_the_original_allow(
     runs: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("surgeon.searches.terms._RUNS", runs)
+    monkeypatch.setattr("surgeon.searches.terms._LEAST_TOKENS", 128)
     evaluator = Evaluator(tiny_model("llama", 2), Windows(IDS, "ids", "digest"))
     plan = TermsPlan.whole(MIXTURE)
     found = measure_terms(evaluator, plan)
@@ -92,6 +93,7 @@ def test_edits_run_on_as_much_text_as_so_many_runs_of_the_original_allow(
 
 def test_of_long_windows_edits_run_on_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surgeon.searches.terms._RUNS", 3)
+    monkeypatch.setattr("surgeon.searches.terms._LEAST_TOKENS", 128)
     ids = IDS.view(2, 256)
     plan = TermsPlan.whole(MIXTURE)
     found = measure_terms(Evaluator(tiny_model("llama", 2), Windows(ids, "ids", "digest")), plan)
