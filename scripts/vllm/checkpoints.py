@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from surgeon.checkpoint.forms.program import needs_plugin
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
-from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, tracks
+from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, repeat, tracks, width
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.families import Family, family_of
 from surgeon.opened import Model, open_model
@@ -62,7 +62,7 @@ def random_source(folder: Path, model_type: str) -> Path:
 def cases_of(
     name: str, source: Path, folder: Path, with_plugin: bool, forms: Collection[str] | None = None
 ) -> Iterator[Case]:
-    """Write a model's checkpoints into a folder: pruned, fused where it can be, of low rank, and others for the plugin.
+    """Write a model's checkpoints into a folder: pruned, fused where it can be, narrow, of low rank, and the plugin's.
 
     Low-rank ones are for the plugin, too, where unmodified vLLM does not run them.
 
@@ -79,7 +79,7 @@ def cases_of(
     def exported(programs: dict[str, Program], plugin: bool, form: str | None = "auto") -> Iterator[Case]:
         for named, program in programs.items():
             if forms is None or named in forms:
-                write_export(plan_export(original, program, form or named), folder / named)
+                write_export(plan_export(original, program, form or named.split()[-1]), folder / named)
                 yield Case(name, named, folder / named, plugin)
 
     if forms is None or "dense" in forms:
@@ -87,7 +87,7 @@ def cases_of(
     programs = {"plain": prune(dense, range(layers // 2, layers // 2 + 1))}
     if original.family.attention.post_norm is None:
         programs["fused"] = pair(dense, range(1, layers - 1))
-    yield from exported(programs, plugin=False, form=None)  # that of its name
+    yield from exported(programs | narrow_programs(dense, original), plugin=False, form=None)  # that of its name
     plugin = needs_plugin(dense, original.family, original.config, layers) is not None
     if with_plugin or not plugin:
         yield from exported(low_rank_programs(dense, original), plugin)
@@ -130,6 +130,17 @@ def low_rank_programs(dense: Program, original: Model) -> dict[str, Program]:
     return {"keep 0.6": kept, "odd ranks": dense.renamed(odd)}
 
 
+def narrow_programs(dense: Program, original: Model) -> dict[str, Program]:
+    """Half the neurons everywhere, and one KV group where config.json can say it; and in some layers only."""
+    family, layers = original.family, int(original.config.num_hidden_layers)
+    shapes = family.layer_shapes(original.config)
+    heads = None if family.heads_fill_stream else 1
+    found = {"narrow plain": width(dense, range(layers), shapes, heads=heads, neurons=0.5)}
+    if family.attention.post_norm is None:
+        found["narrow fused"] = width(dense, range(1, layers - 1), shapes, neurons=0.5)
+    return found
+
+
 def plugin_programs(dense: Program, layers: int, family: Family) -> dict[str, Program]:
     """What cannot be fused: late steps, and branches that ranks run apart, also with other numbers of attentions."""
     inner = range(1, layers - 1)
@@ -138,6 +149,8 @@ def plugin_programs(dense: Program, layers: int, family: Family) -> dict[str, Pr
         "ladder+LP": ladder(pair(dense, inner), range(1, layers)),
         "fork": parallel(dense, inner),
         "uneven": Program.parse("{A0 F0 A1 | F1 F0} A0 F1"),
+        "narrow": Program.parse("A0 F0#20 >[A1#1 A2#1] >F1#8 F2#20"),
+        "repeat": ladder(repeat(dense, inner), range(1, 2)),
         "low rank": Program.parse("A0@q16,k8,v8,o16 F0@up24,down24 >A1@o12 >F1"),
     }
     if family.attention.post_norm is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.execute import State, land
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import ModelWeights, unit_bounds
+from surgeon.runtime.kernels.triton.functions import Placing
 from surgeon.runtime.model.ends import Ends, embedded_among, read
-from surgeon.runtime.model.layers import Pass, Weighting, rotation, torch_dtype
+from surgeon.runtime.model.layers import Pass, Weighting, plan_kernels, rotation, torch_dtype
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
+from surgeon.vllm_plugin.operations import place_, take_operations, turns
 from surgeon.vllm_plugin.reduce import connect
 from surgeon.vllm_plugin.requirements import read_settings, reason_against, stage_nodes
 
@@ -133,6 +136,10 @@ class ProgramForCausalLM(nn.Module):
         self.ends = Ends(self.source, plan, device)
         like = torch.empty(0, dtype=torch_dtype(plan), device=device)
         self.angles = None if plan.rotary is None else rotation(plan.rotary, 0, plan.max_tokens, like)
+        self.turns = None if self.angles is None else turns(self.angles)
+        self.by_kernels = plan_kernels(plan, like) is not None
+        if not self.by_kernels:
+            take_operations(self.rank_program, self.ends, like.dtype)
         del self.source
         return {name for name, _ in self.named_parameters()}
 
@@ -173,7 +180,8 @@ class ProgramForCausalLM(nn.Module):
         else:
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)
-        state = self.rank_program.run(state, Pass(self._attend, rotation_here))
+        attend_raw = None if self.by_kernels else partial(self._attend_raw, positions)
+        state = self.rank_program.run(state, Pass(self._attend, rotation_here, attend_raw))
         if not self.stages.is_last_rank:
             assert state.pending is not None
             return IntermediateTensors({"stream": state.stream, "pending": state.pending()})
@@ -183,6 +191,13 @@ class ProgramForCausalLM(nn.Module):
         keys, values = keys_values.chunk(2, dim=1)
         attended: Tensor = self.slots[slot](queries, keys, values)
         return attended
+
+    def _attend_raw(
+        self, positions: Tensor, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting
+    ) -> Tensor:
+        kv_heads = (qkv.shape[1] - heads) // 2
+        place_(qkv[:, : heads + kv_heads], placing, positions, self.turns)
+        return self._attend(slot, qkv[:, :heads], qkv[:, heads:], weighting)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits (tokens, vocabulary) of what `forward` returned."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -117,6 +118,45 @@ class Nccl:
         sent(lambda every: every.copy_(tensor.expand_as(every)), every)
 
 
+class Operations:
+    """vLLM's compiled ones, which write to the first tensor that they are given.
+
+    Attributes:
+        called: their names.
+    """
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+        for name, activation in (
+            ("silu", F.silu),
+            ("gelu", F.gelu),
+            ("gelu_tanh", partial(F.gelu, approximate="tanh")),
+        ):
+            setattr(self, f"{name}_and_mul", partial(self._gate, f"{name}_and_mul", activation))
+
+    def _gate(self, name: str, activation: Any, y: Tensor, wide: Tensor) -> None:
+        self.called.add(name)
+        assert wide.is_contiguous()
+        gate, up = wide.chunk(2, -1)
+        y.copy_(activation(gate) * up)
+
+    def rms_norm(self, y: Tensor, x: Tensor, gain: Tensor, epsilon: float) -> None:
+        self.called.add("rms_norm")
+        assert x.is_contiguous()
+        assert gain.dtype == x.dtype
+        y.copy_(gain * x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt())
+
+    def rotary_embedding(
+        self, positions: Tensor, x: Tensor, other: None, width: int, cache: Tensor, halves: bool
+    ) -> None:
+        self.called.add("rotary_embedding")
+        assert (other, halves, cache.is_contiguous()) == (None, True, True)
+        cosine, sine = cache[positions][:, None].chunk(2, -1)
+        turned = x.unflatten(1, (-1, width))[..., : cache.shape[1]]
+        first, second = (half.clone() for half in turned.chunk(2, -1))
+        turned.copy_(torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1))
+
+
 def _parameter(tensor: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(tensor, requires_grad=False)
 
@@ -129,11 +169,16 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def install(monkeypatch: Any) -> SimpleNamespace:
-    """Make `import vllm` find the stand-ins; returns the pipeline group, whose rank and size tests may change."""
+    """Make `import vllm` find the stand-ins; returns the pipeline group, whose rank and size tests may change.
+
+    The compiled operations are `torch.ops._C`.
+    """
+    monkeypatch.setattr(torch.ops, "_C", Operations(), raising=False)
     base: Any = type("VerifyAndUpdateConfig", (), {})
     stages = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True, is_last_rank=True)
     layers = "vllm.model_executor.layers"
     contents: dict[str, dict[str, Any]] = {
+        "vllm._custom_ops": {},
         "vllm.distributed": {
             "get_pp_group": lambda: stages,
             "get_tensor_model_parallel_world_size": lambda: 1,
@@ -167,7 +212,7 @@ def install(monkeypatch: Any) -> SimpleNamespace:
 
 def forget(monkeypatch: Any) -> None:
     """Take back what was imported with the stand-ins, or without them."""
-    for own in ("model", "reduce", "passes"):
+    for own in ("model", "operations", "reduce", "passes"):
         monkeypatch.delitem(sys.modules, f"surgeon.vllm_plugin.{own}", raising=False)
 
 

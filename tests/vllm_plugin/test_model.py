@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 import surgeon
+from surgeon.language.program import FEED_FORWARD
 from surgeon.models.families import FAMILIES
+from surgeon.runtime.kernels import functions
 from surgeon.training.scratch.tracks import track_program
 from tests.checkpoint.helpers import plain_logits, relative_error, run_export
 from tests.stored import configure, with_head_only, with_own_head
@@ -42,10 +44,14 @@ def build(stages: SimpleNamespace) -> Build:
     """Makes the model of a pipeline stage, with its weights."""
     from surgeon.vllm_plugin.model import ProgramForCausalLM
 
-    def build(folder: Path, stage: int = 0, number: int = 1, **settings: Any) -> Any:
+    def build(folder: Path, stage: int = 0, number: int = 1, dtype: Any = torch.float32, **settings: Any) -> Any:
         first, last = stage == 0, stage == number - 1
         vars(stages).update(rank_in_group=stage, world_size=number, is_first_rank=first, is_last_rank=last)
-        model = ProgramForCausalLM(vllm_config=fake_vllm.configuration(folder, **settings))
+        configuration = fake_vllm.configuration(folder, **settings)
+        configuration.model_config.dtype = dtype
+        torch.set_default_dtype(dtype)  # as vLLM does
+        model = ProgramForCausalLM(vllm_config=configuration)
+        torch.set_default_dtype(torch.float32)
         assert model.load_weights(iter(())) == {name for name, _ in model.named_parameters()}
         model.stages = SimpleNamespace(**vars(stages))
         return model
@@ -78,6 +84,28 @@ def test_logits(family: str, build: Build, tmp_path: Path) -> None:
     program = WHOLE if family == "gemma2" else SLICED
     expected = plain_logits(save(tmp_path, family, program), program, IDS)
     assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute what this package's kernels do not; here there are none."""
+    monkeypatch.setattr(functions, "kernels", lambda: None)
+    program = WHOLE if family == "gemma2" else SLICED
+    expected = plain_logits(save(tmp_path, family, program), program, IDS)
+    assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
+    known = FAMILIES[family]
+    gated = any(projection.role == "gate" for projection in known.spec(FEED_FORWARD).projections)
+    gate = "gelu_tanh_and_mul" if family == "gemma2" else "silu_and_mul"
+    wanted = {"rms_norm": known.norm_kind == "rms", "rotary_embedding": known.rotary, gate: gated}
+    assert torch.ops._C.called == {name for name, used in wanted.items() if used}
+
+
+@pytest.mark.parametrize(("family", "normed"), [("llama", True), ("gemma2", False)])
+def test_gains_wider_than_the_stream_are_not_rounded(family: str, normed: bool, build: Build, tmp_path: Path) -> None:
+    expected = plain_logits(save(tmp_path, family, WHOLE), WHOLE, IDS)
+    found = logits([build(tmp_path, dtype=torch.bfloat16)])
+    assert relative_error(found.float(), expected) < 0.1
+    assert ("rms_norm" in torch.ops._C.called) == normed
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])

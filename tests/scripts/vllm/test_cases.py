@@ -49,15 +49,17 @@ def test_padded_heads_compute_the_same(tmp_path: Path) -> None:
 def test_every_model_is_tried_in_every_form(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "source", num_layers=4)
     cases = list(script.cases_of("mine", source, tmp_path, with_plugin=False))
-    assert [case.form for case in cases] == ["dense", "plain", "fused", "keep 0.6", "odd ranks"]
+    forms = ["dense", "plain", "fused", "narrow plain", "narrow fused", "keep 0.6", "odd ranks"]
+    assert [case.form for case in cases] == forms
     assert not any(case.plugin for case in cases)
     programs = [json.loads((case.folder / "surgeon.json").read_text())["program"] for case in cases[1:]]
     assert programs[:2] == ["A0 F0 A1 F1 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
-    kept = Program.parse(programs[2])
+    assert programs[2:4] == ["A0#1 F0#24 A1#1 F1#24 A2#1 F2#24 A3#1 F3#24", "A0 F0 A1 F1#24 A2 F2#24 A3 F3"]
+    kept = Program.parse(programs[4])
     assert str(kept.whole()) == "A0 F0 A1 F1 A2 F2 A3 F3"
     assert all(sublayer.ranks for sublayer in kept.sublayers())
     odd = "A0 F0 A1@q7,k7,v7,o7 F1@gate7,up7,down7 A2@o7 F2@down7 A3@q7,k7,v7 F3@gate7,up7"
-    assert programs[3] == odd
+    assert programs[5] == odd
     assert script.prompts(cases[0]) == script.prompts(cases[2])
 
 

@@ -1,0 +1,94 @@
+"""vLLM's own compiled operations in place of PyTorch's or Triton's: RMS norms, gates, rotary positions.
+
+They compute the same but for where 16 bits are rounded. What vLLM has none for stays as it is: layer norms, norms with
+gains wider than the stream (Gemma2's 1 + weight in 16 bits), norms of heads, activations without a gate. In float32 on
+CPUs this package's kernels compute wherever they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import vllm._custom_ops  # noqa: F401 - with it PyTorch knows of the operations
+from torch import Tensor
+
+from surgeon.runtime.kernels.triton.functions import Placing
+from surgeon.runtime.model import layers
+from surgeon.runtime.model.ends import Ends
+from surgeon.runtime.model.layers import Angles, FeedForward, Norm
+from surgeon.runtime.model.program import RankProgram
+
+GATES = {
+    "silu": "silu_and_mul",
+    "swish": "silu_and_mul",
+    "gelu": "gelu_and_mul",
+    "gelu_new": "gelu_tanh_and_mul",
+    "gelu_pytorch_tanh": "gelu_tanh_and_mul",
+}  # by what transformers calls the activation
+
+
+class CompiledNorm(Norm):
+    """An RMS norm by vLLM's operation."""
+
+    def __init__(self, norm: Norm) -> None:
+        vars(self).update(vars(norm))
+
+    def added(self, stream: Tensor, output: Tensor) -> Tensor:
+        """The sum of a stream and what is added to it, (T, h) each."""
+        return stream + output
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normed stream, (T, h)."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        torch.ops._C.rms_norm(y, x, self.gain, self.epsilon)
+        return y
+
+
+def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> None:
+    """Have vLLM's compute what a rank's program and the norm behind it have loaded, wherever they compute the same."""
+    gate = gate_of(program.plan.activation)
+    ends.final_norm = _norm(ends.final_norm, dtype)
+    for sublayer in program.sublayers.values():
+        sublayer.norm = _norm(sublayer.norm, dtype)
+        if isinstance(sublayer, FeedForward) and sublayer.gated and gate is not None:
+            sublayer.gate = gate
+
+
+def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
+    return CompiledNorm(norm) if norm.rms and norm.gain.dtype == dtype else norm
+
+
+def gate_of(activation: str) -> Callable[[Tensor], Tensor] | None:
+    """What makes activated gates times values, (T, width), of both side by side; None for activations not in GATES."""
+    name = GATES.get(activation)
+
+    def gate(wide: Tensor) -> Tensor:
+        y = wide.new_empty(wide.shape[0], wide.shape[1] // 2)
+        getattr(torch.ops._C, str(name))(y, wide.contiguous())
+        return y
+
+    return gate if name else None
+
+
+def turns(angles: Angles) -> Tensor:
+    """Cosines and, behind them, sines of positions, (positions, R), as vLLM's operation wants them.
+
+    Args:
+        angles: of all positions, (positions, 1, R) each.
+    """
+    half = angles[0].shape[-1] // 2
+    return torch.cat([angles[0][:, 0, :half], angles[1][:, 0, half:]], -1).contiguous()
+
+
+def place_(x: Tensor, placing: Placing, positions: Tensor, turned_by: Tensor | None) -> None:
+    """Queries and keys, (T, heads, D), normed by head and turned to their positions in place.
+
+    Args:
+        positions: of the tokens, (T,).
+        turned_by: what `turns` gave, if there are rotary positions.
+    """
+    layers.place_(x, placing.gain, placing.epsilon, None)
+    if placing.angles is not None:
+        torch.ops._C.rotary_embedding(positions, x.view(len(x), -1), None, x.shape[-1], turned_by, True)
