@@ -142,7 +142,7 @@ class Stretch(nn.Module):
 
 def run_layers(layers: Any, rotary: nn.Module, stream: Tensor) -> Tensor:
     """Layers one after the other; without a mask they are causal."""
-    places = rotary(stream, torch.arange(stream.shape[1])[None])
+    places = rotary(stream, torch.arange(stream.shape[1], device=stream.device)[None])
     for layer in layers:
         stream = layer(stream, position_embeddings=places)
     return stream

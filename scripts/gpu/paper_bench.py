@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from scripts.gpu.paper_specs import Measured, Place, Spec, record_of
-from surgeon.benchmarks.measure import WARM_UP_TOKENS, RankBench, summarise
+from surgeon.benchmarks.measure import RankBench, summarise
 from surgeon.benchmarks.plans import Needs
 from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.random_weights import open_random
@@ -22,7 +22,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.cost.room import USABLE, activation_bytes
 from surgeon.errors import first_line
 from surgeon.language.program import Program
-from surgeon.memory import free_bytes, gpu_free_bytes, show_size
+from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
@@ -54,10 +54,11 @@ class Settings:
 
     @cached_property
     def free(self) -> int:
-        """Bytes that a rank may take."""
+        """Bytes that a rank may take: of a GPU's, most, and none is opened here to see who else uses it."""
         if self.device == "cpu":
             return free_bytes() // 2
-        return int(USABLE * min(map(gpu_free_bytes, range(torch.cuda.device_count()))))
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return int(USABLE * min(gpu.total_memory for gpu in gpus))
 
 
 @dataclass
@@ -136,10 +137,12 @@ class Running:
             plan = shared.plan(spec)
             self.ranks.call(load_timed, plan, spec.name, spec.system != UPPER)
             self.plans[spec.name] = plan
-        bench = RankBench(self.ranks, self.plans, (), self.settings.pass_tokens)
-        bench.run(spec.name, replace(spec.load, new=min(WARM_UP_TOKENS, spec.new)))
+        free = {spec.name} if spec.system == UPPER else ()
+        bench = RankBench(self.ranks, self.plans, free, self.settings.pass_tokens)
+        bench.run(spec.name, spec.load)  # passes of all sizes are recorded
         runs = [bench.run(spec.name, spec.load) for _ in range(self.settings.rounds)]
         rounds = [summarise(one, spec.load, spec.system != UPPER) for one in runs]
+        rounds = bench.split(spec.name, spec.load, rounds)
         self.ranks.call(forget_cache, spec.name)
         return record_of(spec, Program.parse(self.plans[spec.name].program), rounds)
 

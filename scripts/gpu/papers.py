@@ -8,6 +8,10 @@ Where there are fewer GPUs than a row is printed for, it runs on as many as ther
 so; with --exact it does not run. Prompts run in chunks of --chunk tokens. A row that cannot run says why: memory,
 GPUs, heads that do not divide. "No P2P" is NCCL with NCCL_P2P_DISABLE=1.
 
+`racks` trains 1B to 13B as a 1F1B pipeline and as racks with codas of two layers, eight micro-batches of 2,048 tokens
+an update, on four GPUs or as many as there are (at least two). It has no use for --model, --only, --rounds, --chunk
+and --decoding.
+
 FOLDER (by default runs/papers-PAPER) is what to send back: a file for each measured program and load in runs/, written
 once it is measured, table.md, rows.csv, rows.json and machine.json. Killed, the same command goes on.
 
@@ -18,60 +22,37 @@ figures mean nothing. Nothing of this has been run on a GPU yet.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
-import pandas as pd
 import torch
 
-from scripts.cost.cases import read_cases
+from scripts.cost.cases import TRAINING, read_cases
+from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
+from scripts.gpu.paper_lines import HEAD, NOTHING, Line, write
 from scripts.gpu.paper_specs import Measured, Place, Row, Spec
 from surgeon.checkpoint.read import read_json
+from surgeon.errors import first_line
 from surgeon.gpus import describe_gpu
-from surgeon.processes.files import make_folder, write_json, write_table, write_text
+from surgeon.processes.files import finite, make_folder, write_json
 from surgeon.provenance import command_line, versions
 
 TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers-tables.json"
-PAPERS = {"lp": "layer-parallelism", "ladder": "ladder-residual", "pt": "parallel-track", "deinfer": "deinfer"}
+RACKS = "racks"
+PAPERS = {
+    "lp": "layer-parallelism",
+    "ladder": "ladder-residual",
+    "pt": "parallel-track",
+    "deinfer": "deinfer",
+    RACKS: "block-wise-local-training",
+}
 SMALL_PASS = 32  # tokens of prompts: less than those of a load, so that there are chunks
-HEAD = "| table | row | ranks | printed | here | unit | printed, x | here, x | |\n|:--|:--|--:|--:|--:|:--|--:|--:|:--|"
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of the result.
-
-    Attributes:
-        ranks: that measured it; the paper's are in `printed_ranks`.
-        printed, here: in the printed unit; NaN where it was not measured.
-        printed_speedup, here_speedup: times the baseline of the table; NaN for a baseline.
-        note: why there is nothing, or nothing to say.
-    """
-
-    table: str
-    row: str
-    ranks: int
-    printed_ranks: int
-    printed: float
-    here: float
-    unit: str
-    printed_speedup: float
-    here_speedup: float
-    note: str
-
-    def __str__(self) -> str:
-        ranks = str(self.ranks) if self.ranks == self.printed_ranks else f"{self.ranks} of {self.printed_ranks}"
-        numbers = (self.printed, self.here, self.printed_speedup, self.here_speedup)
-        printed, here, *speedups = ("" if one != one else f"{one:.4g}" for one in numbers)
-        cells = [self.table, self.row, ranks, printed, here, self.unit, *speedups, self.note]
-        return "| " + " | ".join(cells) + " |"
 
 
 @dataclass
@@ -88,23 +69,23 @@ class Results:
         files = sorted((folder / "runs").glob("*.json"))
         return cls(folder, {file.stem: read_json(file) for file in files}, {})
 
-    def add(self, spec: Spec, measured: Measured | str) -> None:
-        """Keep what a spec came to, on disk if it is a measurement: what failed is tried again."""
+    def add(self, key: str, measured: Measured | str) -> None:
+        """Keep what a spec or a job came to, on disk if it is a measurement: what failed is tried again."""
         if isinstance(measured, str):
-            self.reasons[spec.key] = measured
+            self.reasons[key] = measured
         else:
-            write_json(self.folder / "runs" / f"{spec.key}.json", dict(measured))
-            self.found[spec.key] = measured
+            self.found[key] = finite(measured)
+            write_json(self.folder / "runs" / f"{key}.json", dict(self.found[key]))
 
-    def knows(self, spec: Spec) -> bool:
+    def knows(self, one: Spec | paper_racks.RackJob) -> bool:
         """Whether there is nothing more to find out about it."""
-        return spec.key in self.found or spec.key in self.reasons
+        return one.key in self.found or one.key in self.reasons
 
     def line(self, row: Row) -> Line:
         """A row as far as it is known."""
-        case, nan = row.case, float("nan")
+        case = row.case
         missing = [spec for spec in row.specs if spec.key not in self.found]
-        here = nan if missing else row.value(self.found)
+        here = NOTHING if missing else row.value(self.found)
         speedup = None if missing else row.speedup(self.found)
         reasons = [self.reasons.get(spec.key, "not measured") for spec in missing]
         return Line(
@@ -115,8 +96,8 @@ class Results:
             case.printed,
             here,
             case.unit,
-            nan if case.speedup is None else case.speedup,
-            nan if speedup is None else speedup,
+            NOTHING if case.speedup is None else case.speedup,
+            NOTHING if speedup is None else speedup,
             "; ".join(dict.fromkeys(reasons)),
         )
 
@@ -133,22 +114,50 @@ def run(settings: Settings, rows: Sequence[Row], results: Results, say: Callable
     say_known()
     specs = dict.fromkeys(spec for row in rows for spec in row.specs if not results.knows(spec))
     for spec, measured in measure(settings, sorted(specs, key=lambda one: (one.load.length * one.batch, one.key))):
-        results.add(spec, measured)
+        results.add(spec.key, measured)
         say_known()
+
+
+def run_racks(settings: Settings, results: Results, say: Callable[[str], None]) -> list[Line]:
+    """Train every size in both ways, and say the article's rows of each; the lines."""
+    printed = [row for row in read_json(TABLES)["rows"] if row["use"] == TRAINING]
+    lines = list[Line]()
+    for pipeline, local in _rack_jobs(settings):
+        for job in (pipeline, local):
+            if results.knows(job):
+                continue
+            why = paper_racks.why_not(job, settings.place.gpus, settings.free)
+            try:
+                results.add(job.key, why or paper_racks.measure(job, results.folder / "racks"))
+            except RuntimeError as error:
+                results.add(job.key, f"failed: {first_line(error)}")
+        reasons = [results.reasons[job.key] for job in (pipeline, local) if job.key in results.reasons]
+        for row, here in zip(printed, paper_racks.values(results.found, pipeline, local, printed), strict=True):
+            text = f"{row['what']}, {pipeline.size}"
+            numbers = (row["value"], here, row["unit"], NOTHING, NOTHING)
+            lines.append(
+                Line(
+                    "racks",
+                    text,
+                    pipeline.racks,
+                    paper_racks.PRINTED_RACKS,
+                    *numbers,
+                    "; ".join(dict.fromkeys(reasons)),
+                )
+            )
+            say(str(lines[-1]))
+    return lines
+
+
+def _rack_jobs(settings: Settings) -> list[tuple[paper_racks.RackJob, paper_racks.RackJob]]:
+    racks = settings.place.ranks(paper_racks.PRINTED_RACKS)
+    return paper_racks.jobs(racks, settings.device, settings.place.small)
 
 
 def listed(settings: Settings, rows: Sequence[Row], results: Results) -> None:
     """Note of every spec why it cannot be measured, or that it can be."""
     for spec in dict.fromkeys(spec for row in rows for spec in row.specs if not results.knows(spec)):
         results.reasons[spec.key] = Shared(settings, [spec]).why_not(spec) or "can be measured"
-
-
-def write(folder: Path, lines: Sequence[Line], heading: str) -> None:
-    """What is sent back, beside the runs."""
-    write_text(folder / "table.md", "\n".join([heading, "", HEAD, *map(str, lines)]) + "\n")
-    write_table(folder / "rows.csv", pd.DataFrame([asdict(line) for line in lines]))
-    records = [{name: None if value != value else value for name, value in asdict(line).items()} for line in lines]
-    write_text(folder / "rows.json", json.dumps(records, indent=1) + "\n")
 
 
 def machine(settings: Settings) -> dict[str, Any]:
@@ -209,12 +218,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     results = Results.read(folder)
     print(HEAD, flush=True)
+    if options.list and options.paper == RACKS:
+        for job in (job for pair in _rack_jobs(settings) for job in pair):
+            print(f"| {job.key} | {paper_racks.why_not(job, place.gpus, settings.free) or 'can be measured'} |")
+        return 0
     if options.list:
         listed(settings, rows, results)
         print(*(results.line(row) for row in rows), sep="\n")
         return 0
-    run(settings, rows, results, lambda line: print(line, flush=True))
-    lines = [results.line(row) for row in rows]
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if options.paper == RACKS:
+        lines = run_racks(settings, results, say)
+    else:
+        run(settings, rows, results, say)
+        lines = [results.line(row) for row in rows]
     told = ", ".join(f"{package} {version}" for package, version in versions().items())
     write(folder, lines, f"{PAPERS[options.paper]} on {place_of(settings)}; {told}; `{command_line()}`")
     measured = sum(line.here == line.here for line in lines)
@@ -229,6 +249,8 @@ def rows_of(options: argparse.Namespace, place: Place) -> list[Row]:
         ValueError: if there is none.
     """
     tables: Mapping[str, Any] = read_json(TABLES)
+    if options.paper == RACKS:
+        return []
     cases = read_cases(tables["rows"])
     chosen = [case for case in cases if case.paper == PAPERS[options.paper] and (options.only or "") in case.text]
     if not chosen:

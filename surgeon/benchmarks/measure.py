@@ -12,10 +12,13 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 
+from surgeon.benchmarks.profiles import Profiled, trace_files, write_profile
 from surgeon.benchmarks.timing import PassTiming, RankRun, load_timed, run_timed
 from surgeon.cost.workload import Workload
+from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
@@ -31,8 +34,9 @@ class Split:
     """Where the time of one forward pass goes on the rank that waits most: means over the passes of a run, seconds.
 
     Attributes:
-        waiting: in collectives; NaN where that cannot be told.
+        waiting: in collectives; NaN where that was not marked.
         compute: everything else.
+        launching: until all of the pass was launched on a GPU, which computes meanwhile; NaN elsewhere.
         layers: collectives of the program's steps and forks, of one pass.
         vocabulary: collectives of the embedding and the output head, of one pass.
     """
@@ -42,6 +46,7 @@ class Split:
     compute: float
     layers: Counts
     vocabulary: Counts
+    launching: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,17 @@ class RankBench:
             ranks.call(load_timed, plan, name, name not in unconnected)
         return cls(ranks, plans, unconnected)
 
-    def run(self, name: str, load: Workload, events: bool = False) -> list[RankRun]:
-        """Run one program once; what each rank measured."""
+    def run(self, name: str, load: Workload, events: bool = False, marked: bool = False) -> list[RankRun]:
+        """Run one program once; what each rank measured, as `run_timed` has it."""
+        runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, events, marked)
+        return runs
+
+    def _given(self, name: str, load: Workload) -> tuple[list[Request], int, Limits]:
+        """A load's texts, the blocks of a cache for them, and how many are computed together."""
         vocabulary = min(plan.vocabulary for plan in self.plans.values())  # token ids that all of the models have
         together = min(load.batch * load.prompt, self.pass_tokens or sys.maxsize)
         limits = Limits(load.batch, self.plans[name].max_tokens, pass_tokens=together)
-        blocks = load.batch * blocks_for(load.length)
-        runs: list[RankRun] = self.ranks.call(run_timed, load.requests(vocabulary), blocks, limits, name, events)
-        return runs
+        return load.requests(vocabulary), load.batch * blocks_for(load.length), limits
 
     def measure(self, loads: Sequence[Workload], rounds: int, advance: Callable[[float], None]) -> list[Result]:
         """Run every program under every load in turn, over and over.
@@ -131,7 +139,32 @@ class RankBench:
                 result.runs.append(self.run(result.name, result.load))
                 result.rounds.append(summarise(result.runs[-1], result.load, result.connected))
                 advance(1)
+        for result in results:
+            result.rounds[:] = self.split(result.name, result.load, result.rounds)
         return results
+
+    def split(self, name: str, load: Workload, rounds: Sequence[Measurement]) -> list[Measurement]:
+        """Measurements that say what passes wait for on GPUs, too: as in one more run, in which passes are marked.
+
+        Marks take time, so that the other figures stay what they are.
+        """
+        if self.ranks.options.device != "cuda":
+            return list(rounds)
+        for _ in range(2):  # the first time, passes are recorded anew
+            runs = self.run(name, load, marked=True)
+        found = summarise(runs, load, name not in self.unconnected)
+        return [replace(one, prefill_pass=found.prefill_pass, decode_pass=found.decode_pass) for one in rounds]
+
+    def profile(self, load: Workload, path: Path) -> tuple[Path, ...]:
+        """Have every rank write a Chrome trace of all programs, by `torch.profiler`; their files.
+
+        Args:
+            path: what they are named after.
+        """
+        short = replace(load, new=min(TRACED_TOKENS, load.new))
+        runs = [Profiled(name, *self._given(name, short)) for name in self.plans]
+        self.ranks.call(write_profile, runs, str(path.absolute()))
+        return trace_files(path, self.ranks.options.ranks)
 
     def trace(self, load: Workload) -> dict[str, list[RankRun]]:
         """Every computation and exchange of the pass with the prompts and of one later pass, by program and rank."""
@@ -172,5 +205,6 @@ def _split(passes_by_rank: list[list[PassTiming]]) -> Split:
     for rank, passes in enumerate(passes_by_rank):
         waiting = fmean(math.nan if one.waiting is None else one.waiting for one in passes)
         compute = fmean(one.seconds for one in passes) - waiting
-        splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary))
+        launching = fmean(one.launching for one in passes)
+        splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary, launching))
     return max(splits, key=lambda split: (0 if math.isnan(split.waiting) else split.waiting, split.compute))

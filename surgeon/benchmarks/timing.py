@@ -1,9 +1,8 @@
 """Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
 
 A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
-started and waited for. Times are the machine's monotonic clock in seconds, so that those of its ranks can be compared.
-They are what the process sees, which is what happens on a CPU; a GPU goes on while its process waits, so there only
-the times of whole passes mean something.
+started and waited for (marks.py). Times are the machine's monotonic clock in seconds, so that those of its ranks can be
+compared. On a GPU a mark is an event, which takes time of its own: there passes are marked where that is asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from surgeon.benchmarks.marks import UNKNOWN, DeviceClock, HostClock, Mark, PassClock, in_profile
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
 from surgeon.runtime.batching.request import Request, UndefinedLogits
@@ -24,7 +24,8 @@ from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.kernels.recording import Recording, spanned
-from surgeon.runtime.model.engine import Figures, RankEngine
+from surgeon.runtime.model.cuda_graphs import GraphRecorder, T
+from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine, WorkAhead
@@ -47,6 +48,7 @@ class Computation:
     Attributes:
         inside: how many exchanges it had to wait for, of factors that ranks share.
         waited: seconds of them.
+        first: which of the pass's exchanges is the first of these.
     """
 
     step: Step
@@ -54,6 +56,7 @@ class Computation:
     ended: float
     inside: int = 0
     waited: float = 0.0
+    first: int = 0
 
     @property
     def seconds(self) -> float:
@@ -90,6 +93,11 @@ class Exchange:
         """What it has kept this rank from computing."""
         return self.started - self.began + self.ended - self.waited
 
+    def read(self, read: Callable[[Mark], float]) -> Exchange:
+        """The same with seconds in place of marks."""
+        moments = map(read, (self.began, self.started, self.waited, self.ended))
+        return Exchange(self.what, self.group, self.gather, self.bytes, *moments)
+
 
 @dataclass(slots=True)
 class PassTiming:
@@ -105,6 +113,7 @@ class PassTiming:
         vocabulary: collectives of the embedding and the output head.
         starting: of waiting, what it took to start a collective, the mean.
         inside: how many collectives each step waited for before it had computed its part.
+        launching: seconds until all of it was launched on a GPU; NaN elsewhere, and where it was not marked.
     """
 
     decode: bool
@@ -119,6 +128,7 @@ class PassTiming:
     exchanges: list[Exchange] = field(default_factory=list)
     starting: float = 0.0
     inside: list[int] = field(default_factory=list)
+    launching: float = UNKNOWN
 
     @property
     def seconds(self) -> float:
@@ -144,14 +154,19 @@ class PassRecorder:
 
     Attributes:
         figures: of the engine, which tell collectives of the vocabulary from others.
+        clock: that marks the beginning and the end of steps and exchanges; what they are is read at the pass's end.
+        marking: whether it does.
         what: being computed.
         events: whether each pass keeps its computations and exchanges.
+        profiled: whether steps have names in a profile.
     """
 
     figures: Figures
-    on_gpu: bool
+    clock: PassClock = field(default_factory=HostClock)
+    marking: bool = True
     what: Step | str = EMBEDDING
     events: bool = False
+    profiled: bool = False
     computations: list[Computation] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     passes: list[PassTiming] = field(default_factory=list)
@@ -163,23 +178,36 @@ class PassRecorder:
             sent: the collectives of the program's steps, and those of the vocabulary. A pass that is replayed from a
                 recording starts no exchange that could be seen here.
         """
-        waiting = sum(exchange.seconds for exchange in self.exchanges)
+        self._read()
         timing = PassTiming(
             decode=decode,
             tokens=tokens,
             began=began,
             ended=ended,
-            waiting=None if self.on_gpu else waiting,
-            steps=[] if self.on_gpu else [one.seconds for one in self.computations],
+            waiting=sum(exchange.seconds for exchange in self.exchanges) if self.marking else None,
+            steps=[one.seconds for one in self.computations],
             layers=sent[0],
             vocabulary=sent[1],
             starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
             inside=[one.inside for one in self.computations],
+            launching=self.clock.launched - began if self.marking else UNKNOWN,
         )
         if self.events:
             timing.computations, timing.exchanges = self.computations, self.exchanges
         self.passes.append(timing)
         self.drop()
+
+    def _read(self) -> None:
+        """Make seconds of marks."""
+        if self.marking and self.clock.deferred:
+            self.clock.end()
+            read = self.clock.read
+            self.computations = [
+                replace(one, began=read(one.began), ended=read(one.ended)) for one in self.computations
+            ]
+            self.exchanges = [one.read(read) for one in self.exchanges]
+        for one in self.computations:
+            one.waited = sum(exchange.seconds for exchange in self.exchanges[one.first : one.first + one.inside])
 
     def drop(self) -> None:
         """Begin another pass."""
@@ -243,12 +271,15 @@ class TimedCollectives(Collectives):
         vocabulary_name: str = EMBEDDING,
     ) -> Callable[[], Tensor]:
         recorder = self.recorder
+        if not recorder.marking:
+            return start(tensor, counts)
+        mark = recorder.clock.mark
         gathers, sent = counts.all_gathers, counts.bytes
         span: list[Exchange] = []
-        began = now()
+        began = mark()
         with spanned((STARTING, span)):
             wait = start(tensor, counts)
-        started = now()
+        started = mark()
         if counts.bytes == sent:
             return wait
         figures = recorder.figures
@@ -265,10 +296,10 @@ class TimedCollectives(Collectives):
         span.append(exchange)
 
         def timed_wait() -> Tensor:
-            exchange.waited = now()
+            exchange.waited = mark()
             with spanned((WAITING, span)):
                 result = wait()
-            exchange.ended = now()
+            exchange.ended = mark()
             return result
 
         return timed_wait
@@ -287,9 +318,20 @@ class TimedEngine(RankEngine):
     """A rank's engine that notes where its passes' time goes."""
 
     def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
-        self.recorder = PassRecorder(Figures(), rank.device.type == "cuda")
+        on_gpu = rank.device.type == "cuda"
+        self.recorder = PassRecorder(Figures(), DeviceClock.of(rank.device) if on_gpu else HostClock(), not on_gpu)
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
+        if self.graphs is not None:
+            self.graphs = watched(self.graphs, self.recorder)
+            self.ways = ways_through(self, self.coda)
+
+    def mark(self, marking: bool) -> None:
+        """Say whether passes are marked where that takes time; with marks and without they are recorded anew."""
+        if self.recorder.clock.deferred and marking != self.recorder.marking:
+            self.recorder.marking = marking
+            self.ways = ways_through(self, self.coda)
+            self.forget_cache()
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache."""
@@ -299,6 +341,8 @@ class TimedEngine(RankEngine):
             phase is figures.decode: (phase.layers.copy(), phase.vocabulary.copy())
             for phase in (figures.prefill, figures.decode)
         }
+        if self.recorder.marking:
+            self.recorder.clock.begin()
         results = super().step(rows, cache)
         decode, phase = self.counts is figures.decode, self.counts
         sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
@@ -322,18 +366,45 @@ class TimedMachine(RankMachine):
         self.recorder = engine.recorder
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
-        self.recorder.what = step
-        before, began = len(self.recorder.exchanges), now()
-        with spanned((COMPUTING, step)):
+        recorder = self.recorder
+        recorder.what = step
+        if not recorder.marking:
+            with in_profile(step, recorder.profiled):
+                return super().compute(step, stream)
+        first, began = len(recorder.exchanges), recorder.clock.mark()
+        with spanned((COMPUTING, step)), in_profile(step, recorder.profiled):
             partial = super().compute(step, stream)
-        inside = self.recorder.exchanges[before:]
-        waited = sum(exchange.seconds for exchange in inside)
-        self.recorder.computations.append(Computation(step, began, now(), len(inside), waited))
+        inside = len(recorder.exchanges) - first
+        recorder.computations.append(Computation(step, began, recorder.clock.mark(), inside, first=first))
         return partial
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
         self.recorder.what = JOIN
         return super().join(fork, added)
+
+
+def watched(graphs: GraphRecorder, recorder: PassRecorder) -> GraphRecorder:
+    """Records passes so that every replay notes the steps and exchanges that were marked in the recording."""
+
+    def record(compute: Callable[[], T]) -> Callable[[], T]:
+        def once() -> T:
+            recorder.drop()  # it is computed several times, and the last time is what is recorded
+            return compute()
+
+        replay = graphs(once)
+        noted = recorder.computations, recorder.exchanges
+        recorder.drop()
+
+        def again() -> T:
+            recorder.computations, recorder.exchanges = noted
+            found = replay()
+            if recorder.marking:
+                recorder.clock.mark()  # now all of it is launched
+            return found
+
+        return again
+
+    return record
 
 
 def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None) -> None:
@@ -353,18 +424,26 @@ def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: 
 
 
 def run_timed(
-    rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str, events: bool = False
+    rank: Rank,
+    requests: list[Request],
+    blocks: int,
+    limits: Limits,
+    name: str,
+    events: bool = False,
+    marked: bool = False,
 ) -> RankRun:
     """Runs on a rank: continue texts until all have ended, and say where the time went.
 
     Args:
         events: whether to return every computation and exchange of every pass.
+        marked: whether to say on GPUs, too, what passes wait; that takes time.
 
     Raises:
         UndefinedLogits: if the model predicts nothing for one of them.
     """
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
+    engine.mark(marked)
     recorder.events, recorder.passes = events, []
     recorder.drop()
     began = now()

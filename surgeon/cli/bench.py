@@ -77,7 +77,8 @@ class BenchFiles:
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write a timeline of every program's prefill and one decoding pass, for chrome://tracing or Perfetto.",
+            help="Write a timeline of every program's prefill and one decoding pass, for chrome://tracing or Perfetto; "
+            "on GPUs what torch.profiler sees of the first passes, a file for each rank (NAME.rank0.json, ...).",
             show_default=False,
         ),
     ] = None
@@ -104,7 +105,8 @@ def bench(
     Everything is loaded by the same ranks and measured in turns; a ratio is the median over the rounds of the one
     taken in each. First token: from being asked until every text has one. Per token: a decoding pass. Tokens/s: new
     tokens of all texts, from being asked to the last. Waiting: time in collectives; "32+2" are 32 of the program's
-    steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank.
+    steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank. On GPUs waiting is told by
+    CUDA events in one more run, and beside it when all of a pass was launched.
 
     Caches have all the memory they need here, so that --kv auto is full; --kv lowrank is for the programs that have
     factors of k and v, beside others that have none.
@@ -117,7 +119,7 @@ def bench(
     given: dict[str, Any] = vars(load) | {"batch": parse_batches(load.batch)} | run.options() | vars(files)
     found = measure(model, compare=programs.compare or (), layers=programs.layers, data=data, **given)
     typer.echo(str(found))
-    if files.trace is not None:
-        print(f"{files.trace}: open it in chrome://tracing or https://ui.perfetto.dev", file=sys.stderr)
+    for timeline in found.traces:
+        print(f"{timeline}: open it in chrome://tracing or https://ui.perfetto.dev", file=sys.stderr)
     if files.output is not None:
         print(f"{files.output}: bench.csv, bench.json, bench.png", file=sys.stderr)

@@ -38,10 +38,12 @@ class Benchmark(BenchSpeeds):
     Attributes:
         results: by load, of every program.
         compression: what sending integers does to predictions, by program; nothing where none were sent.
+        traces: files with timelines, if there are any.
     """
 
     results: Sequence[Result] = ()
     compression: Mapping[str, CompressionCost] = field(default_factory=dict)
+    traces: tuple[Path, ...] = ()
 
 
 def bench(
@@ -79,7 +81,8 @@ def bench(
         dtype, decoding, low_rank, kv: how it is computed, as of `ServiceOptions`; a `kv` of "lowrank" is for the
             programs that have factors of k and v.
         data: text to measure the divergence of compressed reductions on; random tokens by default.
-        trace: a file for a timeline of every program's prefill and one decoding pass.
+        trace: a file for a timeline of every program's prefill and one decoding pass; on GPUs one for each rank beside
+            it, of what `torch.profiler` sees.
         output: folder for bench.csv, bench.json and bench.png.
 
     Raises:
@@ -98,7 +101,7 @@ def bench(
     plans, unconnected = plan_candidates(candidates, needs), {one.name for one in candidates if not one.connected}
     traced, folder = None if trace is None else Path(trace), None if output is None else Path(output)
     if traced is not None:
-        _check_trace(traced, ranks)
+        _check_trace(traced)
     if folder is not None:
         make_folder(folder)
     kind = None if ranks.ranks == 1 else ranks.compression
@@ -108,9 +111,7 @@ def bench(
         measured = RankBench.load(running, plans, unconnected)
         with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
             results = measured.measure(loads, rounds, advance)
-        if traced is not None:
-            timeline = chrome_trace(measured.trace(loads[0]), Wires(ranks.collectives == "shm", ranks.link))
-            write_text(traced, json.dumps(timeline) + "\n")
+        traces = () if traced is None else _write_trace(measured, loads[0], traced)
         costs = {
             name: measure_compression(running, plans[name], texts, kind, name)
             for name, texts in windows.items()
@@ -121,23 +122,30 @@ def bench(
     settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
     if costs:
         settings["compression"] = compression_record(costs, data or RANDOM)
-    files = () if traced is None else (traced,)
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
-    found = Benchmark(bench_table(results), results, costs, record=settings | {"model": name}, files=files)
+    found = Benchmark(bench_table(results), results, costs, traces, record=settings | {"model": name}, files=traces)
     if folder is None:
         return found
     record = provenance(name, candidates[0].model.hash, **settings, results=bench_record(results))
     return replace(found, record=record).save(folder)
 
 
-def _check_trace(path: Path, ranks: RankOptions) -> None:
+def _write_trace(measured: RankBench, load: Workload, path: Path) -> tuple[Path, ...]:
+    """A timeline of what processes do, which on GPUs are those of a profiler; its files."""
+    options = measured.ranks.options
+    if options.device == "cuda":
+        return measured.profile(load, path)
+    timeline = chrome_trace(measured.trace(load), Wires(options.collectives == "shm", options.link))
+    write_text(path, json.dumps(timeline) + "\n")
+    return (path,)
+
+
+def _check_trace(path: Path) -> None:
     """Say what is wrong with a trace before anything is measured.
 
     Raises:
         ValueError: if there can be none, or not there.
     """
-    if ranks.device != "cpu":
-        raise ValueError("a trace shows what processes do, and GPUs go on while theirs wait; take one on the CPU")
     if read_environment() is not None:
         raise ValueError("a trace puts all ranks on one clock, and machines have one each; take none under torchrun")
     if path.is_dir() or not path.absolute().parent.is_dir():

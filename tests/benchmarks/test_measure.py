@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -311,6 +312,15 @@ def in_flight_during_the_next_step(traced: dict[str, Any], name: str, rank: int)
         for (step, _, arrived), (_, following) in zip(reduced, pairwise(computed), strict=False)
         if arrived > following[1]
     ]
+
+
+def test_every_rank_writes_a_profile_of_all_programs(bench: RankBench, tmp_path: Path) -> None:
+    two = RankBench(bench.ranks, {name: bench.plans[name] for name in ("dense", "ladder")})
+    files = two.profile(Workload(1, 3, 2), tmp_path / "trace.json")
+    assert [file.name for file in files] == ["trace.rank0.json", "trace.rank1.json"]
+    for file in files:
+        names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
+        assert (names.count("dense"), names.count("ladder")) == (1, 1)
 
 
 def test_a_ladders_reductions_are_in_flight_during_the_next_step(traced: dict[str, Any], bench: RankBench) -> None:

@@ -153,7 +153,7 @@ def test_what_a_cuda_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = "nccl"
     monkeypatch.setattr(torch.distributed, "get_backend", lambda _: backend)
     nccl = TorchCollectives(0, (0, 1))
-    timed = TimedCollectives(nccl, PassRecorder(Figures(), True))
+    timed = TimedCollectives(nccl, PassRecorder(Figures()))
     assert all(one.capturable for one in (Alone(), Unconnected(0, (0, 1)), nccl, Compressed(nccl, "int8"), timed))
     assert not EmulatedLink(nccl, Link(0.001)).capturable  # the process waits, where the device would go on
     backend = "gloo"

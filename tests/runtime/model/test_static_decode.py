@@ -346,7 +346,7 @@ def test_timing_of_recorded_passes(checkpoints: dict[str, Path]) -> None:
     for trace in (None, Trace()):
         rank: Any = SimpleNamespace(device=torch.device("cpu"), engines={})
         engine = TimedEngine(plan, rank, Together())
-        engine.recorder.on_gpu = True
+        engine.recorder.marking = False
         record_by(trace, engine)
         list(all_logits(engine))
         seen.append([(one.decode, one.steps, one.layers, one.vocabulary) for one in engine.recorder.passes])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.cost.cases import Case, read_cases
-from scripts.gpu import papers
+from scripts.gpu import paper_racks, papers
 from scripts.gpu.paper_bench import Settings, Shared
 from scripts.gpu.paper_specs import Place, Row, Spec
 from surgeon.checkpoint.read import read_json
@@ -164,8 +167,60 @@ def test_a_killed_run_goes_on_and_what_failed_is_tried_again(
 def test_every_row_of_every_paper_comes_out(paper: str, tmp_path: Path) -> None:
     assert papers.main([paper, "--small", "-o", str(tmp_path / "out")]) == 0
     rows = list(csv.DictReader((tmp_path / "out" / "rows.csv").open()))
-    assert len(rows) == sum(case.paper == papers.PAPERS[paper] for case in CASES)
+    assert len(rows) == sum(row["paper"] == papers.PAPERS[paper] for row in read_json(papers.TABLES)["rows"])
+    assert all(math.isfinite(float(row["here"])) for row in rows)
     assert [row["note"] for row in rows if row["note"]] == []
+
+
+def rack_record(end: float, computed: float, forward: float, backward: float) -> dict[str, Any]:
+    ends = [1.0, 2.0, *(2 + (end - 2) * number / 5 for number in range(1, 6))]
+    return {"ends": ends, "computed": [9.0] * 2 + [computed] * 5, "memory": None} | {
+        "sent": {"forward": forward, "backward": backward}
+    }
+
+
+def test_what_the_articles_rows_are_here() -> None:
+    ((pipeline, local),) = paper_racks.jobs(4, "cpu", small=True)
+    records = {
+        pipeline.key: [rack_record(7, 0.6, 30, 0), rack_record(7, 0.8, 0, 30)],
+        local.key: [rack_record(6, 0.8, 30, 0), rack_record(5, 0.8, 0, 0)],
+    }
+    found = {job.key: paper_racks.figures(job, records[job.key]) for job in (pipeline, local)}
+    assert found[pipeline.key]["tokens_per_second"] == pytest.approx(5 * 8 * 32 / 5)
+    printed = [row for row in read_json(papers.TABLES)["rows"] if row["use"] == "training"]
+    here = paper_racks.values(found, pipeline, local, printed)
+    assert here == pytest.approx([25, 30, 540, 0])  # both ways the same, and nothing comes back
+    assert all(map(math.isnan, paper_racks.values({}, pipeline, local, printed)))
+
+
+def test_racks_that_cannot_run_say_why() -> None:
+    large = paper_racks.jobs(4, "cuda", small=False)[-1][0]
+    assert paper_racks.why_not(large, 2, 1 << 60) == "needs 4 GPUs, 2 here"
+    assert paper_racks.why_not(large, 4, 80 << 30) is None
+    said = paper_racks.why_not(large, 4, 20 << 30)
+    assert said == "needs 32.2GB and activations on each of 4 GPUs, 20GB can be used"
+    sizes = {pipeline.size: pipeline.config for pipeline, _ in paper_racks.jobs(4, "cuda", small=False)}
+    for size, config in sizes.items():
+        layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
+        numbers = layer * config.num_hidden_layers + 2 * config.vocab_size * config.hidden_size
+        assert numbers / 1e9 == pytest.approx(float(size.rstrip("B")), rel=0.3)
+
+
+def test_a_rack_alone_trains_as_a_model_does() -> None:
+    job = replace(paper_racks.jobs(1, "cpu", small=True)[0][1], warm=0, measured=1)
+    rank, plain = paper_racks.RackRank(job, 0), paper_racks.RackRank(job, 0).rack.stretch
+    ids = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
+    logits = plain(ids)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    rank._local(ids)
+    for own, expected in zip(rank.rack.stretch.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None
+        assert expected.grad is not None
+        assert float((own.grad - expected.grad).norm() / expected.grad.norm()) < 1e-4
+    record = rank.train()
+    assert (record["sent"], len(record["ends"]), record["memory"]) == ({}, 1, None)
+    assert record["computed"][0] > 0
 
 
 def test_rows_that_are_not_there_and_no_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
