@@ -103,8 +103,9 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     outside = _without_layers(stored, dtype).to(device)
     whole.load_state_dict(outside.state_dict(), strict=False, assign=True)
     whole.tie_weights()
-    for buffer in whole.buffers():
-        buffer.data = buffer.data.to(whole.device)
+    for module in whole.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(whole.device))
     for name, parameter in whole.named_parameters():
         assert not parameter.is_meta or name.startswith(f"{family.layers}."), name
     path, _, name = family.layers.rpartition(".")

@@ -1,0 +1,107 @@
+"""What an engine goes through in a rehearsal (rehearsal.py), on a CPU and on GPUs that are not there.
+
+Ranks import it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import blocks_for
+from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm.quantised import Compressed
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.plan.memory import cache_groups
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.worker.rank import Rank
+from tests.pretended import Noted, pretended_gpus
+
+PROMPTS, NEW, LONGEST = (5, 14, 33), 6, 64
+CLOSE = 1e-4  # relative; float32 on both sides
+
+
+@dataclass
+class Found:
+    """What an engine made of some texts.
+
+    Attributes:
+        tokens: of each pass that chooses some.
+        logits: behind the last one, (texts, vocabulary).
+        launches, waits: of the last pass that added one token to each text, on a GPU that is not there.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    launches: Counter[str] = field(default_factory=Counter)
+    waits: list[str] = field(default_factory=list)
+
+    def require(self, expected: Found) -> None:
+        """See that it is what was expected."""
+        assert self.tokens == expected.tokens, f"other tokens: {self.tokens} in place of {expected.tokens}"
+        require_close(self.logits, expected.logits)
+
+
+def require_close(found: Any, expected: Any, most: float = CLOSE) -> None:
+    found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    error = float((found - expected).norm() / expected.norm())
+    assert error <= most, f"{error:.1e} off"
+
+
+def continued(
+    engine: RankEngine, noted: Noted | None = None, prompts: Sequence[int] = PROMPTS, new_tokens: int = NEW
+) -> Found:
+    """Prompts in two chunks, tokens one by one, a prompt beside them, and logits; a text's blocks lie apart."""
+    groups, blocks = cache_groups(engine.plan).windows, blocks_for(LONGEST)
+    cache = engine.new_cache(len(groups) * (len(prompts) + 1) * blocks, len(prompts) + 1, grouped=len(groups) > 1)
+    texts = [
+        [(3 + 7 * text + place) % engine.plan.vocabulary for place in range(length)]
+        for text, length in enumerate(prompts)
+    ]
+
+    def runs(text: int) -> Any:
+        firsts = [(group * (len(prompts) + 1) + text) * blocks for group in range(len(groups))]
+        return tuple([(first + 1, blocks - 1), (first, 1)] for first in firsts)
+
+    def rows(starts: Sequence[int], tokens: Sequence[list[int]], wanted: Wanted) -> list[Row]:
+        each = zip(starts, tokens, strict=True)
+        return [Row(start, own, runs(text), wanted) for text, (start, own) in enumerate(each)]
+
+    engine.step(rows([0] * len(texts), [text[:3] for text in texts], Wanted.NOTHING), cache)
+    best = engine.step(rows([3] * len(texts), [text[3:] for text in texts], Wanted.BEST), cache).best
+    found = Found([best])
+    for new in range(new_tokens):
+        starts = [length + new for length in prompts]
+        if noted is not None:
+            noted.clear()
+        best = engine.step(rows(starts, [[token] for token in best], Wanted.BEST), cache).best
+        found.tokens.append(best)
+    if noted is not None:
+        found.launches, found.waits = noted.launches.copy(), noted.waits.copy()
+    starts = [length + new_tokens for length in prompts]
+    beside = Row(0, texts[0], runs(len(prompts)), Wanted.BEST)
+    best = engine.step([beside, *rows(starts, [[token] for token in best], Wanted.BEST)], cache).best
+    found.tokens.append(best)
+    last = rows([start + 1 for start in starts], [[token] for token in best[1:]], Wanted.LOGITS)
+    logits = engine.step(last, cache).logits
+    assert logits is not None
+    found.logits = logits.cpu()
+    return found
+
+
+def on_rank(rank: Rank, plans: Sequence[Plan], compression: Any) -> list[Found]:
+    """Runs on a rank: what it makes of the texts, by a plan for the CPU and then by some for GPUs."""
+    collectives: Collectives = rank.collectives
+    if compression is not None:
+        collectives = Compressed(collectives, compression)
+    found = [continued(RankEngine(plans[0], collectives, rank.device))]
+    for plan in plans[1:]:
+        with pretended_gpus(2):
+            found.append(continued(RankEngine(plan, collectives, torch.device("cuda", rank.rank))))
+    return found
