@@ -23,6 +23,7 @@ from surgeon.processes.torchrun import read_environment
 from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.results.bench import BenchSpeeds
+from surgeon.runtime.kernels.used import kernels_used
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.words import plural
@@ -119,7 +120,9 @@ def bench(
         }
     place, load = f"{plural(ranks.ranks, 'rank')} ({ranks})", loads[0]
     heading = f"{place}, prompt {load.prompt}, {load.new} new, {plural(rounds, 'round')}"
+    used = dict.fromkeys(kernels_used(ranks.device, plan.dtype) for plan in plans.values())
     settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
+    settings["kernels"] = ", ".join(used)
     if costs:
         settings["compression"] = compression_record(costs, data or RANDOM)
     name = model.name if isinstance(model, Model | EditedModel) else str(model)

@@ -33,14 +33,16 @@ class Serving:
         name: what clients call the model.
         url: where they find the API.
         capacity: how many texts there is room for.
+        kernels: as of a `Service`.
     """
 
     name: str
     url: str
     capacity: Capacity
+    kernels: str
 
     def __str__(self) -> str:
-        return f"serving {self.name} at {self.url}\n{self.capacity.line()}"
+        return f"serving {self.name} at {self.url}\n{self.capacity.line()}\nkernels: {self.kernels}"
 
 
 def serve(
@@ -120,7 +122,7 @@ def serve(
         with Service(opened, options, tokenizer) as service:
             name = served_model_name or opened.public_name
             state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, api_key, origins)
-            run_server(state, bound, lambda: on_start(Serving(name, url_of(bound), service.capacity)))
+            run_server(state, bound, lambda: on_start(Serving(name, url_of(bound), service.capacity, service.kernels)))
 
 
 def warn_if_open(host: str, api_key: str | None, origins: Sequence[str]) -> None:

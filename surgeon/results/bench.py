@@ -44,7 +44,8 @@ class BenchSpeeds(RunResult):
     def __str__(self) -> str:
         """Tables of at most 80 columns."""
         table = self.speeds
-        parts = [f"{self.heading}\n", "Latency, medians over rounds", self._latency()]
+        kernels = f"kernels: {self.record['kernels']}\n" if "kernels" in self.record else ""  # not in older records
+        parts = [f"{self.heading}\n{kernels}", "Latency, medians over rounds", self._latency()]
         parts += ["", "One pass, on the rank that waits most", self._passes()]
         if "decode_launching_ms" in table:
             parts += ["", "Until all of a decoding pass was launched, and the whole of it", self._launches()]

@@ -34,7 +34,7 @@ from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS
-from surgeon.runtime.kernels.build import warn_without_kernels
+from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
@@ -133,6 +133,7 @@ class Service(AbstractContextManager["Service"]):
         options: as given.
         blocks: of the cache, each for 16 tokens of one group of attentions (`cache_groups`).
         capacity: how many texts the cache holds.
+        kernels: that compute beside matrix products, "Triton", "C++" or "none" and why.
         max_tokens: the most that prompt and output of a request may have together: what the model and the whole
             cache have room for.
         failure: why the ranks have ended (`RankFailed`), noticed within seconds also while no request is open; None
@@ -176,8 +177,8 @@ class Service(AbstractContextManager["Service"]):
                 free = partial(_free_on_gpus, started)
             self.plan, self.blocks = choose_cache(plan, device, *sizes, here, free)
             undone.pop_all()
-        if device == "cpu" and self.plan.dtype == "float32":
-            warn_without_kernels()
+        warn_without_kernels(device, self.plan.dtype)
+        self.kernels = kernels_used(device, self.plan.dtype)
         self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch, device)
         self.max_tokens = self.capacity.longest
         drafts = 0 if options.draft is None else options.draft_tokens or DRAFT_TOKENS

@@ -85,7 +85,7 @@ def test_a_bench_of_programs(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert list(found.table()["program"]) == [tiny_checkpoint.name, "A0 F0"]
     assert [path.name for path in found.files] == ["trace.json", "bench.csv", "bench.json", "bench.png"]
     assert json.loads((tmp_path / "bench.json").read_text())["model"] == str(tiny_checkpoint)
-    assert str(found).startswith(f"{found.heading}\n\n")
+    assert str(found).startswith(f"{found.heading}\nkernels: {found.record['kernels']}\n\n")
     with pytest.raises(ValueError, match="must be a file in a folder that exists"):
         surgeon.bench(tiny_checkpoint, ranks=1, trace=tmp_path)
 

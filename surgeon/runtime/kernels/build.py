@@ -12,7 +12,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import warnings
 from contextlib import suppress
 from ctypes import CDLL
 from functools import cache
@@ -56,17 +55,6 @@ def built() -> Built:
         return Built(None, f"{compiler} did not compile them: {_first_line(error)}")
     except OSError as error:
         return Built(None, f"they could not be loaded: {error}")
-
-
-def warn_without_kernels() -> None:
-    """Say so if the kernels are wanted and cannot be had."""
-    problem = built().problem
-    if problem is not None:
-        warnings.warn(
-            f"texts are continued by PyTorch's own operations, which take more than twice as long: {problem}; "
-            f"{SWITCH}=off silences this",
-            stacklevel=2,
-        )
 
 
 def find_compiler() -> str | None:

@@ -109,12 +109,14 @@ class Footprint:
         weights: matrices, embedding and head.
         kept: what a block holds of each attention, by slot.
         buffers: what it takes to read one block of a cache in rank space, and to make keys and values of it.
+        copies: what it takes to copy one block of the widest attention's keys and values (`Plan.gathers`).
         groups: of the attentions; a block has room for those of any one of them.
     """
 
     weights: tuple[int, ...]
     kept: tuple[tuple[int, ...], ...]
     buffers: tuple[int, ...]
+    copies: tuple[int, ...]
     groups: CacheGroups
 
     @property
@@ -155,6 +157,7 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         tuple(map(sum, zip(whole.weights, behind.weights, strict=True))),
         tuple(map(operator.add, whole.kept, behind.kept)),
         tuple(map(max, zip(whole.buffers, behind.buffers, strict=True))),
+        tuple(map(max, zip(whole.copies, behind.copies, strict=True))),
         cache_groups(plan),
     )
 
@@ -168,7 +171,7 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     """What ranks will hold for a plan's program, and of so many rows as wide as the stream."""
     program = Program.parse(plan.program)
     block = BLOCK_TOKENS * plan.dtype_bytes  # a number of every token of a block
-    weights, kept, buffers = [], list[tuple[int, ...]](), []
+    weights, kept, buffers, copies = [], list[tuple[int, ...]](), [], []
     for rank in range(plan.ranks):
         parts = [(work, part) for work in rank_work(program, rank, plan.ranks) for part in work.parts]
         numbers = rows * plan.hidden
@@ -178,17 +181,20 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
                 factors = sublayer.rank(projection.role)
                 numbers += outputs * inputs if factors is None else factors * (outputs + inputs)
         weights.append(numbers * plan.dtype_bytes)
-        own, copied, rebuilt = list[int](), 0, 0
+        own, copied, rebuilt, read = list[int](), 0, 0, 0
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
             (unit,) = (p.unit for p in source.family.spec(attention.kind).projections if p.role == "k")
             first, end = unit_bounds(source.units(attention)[unit], attention.piece)
             keys_values, columns = 2 * (end - first) * plan.head_dim, plan.kept_factors(attention, end - first)
             own.append((keys_values if columns is None else sum(columns)) * block)
-            if columns is not None:  # all such attentions read by the same two buffers
+            if columns is None:
+                read = max(read, keys_values)
+            else:  # all such attentions read by the same two buffers
                 copied, rebuilt = max(copied, sum(columns)), max(rebuilt, keys_values)
         kept.append(tuple(own))
         buffers.append((copied + rebuilt) * block)
-    return Footprint(tuple(weights), tuple(kept), tuple(buffers), cache_groups(plan))
+        copies.append(read * block * (1 if plan.attention_softcap is None else 2))  # a product copies them once more
+    return Footprint(tuple(weights), tuple(kept), tuple(buffers), tuple(copies), cache_groups(plan))
 
 
 def choose_cache(
@@ -306,14 +312,14 @@ class _Room(NamedTuple):
             here: how many ranks share the memory of this machine's CPU.
         """
         sizes = footprint(plan)
-        weights, block, buffers = (
+        weights, block, buffers, copies = (
             sum(sorted(each)[-here:]) if device == "cpu" else max(each)
-            for each in (sizes.weights, sizes.block, sizes.buffers)
+            for each in (sizes.weights, sizes.block, sizes.buffers, sizes.copies)
         )
         wanted = sizes.blocks(max_batch, plan.max_tokens, PASS_TOKENS[device])
         if not block:
             return cls(weights, block, 1 << 30, wanted)  # a program without attention has no cache
         texts, blocks = plan.read_at_once(device, max_batch)
-        left, buffers = allowed - weights, texts * buffers
+        left, buffers = allowed - weights, texts * (buffers + (copies if plan.gathers(device) else 0))
         # No text is longer than the cache, which counts where that is shorter than the longest text.
         return cls(weights, block, max(left // (block + buffers), (left - buffers * blocks) // block), wanted)

@@ -10,6 +10,7 @@ from typing import Literal
 from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.models.families import FAMILIES, Family
 from surgeon.runtime.batching.windows import blocks_for, power_of_two
+from surgeon.runtime.kernels.triton import used_on
 
 # Decode passes are computed like all others (dynamic: on CPUs), in a few fixed shapes (static), or in these shapes
 # recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
@@ -147,6 +148,10 @@ class Plan:
         """
         chosen = self.decoding == "auto" and device == "cuda" and not self.coda
         return self.decoding in ("static", "captured") or chosen
+
+    def gathers(self, device: str) -> bool:
+        """Whether passes of fixed shapes copy keys and values of all texts: on GPUs, where there are no kernels."""
+        return self.is_static(device) and not used_on(device)
 
     def read_at_once(self, device: str, texts: int) -> tuple[int, int]:
         """How many texts an attention reads at a time, and at most how many blocks of each.

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.runtime.kernels import build
-from surgeon.runtime.kernels.build import SWITCH, cache_folder, find_compiler, warn_without_kernels
+from surgeon.runtime.kernels import build, triton, used
+from surgeon.runtime.kernels.build import SWITCH, cache_folder, find_compiler
+from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
 
 COMPILER = find_compiler()
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }'
@@ -107,9 +108,20 @@ def test_what_does_not_compile(small_source: Path) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_again() == (None, "there is no C++ compiler (no-such-compiler)")
-    monkeypatch.setattr(build, "built", build_again)
+    monkeypatch.setattr(used, "built", build_again)
     with pytest.warns(UserWarning, match=r"more than twice as long: there is no C\+\+ compiler \(no-such-compiler\)"):
-        warn_without_kernels()
+        warn_without_kernels("cpu", "float32")
+    assert kernels_used("cpu", "float32") == "none (there is no C++ compiler (no-such-compiler))"
+    assert kernels_used("cpu", "bfloat16") == "none (those for CPUs compute in float32, not in bfloat16)"
+
+
+def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "find_spec", lambda _: None)
+    with pytest.warns(UserWarning, match="copy the keys and values of all texts.*: triton is not installed; SURGEON_"):
+        warn_without_kernels("cuda", "bfloat16")
+    assert kernels_used("cuda", "bfloat16") == "none (triton is not installed)"
+    monkeypatch.setattr(triton, "find_spec", lambda _: object())
+    assert kernels_used("cuda", "bfloat16") == "Triton"
 
 
 def test_a_compiler_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +136,10 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsR
     """Nothing is compiled, and nothing said."""
     monkeypatch.setenv(SWITCH, "off")
     assert build_again() == (None, None)
-    monkeypatch.setattr(build, "built", build_again)
-    warn_without_kernels()
+    monkeypatch.setattr(used, "built", build_again)
+    for device in ("cpu", "cuda"):
+        warn_without_kernels(device, "float32")
+        assert kernels_used(device, "float32") == "none (SURGEON_KERNELS=off)"
     assert not recwarn.list
 
 

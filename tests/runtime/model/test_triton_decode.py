@@ -140,3 +140,47 @@ def test_launches_of_a_layer(family: str, launches: int, checkpoints: dict[str, 
     layer = three - two
     assert layer.total() == launches, layer
     assert {name for name in layer if name.startswith("triton")} >= {"triton attend", "triton place", "triton norm"}
+
+
+def test_caches_in_rank_space_are_copied(checkpoints: dict[str, Path]) -> None:
+    """Beside attentions that kernels compute."""
+    with as_on_gpus():
+        engine = engine_of(checkpoints["llama"], PROGRAMS["low rank"], "static", kv="lowrank")
+        assert list(engine.rebuilds()) == [0]
+        found = list(passes(engine, 1))
+    dynamic = engine_of(checkpoints["llama"], PROGRAMS["low rank"], "dynamic", kv="lowrank")
+    assert error_between(found, list(passes(dynamic, 1))) < TOLERANCE
+
+
+def test_sixteen_bits(checkpoints: dict[str, Path]) -> None:
+    with as_on_gpus():
+        found = list(passes(engine_of(checkpoints["llama"], PROGRAMS["dense"], "static", "bfloat16"), 1))
+    expected = list(passes(engine_of(checkpoints["llama"], PROGRAMS["dense"], "dynamic", "bfloat16"), 1))
+    assert found[0].dtype == torch.bfloat16
+    assert error_between(found, expected) < 0.05
+
+
+@pytest.mark.parametrize(("kernels", "sizes"), [(True, 1), (False, 2)])
+def test_one_recording_for_texts_of_any_lengths(
+    kernels: bool, sizes: int, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without kernels there is one more for each power of two of blocks."""
+    monkeypatch.setattr(TritonKernels, "launch", lambda *_, **__: None)
+    with as_on_gpus(kernels):
+        engine = engine_of(checkpoints["llama"], PROGRAMS["dense"], "static")
+        static, cache = engine.ways[0], engine.new_cache(24)
+        for start in (5, 40):
+            engine.step([row(3, start, TABLES[3], Wanted.NOTHING)], cache)
+    assert isinstance(static, StaticDecode)
+    assert len(static._passes[cache]) == sizes
+
+
+def test_texts_beside_a_prompt_share_a_launch(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: Counter[str] = Counter()
+    monkeypatch.setattr(TritonKernels, "launch", lambda _, name, *__, **___: counted.update([name]))
+    with as_on_gpus():
+        engine = engine_of(checkpoints["llama"], PROGRAMS["dense"], "static")
+        prompt = row(0, 0, TABLES[3], Wanted.NOTHING)._replace(tokens=TEXTS[1][:17])
+        texts = [row(3, 5 + text, [text], Wanted.NOTHING) for text in range(3)]
+        engine.step([*texts, prompt], engine.new_cache(24))
+    assert counted["attend"] == 2  # one in each layer

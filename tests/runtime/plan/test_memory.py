@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
+from surgeon.runtime.kernels import functions
 from surgeon.runtime.model import products
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import Linear
+from surgeon.runtime.plan import specification
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import Capacity, cache_groups, choose_cache, footprint
 
@@ -111,7 +115,8 @@ def test_where_memory_is_the_limit_more_texts_fit_in_rank_space(tiny_model: Call
     with pytest.raises(ValueError, match="at most 126 blocks do"):
         chosen("auto", 1, 127)
     assert chosen("lowrank", 100, decoding="static") == (False, 12 * 640 // (60 + 128 * 35))
-    assert chosen("auto", 100, decoding="static") == (False, 12)  # static passes of so many texts need more
+    # Static passes of so many texts need more, and no less for keys and values that are copied side by side.
+    assert chosen("auto", 100, decoding="static") == chosen("full", 100, decoding="static") == (False, 1)
 
 
 def test_short_caches_need_no_buffers_for_long_texts(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
@@ -176,3 +181,36 @@ def test_layers_with_windows_make_room_for_more_texts(tiny_model: Callable[..., 
     short = Capacity.of(plan, 20, 8)
     assert (short.longest, short.texts(100), short.texts(320)) == (320, 2, 1)
     assert short.line().startswith("room for 1 text of up to 320 tokens (or ")
+
+
+class Copied(TorchDispatchMode):
+    """The largest tensor that some places were copied to, in bytes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.index_select:
+            self.most = max(self.most, made.nbytes)
+        return made
+
+
+def test_copies_of_fixed_shapes(
+    tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without kernels for GPUs a cache leaves room for what all texts read side by side; with them it need not."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    plan = replace(make_plan(tmp_path, 1, 64), decoding="static")
+    sizes = footprint(plan)
+    allowed = sizes.weights[0] + 8 * sizes.block[0]
+    blocks = [choose_cache(plan, "cpu", 4, None, allowed)[1]]
+    monkeypatch.setattr(specification, "used_on", lambda _: True)
+    blocks.append(choose_cache(plan, "cpu", 4, None, allowed)[1])
+    monkeypatch.undo()
+    assert blocks == [max(8 * sizes.block[0] // (sizes.block[0] + 4 * sizes.copies[0]), 0), 8]
+    monkeypatch.setattr(functions, "kernels", lambda: None)
+    engine = RankEngine(plan, Alone(), torch.device("cpu"))
+    rows = [Row(40, [5], ([(3 * text, 3)],), Wanted.BEST) for text in range(4)]  # three blocks, rounded up to four
+    with Copied() as copied:
+        engine.step(rows, engine.new_cache(12))
+    assert copied.most == 4 * 4 * sizes.copies[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from surgeon.runtime.kernels.build import switched_off
+from surgeon.runtime.kernels.build import SWITCH, switched_off
 
 
 def missing() -> str | None:
     """Why ranks on GPUs compute without these kernels; None if they compute with them."""
     if switched_off():
-        return "SURGEON_KERNELS=off"
+        return f"{SWITCH}=off"
     return "triton is not installed" if find_spec("triton") is None else None
 
 

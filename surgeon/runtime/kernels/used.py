@@ -1,0 +1,43 @@
+"""What computes beside matrix products where a model runs: kernels of ours, or PyTorch's operations, and why these."""
+
+from __future__ import annotations
+
+import warnings
+
+from surgeon.runtime.kernels.build import SWITCH, built, switched_off
+from surgeon.runtime.kernels.triton import missing
+
+LOST = {
+    "cpu": "which take more than twice as long",
+    "cuda": "which copy the keys and values of all texts side by side, and are nearly twice as many launches",
+}  # where there are no kernels
+
+
+def kernels_used(device: str, dtype: str) -> str:
+    """What to write into records and logs: "Triton", "C++", or "none" and the reason.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: that is computed in, by its name in torch.
+    """
+    problem = _problem(device, dtype)
+    return ("C++" if device == "cpu" else "Triton") if problem is None else f"none ({problem})"
+
+
+def warn_without_kernels(device: str, dtype: str) -> None:
+    """Say so if the kernels are wanted and cannot be had."""
+    problem = _problem(device, dtype)
+    if problem is not None and not switched_off() and (device == "cuda" or dtype == "float32"):
+        warnings.warn(
+            f"texts are continued by PyTorch's own operations, {LOST[device]}: {problem}; {SWITCH}=off silences this",
+            stacklevel=2,
+        )
+
+
+def _problem(device: str, dtype: str) -> str | None:
+    """Why there are no kernels for such a device and dtype."""
+    if device == "cuda":
+        return missing()
+    if dtype != "float32":
+        return f"those for CPUs compute in float32, not in {dtype}"
+    return f"{SWITCH}=off" if switched_off() else built().problem
