@@ -11,7 +11,9 @@ Of every question all choices that have no edit too many are measured on all of 
 questions with more than 2,000 of them are left out. Each is searched with both rules set so and so, on several texts,
 one behind the other in the data. In a row: questions times texts; in how many the optimum was found; trials; sublayers
 that these ran, in passes over all of the text, as a share of those of the first row of the same kind; trials that were
-stopped; and of these "better" ones, which on all of the text are better than what the search found.
+stopped; and "better" ones among them, which on all of the text are better than what the search found. Of all choices,
+tried or not, the last columns say how many the second rule rules out after the first 8 trials, how many of these are
+better than the best of the 8, and how many of all are further below their prediction than the rule expects.
 
 "Races of the optimum" needs no search: it sets the optimum against every other choice as the best so far, and counts in
 how many of these races it is stopped.
@@ -44,7 +46,7 @@ from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.race import Race
 from surgeon.searches.search import Search
 from surgeon.searches.terms import Terms, measure_terms
-from surgeon.searches.trial import MeasuredProgram
+from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.trying import try_programs
 
 QUESTIONS = {
@@ -57,6 +59,7 @@ QUESTIONS = {
 MOST = 2000  # choices of a question
 KEPT = 256 << 20  # bytes of states
 TOGETHER = 256  # programs measured in one call
+UNSURE = 8  # trials, before which nothing is ruled out
 SAME = 1 + 1e-6  # times another divergence, within which rounding lies
 
 
@@ -122,11 +125,11 @@ class Asked:
     question: Question
     terms: Terms
     scan: Known
-    choices: Sequence[MeasuredProgram]
+    choices: Mapping[Choice, MeasuredProgram]
 
     @property
     def optimum(self) -> MeasuredProgram:
-        return min(self.choices, key=lambda measured: measured.divergence)
+        return min(self.choices.values(), key=lambda measured: measured.divergence)
 
     def searched(self, way: Way, trials: int) -> dict[str, float]:
         """What a search in some way comes to."""
@@ -147,12 +150,27 @@ class Asked:
             "sublayers": evaluator.sublayers,
             "stopped": len(stopped),
             "better": sum(better),
-        }
+        } | ({} if way.sure is None else self.judged(search, found, way.sure))
+
+    def judged(self, search: Search, trials: Sequence[Trial], sure: float) -> dict[str, int]:
+        """Of all choices, what is ruled out once there are a few trials, and how often that is wrong."""
+        proposer = next(iter(search.strands.values()))
+        number = {edit: place for place, edit in enumerate(proposer.mixture.edits)}
+        first = trials[:UNSURE]
+        surrogate = proposer.surrogate(first)
+        numbers = [[number[edit] for edit in choice] for choice in self.choices]
+        predicted = np.array([surrogate.corrected.of(one) for one in numbers])
+        lowest = predicted - sure * surrogate.uncertainty(numbers)
+        true = np.array([measured.divergence for measured in self.choices.values()])
+        least = min(trial.measured.divergence for trial in first if trial.measured.whole)
+        ruled_out = lowest > least
+        wrong = ruled_out & (true * SAME < least)
+        return {"ruled out": int(ruled_out.sum()), "wrongly": int(wrong.sum()), "lower": int((true < lowest).sum())}
 
     def races(self) -> tuple[int, int]:
         """Of the optimum against every other choice: how many, and how many it loses."""
         window, best, race = self.text.subject.windows.ids.shape[1], self.optimum, Race()
-        others = [one for one in self.choices if one.divergence > best.divergence * SAME]
+        others = [one for one in self.choices.values() if one.divergence > best.divergence * SAME]
         blocks, own = self.text.own.blocks, np.array(best.blocks or best.divergences)
         windows = len(best.divergences)
         after = [*looks(windows, max(1, FIRST_TOKENS["cpu"] // window), windows)]
@@ -172,11 +190,12 @@ def asked(text: Text, spaces: str, budget: str) -> Asked | None:
     mixture = settings.mixture(opened)
     dense = mixture.model.program
     question = Question(settings, mixture, settings.priced(mixture), text.measured([dense])[0])
-    programs = dict.fromkeys(map(mixture.program, _every_choice(question, (), 0)))
+    programs = {mixture.program(choice): choice for choice in _every_choice(question, (), 0)}
     if not len(mixture.edits) < len(programs) <= MOST:
         return None
     terms = measure_terms(text.own, Search(question, text.own).terms_plan)
-    return Asked(text, question, terms, _scan(text, mixture), text.measured([*programs]))
+    choices = dict(zip(programs.values(), text.measured([*programs]), strict=True))
+    return Asked(text, question, terms, _scan(text, mixture), choices)
 
 
 def _every_choice(question: Question, chosen: Choice, start: int) -> Iterator[Choice]:
@@ -229,17 +248,17 @@ def rows_of(model: str, data: str, given: argparse.Namespace) -> Iterator[Mappin
 
 
 def table_of(rows: pd.DataFrame) -> str:
-    """A line for each model, space and way, in Markdown."""
-    lines = ["| model, `--space` | questions | way | found | worse by | trials | sublayers | stopped | better |"]
-    lines += ["|:--|--:|:--|--:|--:|--:|--:|--:|--:|"]
-    for (model, space), own in rows.groupby(["model", "space"], sort=False):
-        whole = {False: own[own["way"] == WAYS[0].name], True: own[own["way"] == "a scan, nothing ruled out"]}
+    """A line for each model and way, in Markdown."""
+    sums = ["found", "trials", "stopped", "better", "ruled out", "wrongly", "lower"]
+    lines = [f"| model | questions | choices | way | sublayers | {' | '.join(sums)} |"]
+    lines += [f"|:--|--:|--:|:--|{'--:|' * (1 + len(sums))}"]
+    for model, own in rows.groupby("model", sort=False):
         for way in WAYS:
-            row = own[own["way"] == way.name]
-            share = row["sublayers"].sum() / whole[way.scan]["sublayers"].sum()
-            cells = [f"{model}, `{space}`", len(row), way.name, int(row["found"].sum()), f"{row['worse by'].max():.1%}"]
-            cells += [int(row["trials"].sum()), f"{share:.2f}", int(row["stopped"].sum()), int(row["better"].sum())]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+            row, first = own[own["way"] == way.name], next(one for one in WAYS if one.scan == way.scan)
+            share = row["sublayers"].sum() / own[own["way"] == first.name]["sublayers"].sum()
+            counts = ["" if row[name].isna().all() else str(int(row[name].sum())) for name in sums]
+            cells = [str(model), str(len(row)), f"{row['choices'].sum():,}", way.name, f"{share:.2f}", *counts]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
