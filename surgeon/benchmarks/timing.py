@@ -255,11 +255,11 @@ class TimedCollectives(Collectives):
         """Whom sums in recorded passes have waited for in vain, if for anybody."""
         return self.inner.failure()
 
-    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
-        """Start summing a tensor over the group; waiting on the result gives the sum."""
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
+        """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is timed apart always."""
         return self._timed(self.inner.all_reduce, tensor, counts)
 
-    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """The group's tensors, only started; waiting on the result gives the joined tensors."""
         return self._timed(self.inner.start_all_gather, tensor, counts, HEAD)
 

@@ -1,7 +1,8 @@
 """Collectives: a small interface that counts calls and bytes, and what implements it.
 
 A rank talks to the others through one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one
-and returns a function that waits for it, so that several can be in flight. `link.py` and `quantised.py` wrap others.
+and returns a function that waits for it, so that several can be in flight; who waits at once can say so. `link.py`,
+`quantised.py` and `by_size.py` wrap others.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Collectives(ABC):
         self.group = group
         self._subgroups: dict[Group, Collectives] = {}
 
-    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
         """Start summing a tensor over the group; waiting on the result gives the sum.
 
         Every rank of the group calls this with the same shape and dtype, in the same order. The tensor belongs to the
@@ -70,24 +71,25 @@ class Collectives(ABC):
 
         Args:
             counts: where to count the call, if anything is sent.
+            at_once: whether the result is waited for before anything else is computed.
         """
         if len(self.group) == 1:
             return lambda: tensor
         counts.all_reduces += 1
         counts.bytes += tensor.nbytes
-        return self._all_reduce(tensor)
+        return self._sum(tensor) if at_once else self._all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor, counts: Counts) -> Tensor:
         """The group's tensors, all of one shape, joined along a new first dimension in the order of the ranks."""
-        return self.start_all_gather(tensor, counts)()
+        return self.start_all_gather(tensor, counts, at_once=True)()
 
-    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
         """The same, but only started; waiting on the result gives the joined tensors."""
         if len(self.group) == 1:
             return lambda: tensor[None]
         counts.all_gathers += 1
         counts.bytes += tensor.nbytes
-        return self._all_gather(tensor)
+        return self._gather(tensor) if at_once else self._all_gather(tensor)
 
     @property
     def exact(self) -> Collectives:
@@ -123,6 +125,14 @@ class Collectives(ABC):
             self._subgroups[group] = self._connect(group)
         return self._subgroups[group]
 
+    def _sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """A sum that is waited for at once."""
+        return self._all_reduce(tensor)
+
+    def _gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Tensors that are waited for at once."""
+        return self._all_gather(tensor)
+
     @abstractmethod
     def _connect(self, group: Group) -> Collectives: ...
 
@@ -148,11 +158,11 @@ class Unconnected(Collectives):
     def recordable(self) -> bool:
         return True
 
-    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:  # noqa: ARG002 - nothing is sent
-        """This rank's own tensor."""
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
+        """This rank's own tensor; nothing is sent."""
         return self._all_reduce(tensor)
 
-    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:  # noqa: ARG002
+    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """This rank's own tensor, once for each rank."""
         return self._all_gather(tensor)
 
@@ -174,30 +184,44 @@ class Alone(Unconnected):
 
 
 class TorchCollectives(Collectives):
-    """Collectives of `torch.distributed`: gloo, or NCCL on GPUs."""
+    """Collectives of `torch.distributed`: gloo, or NCCL on GPUs.
 
-    def __init__(self, rank: int, group: Group, process_group: Any = None) -> None:
+    NCCL's are computed by streams of high priority, so that what travels behind a late step need not queue behind it,
+    or by the current one where they are waited for at once.
+    """
+
+    def __init__(self, rank: int, group: Group, process_group: Any = None, device: torch.device | None = None) -> None:
         super().__init__(rank, group)
         self.process_group = process_group  # None is all ranks
+        self.device = device
 
     @classmethod
-    def connect(cls, backend: str, rank: int, ranks: int, rendezvous: Path | StoreAddress) -> TorchCollectives:
+    def connect(
+        cls, backend: str, rank: int, ranks: int, rendezvous: Path | StoreAddress, device: torch.device | None = None
+    ) -> TorchCollectives:
         """Meet the other ranks.
 
         Args:
-            backend: "gloo", or "nccl" for GPUs (each process chooses its device before).
+            backend: "gloo", or "nccl" for GPUs.
             rendezvous: on one machine a file that does not exist yet (a path is never taken, unlike a port).
+            device: that NCCL is to connect, now and not in the first pass.
         """
         store = FileStore(str(rendezvous), ranks) if isinstance(rendezvous, Path) else rendezvous.connect()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-        return cls(rank, tuple(range(ranks)))
+        bound = group_options(device if backend == "nccl" else None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, **bound)
+        return cls(rank, tuple(range(ranks)), device=bound.get("device_id"))
 
     @property
     def capturable(self) -> bool:
         return bool(dist.get_backend(self.process_group) == "nccl")
 
     def _connect(self, group: Group) -> Collectives:
-        return TorchCollectives(self.rank, group, dist.new_group(list(group)))
+        made = dist.new_group(list(group), **group_options(self.device))
+        return TorchCollectives(self.rank, group, made, self.device)
+
+    def _sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        dist.all_reduce(tensor, group=self.process_group)
+        return lambda: tensor
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         work: Any = dist.all_reduce(tensor, group=self.process_group, async_op=True)
@@ -208,12 +232,25 @@ class TorchCollectives(Collectives):
 
         return wait
 
+    def _gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        gathered = tensor.new_empty(len(self.group), *tensor.shape)
+        dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self.process_group)
+        return lambda: gathered
+
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in self.group]
-        work: Any = dist.all_gather(gathered, tensor.contiguous(), group=self.process_group, async_op=True)
+        gathered, own = tensor.new_empty(len(self.group), *tensor.shape), tensor.reshape(-1)
+        work: Any = dist.all_gather_into_tensor(gathered.view(-1), own, group=self.process_group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return torch.stack(gathered)
+            return gathered
 
         return wait
+
+
+def group_options(device: torch.device | None) -> dict[str, Any]:
+    """How NCCL connects a group on a GPU, if there is one: at once, with streams of high priority."""
+    if device is None:
+        return {}
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return {"device_id": device, "pg_options": options}

@@ -140,17 +140,17 @@ class Compressed(Collectives):
     def capturable(self) -> bool:
         return self.inner.capturable
 
-    def all_reduce(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
         """Start summing a tensor over the group, approximately; waiting on the result gives the sum."""
         if len(self.group) == 1 or not tensor.is_floating_point():
-            return self.inner.all_reduce(tensor, counts)
+            return self.inner.all_reduce(tensor, counts, at_once)
         packing = Packing(self.kind, tensor.shape, tensor.dtype)
-        wait = self.inner.start_all_gather(packing.pack(tensor), counts)
+        wait = self.inner.start_all_gather(packing.pack(tensor), counts, at_once)
         return lambda: packing.unpack(wait()).sum(0).to(packing.dtype).view(packing.shape)
 
-    def start_all_gather(self, tensor: Tensor, counts: Counts) -> Callable[[], Tensor]:
+    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
         """The group's tensors, exactly."""
-        return self.inner.start_all_gather(tensor, counts)
+        return self.inner.start_all_gather(tensor, counts, at_once)
 
     def _connect(self, group: Group) -> Collectives:
         return Compressed(self.inner.subgroup(group), self.kind)

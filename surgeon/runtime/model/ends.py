@@ -167,7 +167,7 @@ class Vocabulary:
     def embed(self, tokens: Tensor, counts: Counts) -> Tensor:
         """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""
         own = self.embedding.rows(tokens, self.first)
-        return own if self.plan.ranks == 1 else self.collectives().exact.all_reduce(own, counts)()
+        return own if self.plan.ranks == 1 else self.collectives().exact.all_reduce(own, counts, at_once=True)()
 
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""

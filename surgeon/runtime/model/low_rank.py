@@ -58,7 +58,7 @@ class Sharing:
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over all ranks."""
-        return self.collectives().all_reduce(part, self.counts())()
+        return self.collectives().all_reduce(part, self.counts(), at_once=True)()
 
     def share(self, columns: int) -> slice:
         """This rank's part of what first factors give; the last ranks may have fewer."""

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
-from surgeon.language.program import ATTENTION, WRITING, Fork, Program, Step, Sublayer
+from surgeon.language.program import ATTENTION, WRITING, Fork, Node, Program, Step, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
@@ -74,6 +75,7 @@ class RankProgram:
         counts: where collectives are counted now; may be replaced.
         passes: how many there have been; of the one being computed, the share of its steps that is done.
         slots: the attentions among the parts of its work, by their slots of the cache.
+        travelling: nodes whose sums are on their way while something else is computed.
         graphs: records passes that are captured; None where they are not.
     """
 
@@ -86,6 +88,7 @@ class RankProgram:
         captured = device.type == "cuda" and plan.is_static("cuda") and plan.decoding != "static"
         self.graphs: GraphRecorder | None = CudaRecorder(device) if captured and collectives.capturable else None
         self.program = Program.parse(plan.program)
+        self.travelling = frozenset(travelling(self.program.nodes))
         self.rank = collectives.rank
         self.groups: dict[Group, Collectives] = {collectives.group: collectives}
         for group in groups_within(self.program, plan.ranks):
@@ -288,6 +291,16 @@ def _replayed(replay: Replay, owners: object) -> None:  # noqa: ARG001 - of the 
     replay(False)
 
 
+def travelling(nodes: Branch) -> Iterator[Node]:
+    """Late steps, and what comes before one: their sums are under way when something else is computed or sent."""
+    for node, following in zip_longest(nodes, nodes[1:]):
+        if any(isinstance(one, Step) and one.late for one in (node, following)):
+            yield node
+        if isinstance(node, Fork):
+            for branch in node.branches:
+                yield from travelling(branch)
+
+
 PartKey = tuple[Sublayer, Group]
 
 
@@ -326,8 +339,10 @@ class RankMachine(Machine):
         self.shared = shared
         self.group = group
         self.work = work  # shared with the machines of forks: the executor comes to steps in this order
+        self._node: Node | None = None  # whose output is reduced next
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
+        self._node = step
         work = next(self.work)
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
         outputs = [self._output(part, stream) for part in work.parts]
@@ -355,7 +370,9 @@ class RankMachine(Machine):
         part, finish = partial
         if len(self.group) == 1:
             return lambda: part if finish is None else finish(part)
-        wait = self.rank_program.groups[self.group].all_reduce(part, self.rank_program.counts.layers)
+        program = self.rank_program
+        at_once = self._node not in program.travelling
+        wait = program.groups[self.group].all_reduce(part, program.counts.layers, at_once)
         return wait if finish is None else lambda: finish(wait())
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
@@ -364,6 +381,7 @@ class RankMachine(Machine):
         return [(branch, machine) for branch in branches]
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
+        self._node = fork
         # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
         _, group = self._assigned(fork)
         return Partial(added if group[0] == self.rank_program.rank else torch.zeros_like(added))

@@ -36,6 +36,7 @@ from surgeon.runtime.comm.link import EmulatedLink
 from surgeon.runtime.comm.pipes import Receiver, Sender
 from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
+from surgeon.runtime.comm.symmetric_memory import with_symmetric_memory
 from surgeon.runtime.worker.options import RankOptions, sees_its_own_gpu
 from surgeon.threads import keep_to_share, threads_per_rank
 
@@ -129,7 +130,10 @@ class Rank:
             if settings.location.interface is not None:  # gloo would take that which the machine's name stands for
                 for name, value in interface_variables(settings.location.interface).items():
                     os.environ.setdefault(name, value)
-            connected = TorchCollectives.connect(options.collectives, self.rank, options.ranks, settings.rendezvous)
+            ways = options.collectives, self.rank, options.ranks, settings.rendezvous
+            connected = TorchCollectives.connect(*ways, device=self.device)
+            if options.collectives == "nccl" and settings.location.local_ranks == options.ranks:
+                connected = with_symmetric_memory(connected, self.device)
         if options.link is not None:
             connected = EmulatedLink(connected, options.link)
         return connected if options.compression is None else Compressed(connected, options.compression)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.by_size import Bound, BySize, SideStream
+from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectives
 from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
+from tests.runtime.on_ranks import part
 
 
 def noise(rank: int, shape: tuple[int, ...]) -> Tensor:
@@ -62,3 +70,86 @@ def unconnected(rank: Rank) -> tuple[Tensor, Tensor, Counts]:
     own = torch.tensor([float(rank.rank)])
     collectives = rank.collectives.subgroup((0, 1))
     return collectives.all_reduce(own, counts)(), rank.collectives.all_gather(own, counts), counts
+
+
+def waited_for_at_once(rank: Rank, plans: list[Plan]) -> list[tuple[int, int]]:
+    """How many sums of a pass of each plan are waited for at once, and how many are started and go on meanwhile."""
+    found, whole = [], dist.all_reduce
+    for plan in plans:
+        engine, kinds = RankEngine(plan, rank.collectives, rank.device), list[bool]()
+
+        def counted(*arguments: Any, async_op: bool = False, kinds: list[bool] = kinds, **options: Any) -> Any:
+            kinds.append(async_op)
+            return whole(*arguments, async_op=async_op, **options)
+
+        dist.all_reduce = counted
+        try:
+            engine.text_logits([1, 2, 3])
+        finally:
+            dist.all_reduce = whole
+        found.append((kinds.count(False), kinds.count(True)))
+    return found
+
+
+class GlooWay:
+    """Sums by gloo, in float32, and notes of what."""
+
+    def __init__(self, name: str, inner: Collectives) -> None:
+        self.name = name
+        self.inner = inner
+        self.summed: list[tuple[int, bool]] = []
+
+    def fits(self, tensor: Tensor) -> bool:
+        return tensor.dtype == torch.float32
+
+    def __call__(self, tensor: Tensor, aside: bool) -> None:
+        self.summed.append((tensor.nbytes, aside))
+        tensor.copy_(self.inner.all_gather(tensor, Counts()).sum(0))
+
+
+class Streams:
+    """What `SideStream` takes for torch.cuda, on a CPU: it notes what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def Stream(self, _: torch.device, priority: int = 0) -> Streams:
+        self.asked.append(f"stream of priority {priority}")
+        return self
+
+    def current_stream(self, _: torch.device) -> Streams:
+        return self
+
+    def wait_stream(self, _: Streams) -> None:
+        self.asked.append("behind the current one")
+
+    def wait_event(self, _: str) -> None:
+        self.asked.append("joined")
+
+    @contextmanager
+    def stream(self, _: Streams) -> Iterator[None]:
+        self.asked.append("begin")
+        yield
+        self.asked.append("end")
+
+    def record_event(self) -> str:
+        self.asked.append("event")
+        return "event"
+
+
+Sums = tuple[list[Tensor], list[list[tuple[int, bool]]], list[str]]
+
+
+def sums_by_size(rank: Rank, sizes: list[int], dtype: torch.dtype) -> Sums:
+    """Sums of some numbers of each size, at once and two in flight; what each way had to do, and the streams."""
+    inner, streams = rank.collectives, Streams()
+    assert isinstance(inner, TorchCollectives)
+    small, middle = GlooWay("small", inner), GlooWay("middle", inner)
+    side = SideStream(torch.device("cpu"), streams)
+    by_size = BySize(inner, [Bound(64, small), Bound(256, middle)], side)
+    counts = Counts()
+    found = [by_size.all_reduce(part(rank.rank, size, dtype), counts, at_once=True)() for size in sizes]
+    waits = [by_size.all_reduce(part(rank.rank, size, dtype), counts) for size in sizes]
+    assert counts.all_reduces == 2 * len(sizes)
+    streams.asked.append("computed meanwhile")
+    return found + [wait() for wait in waits], [small.summed, middle.summed], streams.asked

@@ -83,6 +83,41 @@ def test_one_rank_sends_and_counts_nothing() -> None:
     assert counts == Counts()
 
 
+@pytest.mark.parametrize("ranks", [("gloo", 2)], indirect=True, ids=["gloo2"])
+def test_only_what_is_to_be_overlapped_is_asynchronous(
+    ranks: Ranks, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A sum that is waited for at once needs no object to wait for; the embedding's is always one."""
+    tiny_model("llama", 2).save_pretrained(tmp_path)
+    expected = {
+        "A0 F0 A1 F1": (5, 0),
+        "A0 F0 >A1 >F1": (2, 3),
+        "[A0 A1] >[F0 F1]": (1, 2),
+        "{A0/2:0 >F0/2:0 | A0/2:1 >F0/2:1} A1 F1": (4, 0),
+        "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} >A1 F1": (2, 2),
+    }
+    plans = [make_plan(tmp_path, 2, 8, program) for program in expected]
+    for found in ranks.call(on_collectives.waited_for_at_once, plans):
+        assert found == list(expected.values())
+
+
+def test_nccl_connects_at_once_and_by_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+    nccl = SimpleNamespace(Options=lambda **options: options)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(torch.distributed, "new_group", lambda _, **options: asked.append(options))
+    device = torch.device("cuda", 1)
+    TorchCollectives.connect("nccl", 1, 3, tmp_path / "meeting", device).subgroup((0, 1))
+    for options in asked:
+        assert options["device_id"] == device
+        assert options["pg_options"] == {"is_high_priority_stream": True}
+    asked.clear()
+    TorchCollectives.connect("gloo", 1, 3, tmp_path / "meeting", device).subgroup((0, 1))
+    assert len(asked) == 2
+    assert not any("device_id" in options for options in asked)
+
+
 def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 2, 8)

@@ -1,0 +1,128 @@
+"""Sums through memory of the GPUs of one machine that each of them can reach (`torch.distributed._symmetric_memory`).
+
+An operand is copied into that memory, and then every GPU adds up all of them (one shot), or its share of them, which
+the others then copy (two shots), or has the switch add them up (multimem). All of them do so in one kernel without a
+word between processes, which for small operands takes less than NCCL's protocols do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from surgeon.runtime.comm.by_size import BySize, SideStream, Way, bounds
+from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectives
+
+MOST_BYTES = 4 << 20
+SIZES = tuple(1 << power for power in range(12, 23, 2))  # bytes of operands whose sums are timed
+ROUNDS, WARM_UPS = 10, 3
+DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
+Operation = Callable[[Tensor, str, Tensor], object]  # of an operand in that memory, the group's name, and the result
+
+
+def _multimem(operand: Tensor, group: str, result: Tensor) -> None:
+    torch.ops.symm_mem.multimem_all_reduce_(operand, "sum", group)
+    result.copy_(operand)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "one shot": lambda operand, group, result: torch.ops.symm_mem.one_shot_all_reduce_out(
+        operand, "sum", group, result
+    ),
+    "two shots": lambda operand, group, result: torch.ops.symm_mem.two_shot_all_reduce_out(
+        operand, "sum", group, result
+    ),
+    "multimem": _multimem,
+}
+
+
+class SymmetricWay(Way):
+    """One of these operations, on the memory of a group."""
+
+    def __init__(self, name: str, ranks: int, group: str, rooms: tuple[Tensor, Tensor]) -> None:
+        self.name = name
+        self._alignment = 16 * ranks
+        self._group = group
+        self._rooms = rooms
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether it is of a dtype and size that the operation takes."""
+        return tensor.dtype in DTYPES and tensor.nbytes <= MOST_BYTES and not tensor.nbytes % self._alignment
+
+    def __call__(self, tensor: Tensor, aside: bool) -> None:
+        flat = tensor.view(-1)
+        operand = self._rooms[aside][: tensor.nbytes].view(tensor.dtype)
+        operand.copy_(flat)
+        OPERATIONS[self.name](operand, self._group, flat)
+
+
+def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Collectives:
+    """The same ranks, all on one machine, with small sums through that memory where it can be had and is faster.
+
+    Every rank of the group calls this at the same time. `SURGEON_SYMMETRIC_MEMORY=off` in the environment leaves it.
+    """
+    group = inner.group
+    if inner.rank not in group or len(group) == 1:
+        return inner
+
+    def of_all(numbers: list[list[float]]) -> list[list[float]]:
+        total: list[list[float]] = inner.all_reduce(torch.tensor(numbers, device=device), Counts(), True)().tolist()
+        return total
+
+    gpus = range(torch.cuda.device_count())
+    reached = all(torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index)
+    wanted = os.environ.get("SURGEON_SYMMETRIC_MEMORY") != "off" and len(gpus) >= len(group)
+    if of_all([[float(reached and wanted)]])[0][0] < len(group):
+        return inner
+    ways, problem = list[SymmetricWay](), ""
+    try:
+        ways = ways_through_memory(inner, device)
+    except RuntimeError as error:  # the driver or the machine does not let processes share memory of GPUs
+        problem = str(error).split("\n")[0]
+    if of_all([[float(bool(ways))]])[0][0] < len(group):
+        print(f"rank {inner.rank} sums by NCCL alone: {problem or 'others have no memory to share'}", file=sys.stderr)
+        return inner
+    taken = [[_seconds(way, inner, size, device) for way in (*ways, None)] for size in SIZES]
+    chosen = bounds(ways, dict(zip(SIZES, of_all(taken), strict=True)))  # from what all took, so that all choose alike
+
+    def connect(some: Collectives) -> Collectives:
+        return with_symmetric_memory(some, device) if isinstance(some, TorchCollectives) else some
+
+    found = BySize(inner, chosen, SideStream(device), connect)
+    if inner.rank == group[0]:
+        print(f"sums of ranks {', '.join(map(str, group))}: {found}", file=sys.stderr, flush=True)
+    return found
+
+
+def ways_through_memory(inner: TorchCollectives, device: torch.device) -> list[SymmetricWay]:
+    """The operations that the device has, with memory for one operand of the current stream and one beside it."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    members: Any = inner.process_group or dist.group.WORLD
+    name = members.group_name
+    rooms: list[Tensor] = []
+    for _ in range(2):
+        rooms.append(symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device))
+        handle: Any = symmetric.rendezvous(rooms[-1], name)
+    names = [each for each in OPERATIONS if each != "multimem" or handle.multicast_ptr]
+    return [SymmetricWay(each, len(inner.group), name, (rooms[0], rooms[1])) for each in names]
+
+
+def _seconds(way: SymmetricWay | None, inner: TorchCollectives, size: int, device: torch.device) -> float:
+    """What a sum takes in a way, or without any."""
+    operand, taken = torch.zeros(size // 2, dtype=torch.bfloat16, device=device), list[float]()
+    for _ in range(WARM_UPS + ROUNDS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        inner._sum(operand) if way is None else way(operand, False)
+        ended.record()
+        ended.synchronize()
+        taken.append(began.elapsed_time(ended) / 1e3)
+    return median(taken[WARM_UPS:])

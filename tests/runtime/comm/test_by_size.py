@@ -1,0 +1,60 @@
+"""Which way sums go by their size, on which stream, and that they are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from surgeon.runtime.comm.by_size import Bound, bounds
+from surgeon.runtime.comm.symmetric_memory import MOST_BYTES, SymmetricWay
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
+from tests.runtime import on_ranks
+from tests.runtime.comm import on_collectives
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(RankOptions(2, collectives="gloo")) as started:
+        yield started
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_sums_are_the_same_whichever_way_they_go(ranks: Ranks, dtype: torch.dtype) -> None:
+    sizes = [1, 16, 17, 64, 65, 300]
+    for sums, (small, middle), asked in ranks.call(on_collectives.sums_by_size, sizes, dtype):
+        for size, found in zip(2 * sizes, sums, strict=True):
+            expected = torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(2)]).sum(0)
+            assert torch.equal(found, expected.to(dtype))
+        if dtype == torch.int64:  # which neither way takes
+            assert (small, middle) == ([], [])
+            continue
+        assert small == [(4, False), (64, False), (4, True), (64, True)]
+        assert middle == [(68, False), (256, False), (68, True), (256, True)]
+        aside = ["behind the current one", "begin", "event", "end"]
+        assert asked == ["stream of priority -1", *4 * aside, "computed meanwhile", *4 * ["joined"]]
+
+
+def test_the_fastest_way_by_what_was_measured() -> None:
+    one, two = (SymmetricWay(name, 2, "", (torch.empty(0), torch.empty(0))) for name in ("one shot", "two shots"))
+    taken = {64: [1.0, 2.0, 5.0], 256: [2.0, 2.5, 5.0], 1024: [6.0, 4.0, 5.0], 4096: [9.0, 6.0, 5.0]}
+    assert bounds([one, two], taken) == (Bound(256, one), Bound(1024, two))
+    assert bounds([one, two], {64: [1.0, 2.0, 0.5]} | {256: [1.0, 2.0, 3.0]}) == ()
+    assert bounds([one, two], {64: [1.0, 2.0, 3.0]}) == (Bound(64, one),)
+
+
+def test_what_the_operations_on_symmetric_memory_take() -> None:
+    way = SymmetricWay("one shot", 2, "", (torch.empty(0), torch.empty(0)))
+    assert way.fits(torch.zeros(16, dtype=torch.bfloat16))
+    assert not way.fits(torch.zeros(12, dtype=torch.bfloat16))  # ranks read in pieces of 16 bytes each
+    assert not way.fits(torch.zeros(16, dtype=torch.float16))
+    assert not way.fits(torch.zeros(MOST_BYTES // 4 + 8))
+
+
+@pytest.mark.parametrize("name", ["one_shot_all_reduce_out", "two_shot_all_reduce_out", "multimem_all_reduce_"])
+def test_pytorch_has_the_operations_as_they_are_called(name: str) -> None:
+    names = [each.name for each in getattr(torch.ops.symm_mem, name).default._schema.arguments]
+    assert names[:3] == ["input", "reduce_op", "group_name"]
+    assert names[3:] == {"one_shot_all_reduce_out": ["out"], "two_shot_all_reduce_out": ["output"]}.get(name, [])
