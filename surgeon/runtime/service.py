@@ -31,6 +31,7 @@ from surgeon.memory import free_bytes
 from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
+from surgeon.progress import progress
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS
@@ -44,7 +45,7 @@ from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.rank_process import RankFailed
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import Account, Cancel, Progress, Report, load, serve
+from surgeon.runtime.worker.worker import Account, Cancel, Progress, Recorded, Report, load, serve
 
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
 
@@ -190,6 +191,7 @@ class Service(AbstractContextManager["Service"]):
         self._numbers = count()
         self._stats = Stats(blocks=self.blocks, free_blocks=self.blocks)
         self._accounts: dict[int, dict[int, Figures]] = {}
+        self._recorded = Recorded(0, 0)
         self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._ended = threading.Event()
@@ -206,10 +208,20 @@ class Service(AbstractContextManager["Service"]):
         self._ranks.call(load, self.plan)
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self.failure)
+            self._changed.wait_for(lambda: self._ready or self.failure or self._recorded.all)
+            if self._recorded.all:
+                self._show_recording()
         if self.failure is not None:
             raise self.failure
         threading.Thread(target=self._watch, name="surgeon-watchdog", daemon=True).start()
+
+    def _show_recording(self) -> None:
+        shown = 0
+        with progress("recording passes", self._recorded.all, "passes") as advance:
+            while not (self._ready or self.failure):
+                advance(self._recorded.done - shown)
+                shown = self._recorded.done
+                self._changed.wait()
 
     @property
     def pids(self) -> list[int]:
@@ -333,7 +345,7 @@ class Service(AbstractContextManager["Service"]):
                 self._ranks.kill(reason)
                 return
 
-    def _hear(self, message: Progress | Account | Pulse) -> None:
+    def _hear(self, message: Progress | Account | Pulse | Recorded) -> None:
         if isinstance(message, Pulse):
             self._watchdog.hear(message)
             return
@@ -341,6 +353,11 @@ class Service(AbstractContextManager["Service"]):
             with self._changed:
                 if message.ticket in self._accounts:
                     self._accounts[message.ticket][message.rank] = message.figures
+                self._changed.notify_all()
+            return
+        if isinstance(message, Recorded):
+            with self._changed:
+                self._recorded = message
                 self._changed.notify_all()
             return
         self._stats = Stats(*message.stats)

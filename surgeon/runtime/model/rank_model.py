@@ -8,7 +8,7 @@ drafted. The engine (engine.py) chooses among them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,10 @@ class Way(ABC):
 
     spare_blocks = 0
     holds_caches = False
+
+    def rehearsals(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:  # noqa: ARG002 - most record nothing
+        """Rows of passes over up to so many texts that it would record when they first come; nobody has their block."""
+        return iter(())
 
     @abstractmethod
     def fits(self, rows: Sequence[Row]) -> bool:

@@ -24,7 +24,7 @@ ranks of k and v together.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -252,6 +252,21 @@ class StaticDecode(Way):
     def fits(rows: Sequence[Row]) -> bool:
         """Whether a pass of these rows can be a static one: each adds one token to a text."""
         return all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
+
+    def rehearsals(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:
+        """Rows of each size that passes over up to so many texts have where all of these can be as long.
+
+        Sizes of most texts come first: what they need in memory, the others use again.
+        """
+        unread = cache.tokens // BLOCK_TOKENS - self.spare_blocks
+        tokens = min(self._model.plan.max_tokens, unread * BLOCK_TOKENS if self.gathers(cache) else BLOCK_TOKENS)
+        counts = [] if self._recorder is None else [1 << power for power in range((texts - 1).bit_length() + 1)]
+        for count in reversed(counts):
+            end = BLOCK_TOKENS
+            while count * blocks_for(end) <= max(unread, count) and end < 2 * tokens:
+                runs = ([(unread, 1)] * blocks_for(end),) * len(cache.windows)
+                yield [Row(min(end, tokens) - 1, [0], runs, Wanted.BEST)] * count
+                end *= 2
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One pass, which extends the cache."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice, takewhile
 from operator import eq
@@ -29,6 +29,7 @@ from surgeon.runtime.model.sampling import Sampler
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 
+REHEARSAL_SECONDS = 60.0
 ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
 
 
@@ -46,6 +47,17 @@ class Report(NamedTuple):
 
 class Drafting(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
+
+
+class Rehearsal(tuple[Row, ...]):
+    """To every rank but the first: the rows of a pass that is only to be recorded."""
+
+
+class Recorded(NamedTuple):
+    """From rank 0, before it works on requests: how many passes have been recorded, and of how many."""
+
+    done: int
+    all: int
 
 
 class Progress(NamedTuple):
@@ -140,7 +152,10 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
     if rank.rank:
         follow(rank, engine, cache)
         return
-    leader, inbox = Leader(engine, cache, blocks, limits, rank.sender), rank.inbox()
+    leader = Leader(engine, cache, blocks, limits, rank.sender)
+    for recorded in leader.rehearse():
+        rank.notify(recorded)
+    inbox = rank.inbox()
     rank.notify(leader.progress([]))  # from here on, what is posted goes to the inbox
     while True:
         if leader.scheduler.idle:
@@ -169,7 +184,8 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
         else:
-            (engine.draft if isinstance(message, Drafting) else engine.step)(list(message), cache)
+            compute = {Drafting: engine.draft, Rehearsal: engine.rehearse}.get(type(message), engine.step)
+            compute(list(message), cache)
             engine.pause()  # only rank 0 knows what is a wait for work
 
 
@@ -182,6 +198,16 @@ class Leader:
         self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits)
         self._sender = sender
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
+
+    def rehearse(self, seconds: float = REHEARSAL_SECONDS) -> Iterator[Recorded]:
+        """Have passes recorded that texts will come to, as many as the seconds suffice for; the rest when they come."""
+        passes, end = self.engine.rehearsals(self.cache, self.scheduler.limits.max_batch), time.monotonic() + seconds
+        for done, rows in enumerate(passes, start=1):
+            if time.monotonic() > end:
+                return
+            self._sender.send(Rehearsal(rows))
+            self.engine.rehearse(rows, self.cache)
+            yield Recorded(done, len(passes))
 
     def submit(self, request: Request) -> None:
         """Take a request, as `Scheduler.submit` does."""

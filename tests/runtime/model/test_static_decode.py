@@ -24,13 +24,14 @@ from surgeon.benchmarks.timing import TimedEngine
 from surgeon.language.program import Program
 from surgeon.runtime.batching.blocks import BlockTable
 from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
+from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.model.cuda_graphs import WARM_UPS, CudaRecorder
-from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.layers import Weighting
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.static_decode import (
@@ -46,7 +47,7 @@ from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import complete, load, unload
+from surgeon.runtime.worker.worker import Leader, Recorded, complete, load, unload
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
 from tests.runtime.on_ranks import complete_twice
 from tests.selection import case, one_in
@@ -320,6 +321,29 @@ def test_a_cache_has_recordings_of_its_own(checkpoints: dict[str, Path]) -> None
     assert trace.made == 4
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
     assert len(static._passes) < 2  # those of caches that are gone go with them
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+def test_passes_are_recorded_before_they_come(checkpoints: dict[str, Path]) -> None:
+    """Up to four texts, and as many blocks as they have room for if all are as long; then none of them is recorded."""
+    blocks, limits, found = 8, Limits(4, 120), []
+    for trace in (None, Trace()):
+        engine = engine_of(checkpoints["llama"], "dense", "static")
+        record_by(trace, engine)
+        leader = Leader(engine, engine.new_cache(blocks), blocks, limits, Sender(()))
+        told = list(leader.rehearse())
+        assert engine.figures == Figures()
+        assert told == ([] if trace is None else [Recorded(done, 9) for done in range(1, 10)])
+        assert list(leader.rehearse(seconds=-1)) == []
+        for number in range(4):
+            sampling = Sampling(max_new_tokens=9 + number, ignore_end=True)
+            leader.submit(Request(number, tuple(TEXTS[number][: 3 + 4 * number]), sampling))
+        outputs: list[Output] = []
+        while not leader.scheduler.idle:
+            outputs += leader.step()
+        found.append([(output.request, output.token) for output in outputs])
+        assert trace is None or (trace.made, trace.replays) == (9, 9 + engine.figures.decode.passes)
+    assert found[0] == found[1]
 
 
 @pytest.mark.usefixtures("as_on_gpus")
