@@ -9,7 +9,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -20,11 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.models.edit import edit
 from surgeon.processes.watchdog import PATIENCE_SECONDS
+from surgeon.runtime import service as service_module
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.service import Service, ServiceOptions, Stream
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank_process import RankFailed
+from surgeon.runtime.worker.worker import Progress, Recorded
 from tests.tiny_models import damage, save_checkpoint
 from tests.waiting import PATIENCE, takes_less_than, wait_until
 
@@ -395,3 +398,31 @@ def test_logits_that_are_not_finite_fail_their_own_requests_only(
         assert read(service.submit(prompt, GREEDY))[0] == expected
         assert again[2].finish_reason == "length"
         assert settled(service, 7)
+
+
+def test_recordings_are_shown_until_requests_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: SimpleQueue[Any] = SimpleQueue()
+
+    @contextmanager
+    def progress(*what: Any) -> Iterator[Any]:
+        shown.put(what)
+        yield shown.put
+        shown.put("over")
+
+    monkeypatch.setattr(service_module, "progress", progress)
+    service = object.__new__(Service)
+    service._changed, service.failure, service._ready = threading.Condition(threading.RLock()), None, False
+
+    def show() -> None:
+        with service._changed:
+            service._show_recording()
+
+    service._hear(Recorded(1, 3))
+    showing = threading.Thread(target=show)
+    showing.start()
+    assert [shown.get(timeout=PATIENCE) for _ in range(2)] == [("recording passes", 3, "passes"), 1]
+    service._hear(Recorded(3, 3))
+    assert shown.get(timeout=PATIENCE) == 2
+    service._hear(Progress([], (0,) * len(fields(Stats))))
+    assert shown.get(timeout=PATIENCE) == "over"
+    showing.join()

@@ -178,7 +178,8 @@ class Vocabulary:
 
     def gather(self, own: Tensor, counts: Counts) -> Tensor:
         """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""
-        padded = F.pad(own, (0, self.rows - own.shape[-1]))
+        missing = self.rows - own.shape[-1]
+        padded = F.pad(own, (0, missing)) if missing else own
         gathered = self.collectives().all_gather(padded, counts)
         return torch.cat(list(gathered), -1)[..., : self.plan.vocabulary]
 

@@ -157,7 +157,7 @@ class RankModel(RankProgram):
         """The `best` and the `logits` of results, of what is wanted of tokens with these logits, (tokens, rows)."""
         best, full = ([at for at, want in enumerate(wanted) if want == kind] for kind in (Wanted.BEST, Wanted.LOGITS))
         likeliest = self.best_tokens(own if len(best) == len(wanted) else own[best]).tolist() if best else []
-        return likeliest, self.whole_logits(own[full]) if full else None
+        return likeliest, self.whole_logits(own if len(full) == len(wanted) else own[full]) if full else None
 
     def check_collectives(self) -> None:
         """See that sums in recorded passes have waited for nobody in vain.
