@@ -18,7 +18,7 @@ from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.plan.placement import Group
 
 
-class Way(Protocol):
+class SmallSum(Protocol):
     """A way of summing small operands in place, on the current stream."""
 
     name: str
@@ -34,10 +34,10 @@ class Bound(NamedTuple):
     """Operands up to so many bytes go one way."""
 
     bytes: int
-    way: Way
+    way: SmallSum
 
 
-def bounds(ways: Sequence[Way], seconds: Mapping[int, Sequence[float]]) -> tuple[Bound, ...]:
+def bounds(ways: Sequence[SmallSum], seconds: Mapping[int, Sequence[float]]) -> tuple[Bound, ...]:
     """Which way is fastest up to how many bytes, from the smallest operand up to where no way is faster than without.
 
     Args:
@@ -102,7 +102,7 @@ class BySize(Collectives):
     def _connect(self, group: Group) -> Collectives:
         return self._wrapped(self.inner.subgroup(group))
 
-    def _way(self, tensor: Tensor) -> Way | None:
+    def _way(self, tensor: Tensor) -> SmallSum | None:
         way = next((way for size, way in self.chosen if tensor.nbytes <= size), None)
         return way if way is not None and tensor.is_contiguous() and way.fits(tensor) else None
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surgeon.runtime.comm.by_size import BySize, SideStream, Way, bounds
+from surgeon.runtime.comm.by_size import BySize, SideStream, SmallSum, bounds
 from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectives
 
 MOST_BYTES = 4 << 20
@@ -43,7 +43,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-class SymmetricWay(Way):
+class SymmetricSum(SmallSum):
     """One of these operations, on the memory of a group."""
 
     def __init__(self, name: str, ranks: int, group: str, rooms: tuple[Tensor, Tensor]) -> None:
@@ -81,7 +81,7 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     wanted = os.environ.get("SURGEON_SYMMETRIC_MEMORY") != "off" and len(gpus) >= len(group)
     if of_all([[float(reached and wanted)]])[0][0] < len(group):
         return inner
-    ways, problem = list[SymmetricWay](), ""
+    ways, problem = list[SymmetricSum](), ""
     try:
         ways = ways_through_memory(inner, device)
     except RuntimeError as error:  # the driver or the machine does not let processes share memory of GPUs
@@ -101,7 +101,7 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     return found
 
 
-def ways_through_memory(inner: TorchCollectives, device: torch.device) -> list[SymmetricWay]:
+def ways_through_memory(inner: TorchCollectives, device: torch.device) -> list[SymmetricSum]:
     """The operations that the device has, with memory for one operand of the current stream and one beside it."""
     import torch.distributed._symmetric_memory as symmetric
 
@@ -112,10 +112,10 @@ def ways_through_memory(inner: TorchCollectives, device: torch.device) -> list[S
         rooms.append(symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device))
         handle: Any = symmetric.rendezvous(rooms[-1], name)
     names = [each for each in OPERATIONS if each != "multimem" or handle.multicast_ptr]
-    return [SymmetricWay(each, len(inner.group), name, (rooms[0], rooms[1])) for each in names]
+    return [SymmetricSum(each, len(inner.group), name, (rooms[0], rooms[1])) for each in names]
 
 
-def _seconds(way: SymmetricWay | None, inner: TorchCollectives, size: int, device: torch.device) -> float:
+def _seconds(way: SymmetricSum | None, inner: TorchCollectives, size: int, device: torch.device) -> float:
     """What a sum takes in a way, or without any."""
     operand, taken = torch.zeros(size // 2, dtype=torch.bfloat16, device=device), list[float]()
     for _ in range(WARM_UPS + ROUNDS):

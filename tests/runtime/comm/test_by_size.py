@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgeon.runtime.comm.by_size import Bound, bounds
-from surgeon.runtime.comm.symmetric_memory import MOST_BYTES, SymmetricWay
+from surgeon.runtime.comm.symmetric_memory import MOST_BYTES, SymmetricSum
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks
@@ -38,7 +38,7 @@ def test_sums_are_the_same_whichever_way_they_go(ranks: Ranks, dtype: torch.dtyp
 
 
 def test_the_fastest_way_by_what_was_measured() -> None:
-    one, two = (SymmetricWay(name, 2, "", (torch.empty(0), torch.empty(0))) for name in ("one shot", "two shots"))
+    one, two = (SymmetricSum(name, 2, "", (torch.empty(0), torch.empty(0))) for name in ("one shot", "two shots"))
     taken = {64: [1.0, 2.0, 5.0], 256: [2.0, 2.5, 5.0], 1024: [6.0, 4.0, 5.0], 4096: [9.0, 6.0, 5.0]}
     assert bounds([one, two], taken) == (Bound(256, one), Bound(1024, two))
     assert bounds([one, two], {64: [1.0, 2.0, 0.5]} | {256: [1.0, 2.0, 3.0]}) == ()
@@ -46,7 +46,7 @@ def test_the_fastest_way_by_what_was_measured() -> None:
 
 
 def test_what_the_operations_on_symmetric_memory_take() -> None:
-    way = SymmetricWay("one shot", 2, "", (torch.empty(0), torch.empty(0)))
+    way = SymmetricSum("one shot", 2, "", (torch.empty(0), torch.empty(0)))
     assert way.fits(torch.zeros(16, dtype=torch.bfloat16))
     assert not way.fits(torch.zeros(12, dtype=torch.bfloat16))  # ranks read in pieces of 16 bytes each
     assert not way.fits(torch.zeros(16, dtype=torch.float16))
