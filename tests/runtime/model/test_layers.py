@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from surgeon.runtime.model.layers import Norm, softcap, torch_dtype
+from surgeon.runtime.model.layers import Norm, Weighting, attention, softcap, torch_dtype
 from surgeon.runtime.plan.checks import make_plan
 
 
@@ -38,3 +40,29 @@ def test_softcap() -> None:
     assert capped.abs().max() <= 50.0
     assert torch.allclose(capped, 50 * (numbers / 50).tanh())
     assert numbers[0] == -400
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("looks", ["behind a mask", "causally"])
+def test_attention_of_grouped_heads(group: int, cap: float | None, looks: str) -> None:
+    """Of a part of a prompt behind a mask, and of a whole one; a mask and `enable_gqa` never come together."""
+    tokens, keys = (3, 7) if looks == "behind a mask" else (5, 5)
+    queries, *given = torch.randn(1, 2 * group, tokens, 4), torch.randn(1, 2, keys, 4), torch.randn(1, 2, keys, 4)
+    mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
+    scores = 0.3 * queries @ given[0].repeat_interleave(group, 1).mT
+    scores = scores if cap is None else cap * (scores / cap).tanh()
+    expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ given[1].repeat_interleave(group, 1)
+    causal = looks == "causally"
+    with NoMaskBesideGroups():
+        found = attention(queries, *given, Weighting(0.3, None, cap), None if causal else mask, causal)
+    torch.testing.assert_close(found, expected)
+
+
+class NoMaskBesideGroups(TorchFunctionMode):
+    """Fails where heads are grouped behind a mask, which takes the memory of all scores on GPUs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            assert kwargs["attn_mask"] is None or not kwargs["enable_gqa"]
+        return func(*args, **(kwargs or {}))
