@@ -187,10 +187,10 @@ def is_failure(key: tuple[str, str, int], verdicts: dict[tuple[str, str, int], s
 def table(verdicts: dict[tuple[str, str, int], str], failed: Sequence[tuple[str, str, int]]) -> list[str]:
     """A line for each model and form, with a column for each number of ranks; reasons below."""
     ranks = sorted({key[2] for key in verdicts})
-    lines = ["", f"{'model':16}{'form':10}" + "".join(f"{f'{n} rank' + 's' * (n > 1):14}" for n in ranks).rstrip()]
+    lines = ["", f"{'model':16}{'form':15}" + "".join(f"{f'{n} rank' + 's' * (n > 1):14}" for n in ranks).rstrip()]
     reasons: dict[str, int] = {}
     for model, form in dict.fromkeys(key[:2] for key in verdicts):
-        row = f"{model:16}{form:10}"
+        row = f"{model:16}{form:15}"
         for n in ranks:
             said = verdicts[model, form, n]
             if said != "ok":
