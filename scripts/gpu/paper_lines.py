@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from scripts.cost.cases import NOTES
 from surgeon.processes.files import write_table, write_text
 
 NOTHING = float("nan")
@@ -47,7 +48,9 @@ class Line:
 
 def write(folder: Path, lines: Sequence[Line], heading: str) -> None:
     """What is sent back, beside the runs."""
-    write_text(folder / "table.md", "\n".join([heading, "", HEAD, *map(str, lines)]) + "\n")
+    read = [f"- {table}: {NOTES[table]}" for table in dict.fromkeys(line.table for line in lines) if table in NOTES]
+    notes = ["", "How rows are read, of which a paper does not say all:", "", *read] if read else []
+    write_text(folder / "table.md", "\n".join([heading, "", HEAD, *map(str, lines), *notes]) + "\n")
     write_table(folder / "rows.csv", pd.DataFrame([asdict(line) for line in lines]))
     records = [{name: None if value != value else value for name, value in asdict(line).items()} for line in lines]
     write_text(folder / "rows.json", json.dumps(records, indent=1) + "\n")

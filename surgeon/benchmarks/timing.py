@@ -7,7 +7,6 @@ compared. On a GPU a mark is an event, which takes time of its own: there passes
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from surgeon.benchmarks.marks import UNKNOWN, DeviceClock, HostClock, Mark, PassClock, in_profile
+from surgeon.benchmarks.marks import UNKNOWN, DeviceClock, HostClock, Mark, PassClock, in_profile, now
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
 from surgeon.runtime.batching.request import Request, UndefinedLogits
@@ -34,8 +33,6 @@ from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
-
-now = time.perf_counter  # one clock for all processes of a machine on Linux
 
 EMBEDDING, HEAD, JOIN = "embedding", "head", "join"
 COMPUTING, STARTING, WAITING = "computing", "starting", "waiting"  # spans of passes that are recorded

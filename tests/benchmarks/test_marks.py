@@ -18,10 +18,11 @@ from surgeon.benchmarks.timing import PassRecorder, TimedEngine, watched
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.comm.collectives import Counts, Unconnected
+from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
+from tests.pretended import pretended_gpus
 from tests.tiny_models import tiny_model
 
 DELAY = 0.002
@@ -178,6 +179,24 @@ def test_a_clock_of_a_gpu_needs_none_to_be_made(monkeypatch: pytest.MonkeyPatch)
     DeviceClock.of(torch.device("cuda", 1))
     assert made == [{"enable_timing": True, "external": True}]
     assert PassRecorder(Figures()).clock.deferred is HostClock.deferred is False
+
+
+@pytest.mark.parametrize("decoding", ["dynamic", "static", "captured"])
+def test_passes_on_gpus_are_marked_when_that_is_asked_for(checkpoint: Path, decoding: Any) -> None:
+    with pretended_gpus(1):
+        plan = make_plan(checkpoint, 1, 64, str(Program.dense(4)), "cuda", decoding=decoding)
+        rank: Any = SimpleNamespace(device=torch.device("cuda", 0), engines={})
+        engine, found = TimedEngine(plan, rank, Alone()), []
+        for marking in (False, True, False):
+            engine.mark(marking)
+            cache = engine.new_cache(4)
+            step(engine, cache, 0, [1, 2, 3])
+            found.append([step(engine, cache, 3 + number, [number]) for number in range(2)])
+    for passes, marked in zip(found, (False, True, False), strict=True):
+        for one in passes:
+            assert len(one.steps) == (8 if marked else 0)
+            assert (one.waiting is None) is not marked
+            assert math.isnan(one.launching) is not marked
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
