@@ -32,6 +32,7 @@ MOVES = ("_to_copy", "copy_")
 INDEXING = ("index", "index_put_", "_index_put_impl_", "index_put")
 INDICES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 ATTENTION = functional.scaled_dot_product_attention
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)  # which change the shapes of tensors inside, in place
 ITEMS = (Tensor.__getitem__, Tensor.__setitem__)
 FUSED = (ATTENTION, functional.rms_norm, torch.rms_norm)
 # What PyTorch says where it turns to a GPU: built for CPUs, and built for GPUs.
@@ -140,6 +141,8 @@ class _Functions(TorchFunctionMode):
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if func in FUSED and isinstance(args[0], OnGpu):
             return _fused(func, given, args, kwargs)
+        if func in PRODUCTS and isinstance(args[0], OnGpu):
+            return _by_its_operations(func, args, kwargs, given, args[0].device)
         device = torch.device(kwargs.get("device") or "cpu")
         if device.type == "cuda" and not any(isinstance(one, OnGpu) for one in given) and func is not Tensor.to:
             return _made(func, args, kwargs, device)

@@ -95,6 +95,7 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "sums in 8 bits": ("pair", {"compression": "int8"}),
 }
 GIGABYTE = 1 << 30
+INTERPRETED = (4, 17), 2  # prompts and new tokens where kernels are: it takes seconds
 WAITS_OF_PASS = 1  # of one that adds a token to each text: for the tokens
 LAUNCHES_OF_LAYER = {"dynamic": 18, "static": 16, "kernels": 9}  # at most, of such passes with three texts
 
@@ -140,11 +141,12 @@ class Stage:
 
 def passes(stage: Stage, program: str | None, way: str, family: str = "llama", kernels: bool = False) -> str:
     """One rank: every kind of pass gives what it gives on the CPU; passes that add a token wait once."""
-    expected = continued(RankEngine(stage.plan("cpu", program, family), Alone(), torch.device("cpu")))
+    texts = INTERPRETED if kernels else (PROMPTS, NEW)
+    expected = continued(RankEngine(stage.plan("cpu", program, family), Alone(), torch.device("cpu")), None, *texts)
     with pretended_gpus(1, kernels=kernels) as noted:
         engine = RankEngine(stage.plan("cuda", program, family, decoding=way), Alone(), torch.device("cuda", 0))
         assert (engine.graphs is not None) == (way == "captured")
-        found = continued(engine, noted)
+        found = continued(engine, noted, *texts)
     found.require(expected)
     return _of_a_pass(found, way)
 
@@ -159,7 +161,7 @@ def _of_a_pass(found: Found, way: str) -> str:
 
 def launches(stage: Stage, way: str, kernels: bool = False) -> str:
     """How many launches a layer takes: the difference between four of them and two."""
-    counts, texts = [], ((4,), 1) if kernels else (PROMPTS, NEW)
+    counts, texts = [], INTERPRETED if kernels else (PROMPTS, NEW)
     for program in (PROGRAMS["dense"], PROGRAMS["pruned"]):
         with pretended_gpus(1, kernels=kernels) as noted:
             engine = RankEngine(stage.plan("cuda", program, decoding=way), Alone(), torch.device("cuda", 0))
@@ -233,6 +235,33 @@ def requests(stage: Stage) -> str:
     return f"{len(found)} tokens"
 
 
+def edited(stage: Stage, program: str) -> str:
+    """A program on a model of transformers that lies on a GPU: its logits."""
+    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
+    expected = surgeon.edit(surgeon.load(stage.model()), program)(input_ids=ids).logits.detach()
+    with pretended_gpus(1) as noted:
+        model = surgeon.edit(surgeon.load(stage.model()).to("cuda"), program)
+        found = model(input_ids=ids.to("cuda")).logits
+    assert found.device.type == "cuda", f"on {found.device}"
+    require_close(found.held, expected)
+    return f"{noted.launches.total()} launches"
+
+
+def similar(stage: Stage) -> str:
+    """How alike streams are, and what becomes of angles and influence."""
+
+    def numbers(where: str) -> torch.Tensor:
+        found = surgeon.similarity(stage.model(), stage.text, stage.folder / f"alike-{where}", tokens=240, window=24)
+        return torch.tensor(found.table().select_dtypes("number").fillna(0).to_numpy())
+
+    expected = numbers("cpu")
+    with pretended_gpus(1) as noted:
+        found = numbers("cuda")
+    assert noted.devices == {"cuda:0"}, f"computed on {noted.devices}"
+    require_close(found, expected, 1e-3)
+    return f"{expected.numel()} numbers"
+
+
 def made_factors(stage: Stage, calibration: dict[str, Any]) -> str:
     """Factors made for a text on a GPU, and the divergence of the program that has them, read from their files."""
     program = Program.parse(PROGRAMS["low rank"])
@@ -263,7 +292,7 @@ def scanned(stage: Stage, room: int, layer_by_layer: bool) -> str:
     def cells(where: str) -> list[float]:
         folder = stage.folder / f"scan-{where}-{room}"
         text = {"tokens": 240, "window": 24}
-        found = surgeon.scan(stage.model(), stage.text, folder, operations=["prune", "merge"], layers="1:4", **text)
+        found = surgeon.scan(stage.model(), stage.text, folder, operations=["merge", "width"], layers="1:4", **text)
         return [float(one) for one in found.cells["perplexity"]]
 
     expected = cells("cpu")
@@ -315,6 +344,7 @@ def parts() -> dict[str, Part]:
     found: dict[str, Part] = {}
     for name, program in PROGRAMS.items():
         found |= {f"{name}: {way} passes": partial(passes, program=program, way=way) for way in WAYS}
+        found[f"inside transformers, {name}"] = partial(edited, program=program)
     for family in FAMILIES:
         found |= {f"{family}: {way} passes": partial(passes, program=None, way=way, family=family) for way in WAYS}
     found |= {f"launches of {way} passes": partial(launches, way=way) for way in ("dynamic", "static")}
@@ -340,6 +370,7 @@ def parts() -> dict[str, Part]:
         "drawn and scored texts": requests,
         "factors": partial(made_factors, calibration={}),
         "factors, one after the other": partial(made_factors, calibration={"sequential": True}),
+        "similarity": similar,
         "scan": partial(scanned, room=1 << 30, layer_by_layer=False),
         "scan, layer by layer": partial(scanned, room=80 << 20, layer_by_layer=True),
         "evaluation on two GPUs": partial(evaluated, program=PROGRAMS["average"]),

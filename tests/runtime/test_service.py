@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,6 +26,7 @@ from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, 
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.service import Service, ServiceOptions, Stream
 from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.rank_process import RankFailed
 from surgeon.runtime.worker.worker import Progress, Recorded
 from tests.tiny_models import damage, save_checkpoint
@@ -426,3 +427,29 @@ def test_recordings_are_shown_until_requests_are_taken(monkeypatch: pytest.Monke
     service._hear(Progress([], (0,) * len(fields(Stats))))
     assert shown.get(timeout=PATIENCE) == "over"
     showing.join()
+
+
+def test_ranks_say_what_is_free_on_their_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process asks no GPU, which would take memory of each for good; the ranks end where it is too little."""
+    ended: list[str] = []
+
+    class FewBytes(AbstractContextManager["FewBytes"]):
+        def __init__(self, options: RankOptions) -> None:
+            assert options.ranks == 2
+
+        def call(self, function: object) -> list[int]:
+            assert function is gpu_room
+            return [1 << 30, 5000]
+
+        def __exit__(self, *_: object) -> None:
+            ended.append("ranks")
+
+    monkeypatch.setattr(service_module, "Ranks", FewBytes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: pytest.fail("the starting process asks a GPU"))
+    options = ServiceOptions(RankOptions(2, "cuda"))
+    with pytest.raises(ValueError, match=r"on each GPU and 4\.88KB are free"):
+        Service(folder, options)
+    assert ended == ["ranks"]
+    with pytest.raises(ValueError, match=r"on each GPU and 4\.88KB are allowed"):
+        Service(folder, replace(options, memory=5000))
+    assert ended == ["ranks"]  # nobody was asked

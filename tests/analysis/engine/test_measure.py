@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from surgeon.analysis.cells import scan_cells
 from surgeon.analysis.engine import memory
 from surgeon.analysis.engine.measure import MeasureOptions, measure
-from surgeon.analysis.engine.memory import windows_at_once, working_bytes
+from surgeon.analysis.engine.memory import streaming_room, windows_at_once, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
+from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.language.program import Program
+from surgeon.memory import FREE_SHARE
 from surgeon.quality.head import OutputHead, Quality
+from tests.pretended import pretended_gpus
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LAYERS = 4
@@ -147,3 +151,22 @@ def test_options_are_checked_as_they_are_made() -> None:
         MeasureOptions(0)
     with pytest.raises(ValueError, match="memory must be at least 1, not 0"):
         MeasureOptions(2, memory=0)
+
+
+def test_layers_that_are_read_one_by_one_go_by_the_room_of_their_gpu(plan: SharedPlan, tmp_path: Path) -> None:
+    """Whatever main memory there is, and whatever it is limited to."""
+    tiny_model("llama", LAYERS).save_pretrained(tmp_path)
+    ids = torch.randint(VOCABULARY, (6, 16))
+    with pretended_gpus(1):
+        model = load_streamed(tmp_path, "cuda:0")
+        streamed = streamed_layers(model)
+        assert streamed is not None
+        for windows in (1, 3, 6):
+            tokens = 16 * windows
+            needed = memory._task_bytes(model, streamed, tokens) + memory._least_states(model, tokens)
+            torch.cuda.mem_get_info = lambda _, needed=needed: (needed / FREE_SHARE + 2, 80 << 30)
+            assert windows_at_once(model, plan, ids, memory=1) == windows
+            assert sum(streaming_room(model, plan, tokens, memory=1)) in range(needed)
+        torch.cuda.mem_get_info = lambda _: (1 << 20, 80 << 30)
+        with pytest.raises(ValueError, match=r"^cuda:0 has 819KB left, and one window of 16 tokens needs .* use short"):
+            windows_at_once(model, plan, ids)

@@ -20,7 +20,8 @@ FEW |= {f"{name}: dynamic passes" for name in ("gemma2", "gpt_neo")}
 FEW |= {f"{family}: captured passes" for family in FAMILIES[::3]}
 FEW |= {f"rank 1 of 2, {name}: captured" for name in ("ladder", "tracks", "gather", "sums in 8 bits")}
 FEW |= {f"two ranks over gloo, {name}" for name in ("dropped sums", "cache in rank space")}
-MANY = ("passes", "rank 1", "two ranks")
+FEW |= {f"inside transformers, {name}" for name in ("ladder over a pair", "low rank", "width")}
+MANY = ("passes", "rank 1", "two ranks", "inside")
 
 
 def is_default(name: str) -> bool:
