@@ -146,5 +146,5 @@ def _choice(kind: str, parameters: Mapping[str, Any]) -> UnitSource | Criterion:
     if by in CRITERIA:
         return by
     if by == "random":
-        return RandomUnits(parameters.get("seed", 0))
+        return RandomUnits(parameters.get("seed") or 0)
     return Magnitude() if by == "magnitude" and kind == FEED_FORWARD else Untold()  # of KV groups both are the same

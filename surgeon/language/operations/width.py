@@ -17,8 +17,7 @@ Criterion = Literal["activation", "wanda", "taylor"]  # what goes by text: surge
 By = Literal["magnitude", "random", Criterion]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 USUAL: Criterion = "wanda"  # of what has a text
-_BY_TEXT = {"by": USUAL, "seed": 0}
-
+_BY_TEXT = {"by": USUAL, "seed": None}  # nothing of it is random
 
 _SHARES = (0.9, 0.75, 0.5, 0.25)
 
@@ -51,9 +50,9 @@ def width(
     shapes: LayerShapes,
     heads: float | int | list[int] | None = None,
     neurons: float | int | None = None,
-    by: By | None = None,  # noqa: ARG001 - this and what follows say which of them, and that is weights
-    seed: int = 0,  # noqa: ARG001
-    calibration: Calibration | None = None,  # noqa: ARG001
+    by: By | None = None,  # this and what follows say which of them, and that is weights
+    seed: int | None = None,
+    calibration: Calibration | None = None,
 ) -> Program:
     """Leave attentions some of their heads, and feed-forwards some of their neurons.
 
@@ -68,16 +67,23 @@ def width(
             (Wanda), or by gradients of the loss (LLM-Pruner's Taylor); some at random; or those of the largest
             weights, which for neurons was worse than chance (docs/searching.md). Without it wanda where there is a
             text, else KV groups of the largest weights and any neurons. Listed KV groups are kept whatever it says.
-        seed: of the random choice.
-        calibration: the text.
+        seed: of the choice at random, and of no other; 0 without it.
+        calibration: the text, where they are chosen by one.
 
     Raises:
-        ValueError: if neither heads nor neurons are given, one is out of range, a sublayer is narrowed already, is an
-            average, or has slices or ranks that do not fit what is left.
+        ValueError: if neither heads nor neurons are given, one is out of range, there is a seed or a text that what is
+            chosen by has no use for, a sublayer is narrowed already, is an average, or has slices or ranks that do not
+            fit what is left.
     """
     require_present(program, layers)
     if heads is None and neurons is None:
         raise ValueError("give heads, neurons, or both: a share such as 0.75, or how many of them are kept")
+    if seed is not None and by != "random":
+        raise ValueError(f"seed {seed} is of a choice at random; give by: random, or leave seed out")
+    if calibration is not None and by not in (None, *CRITERIA):
+        raise ValueError(
+            f"by {by} goes by no text; leave calibration out, or give by: {', '.join(CRITERIA[:-1])} or {CRITERIA[-1]}"
+        )
     kept = {ATTENTION: heads, FEED_FORWARD: neurons}
     widths = {kind: count_of(kept[kind], kind, shapes.units[kind]) for kind in kept if kept[kind] is not None}
     for kind, count in widths.items():

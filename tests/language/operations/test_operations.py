@@ -274,7 +274,7 @@ class TestLowrank(OperationContract):
 
 class TestWidth(OperationContract):
     edits_steps, draws_weights = True, True
-    parameters: ClassVar[dict[str, Any]] = {"heads": 0.5, "neurons": 0.25}
+    parameters: ClassVar[dict[str, Any]] = {"heads": 0.5, "neurons": 0.25, "by": "random"}
 
     @pytest.fixture
     def operation(self) -> Operation:

@@ -60,6 +60,10 @@ def test_shares_of_parameters_are_of_what_is_left() -> None:
         (DENSE, {"heads": [4]}, r"different numbers from 0 to 3, as in \[0, 2\], not \[4\]"),
         (DENSE, {"heads": [1, 1]}, "KV groups to keep are different numbers"),
         (DENSE, {"heads": []}, "KV groups to keep are different numbers"),
+        (DENSE, {"heads": 1, "by": "wanda", "seed": 3}, "seed 3 is of a choice at random; give by: random, or leave"),
+        (DENSE, {"heads": 1, "seed": 0}, "seed 0 is of a choice at random"),
+        (DENSE, {"heads": 1, "by": "random", "calibration": {"data": "a.txt"}}, "by random goes by no text; leave cal"),
+        (DENSE, {"heads": 1, "by": "magnitude", "calibration": {}}, "or give by: activation, wanda or taylor"),
         ("A0#2 F0", {"heads": 1}, "layers 0:1 overlap with what an earlier operation changed: A0#2 is narrow already"),
         ("A0~A1 F0", {"heads": 1}, "A0~A1#1 cannot be: KV groups are chosen in each layer by itself"),
         ("A0/2:0 F0", {"heads": 3}, "the 3 KV groups of A0#3/2:0 do not divide into 2 slices"),
@@ -81,6 +85,8 @@ def test_recipes_say_it() -> None:
     text = "surgeon: 1\nmodel: demo\noperations:\n  - width: {{layers: ['0:1', '2:3'], {}}}\n"
     recipe = parse_recipe(text.format("heads: [0, 2], neurons: 0.5, by: random, seed: 3"))
     assert str(recipe.program(3, shapes=SHAPES)) == "A0#2 F0#48 A1 F1 A2#2 F2#48"
+    with pytest.raises(ValueError, match="recipe:4: width: seed 3 is of a choice at random; give by: random, or leave"):
+        parse_recipe(text.format("heads: 1, by: magnitude, seed: 3")).program(3, shapes=SHAPES)
     with pytest.raises(ValueError, match="recipe:4: width: by: .*'magnitude', 'random', .* not 'size'"):
         parse_recipe(text.format("heads: 0.5, by: size"))
     with pytest.raises(ValueError, match="recipe:4: width: of 4 KV groups 1 to 4 can be kept, not 5"):
