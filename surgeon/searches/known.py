@@ -158,7 +158,8 @@ class Known:
         """What is still to be measured of single edits.
 
         What is known runs only where a good choice may have it, for what it does together with others. Of edits of one
-        kind, where they are many and a pass says in which order to look, the better half is measured.
+        kind, where they are many and a pass says in which order to look, the better half is measured, and those
+        of which it says nothing.
         """
         mixture = question.mixture
         whole = TermsPlan.whole(mixture)
@@ -170,25 +171,27 @@ class Known:
         run = np.isnan(known) | np.isin(np.arange(len(known)), running)
         foreseen, groups = self.foreseen(mixture)
         for group in set(groups.tolist()):
-            open_ones = np.flatnonzero((groups == group) & np.isnan(known))
-            if len(open_ones) > FEW and np.isfinite(foreseen[open_ones]).all():
-                order = open_ones[np.argsort(foreseen[open_ones], kind="stable")]
+            ordered = np.flatnonzero((groups == group) & np.isnan(known) & np.isfinite(foreseen))
+            if len(ordered) > FEW:
+                order = ordered[np.argsort(foreseen[ordered], kind="stable")]
                 run[order[max(FEW, len(order) // 2) :]] = False
         return replace(whole, known=known, run=run, foreseen=foreseen, groups=groups)
 
     def foreseen(self, mixture: Mixture) -> tuple[Numbers, Counts]:
-        """(edits,) each: what passes say of edits' damage, by the first pass that knows all of a group, and the group.
+        """(edits,) each: what passes say of edits' damage, and the group; NaN where they say nothing.
 
-        A group are edits of one space, option and number of layers.
+        A group are edits of one space, option and number of layers. Its numbers are those of one pass, as those of two
+        do not compare: of the first one that says something of most of them.
         """
         numbers: dict[tuple[str, str, int], int] = {}
         groups = np.array([numbers.setdefault((e.space, e.option, len(e.layers)), len(numbers)) for e in mixture.edits])
         found = np.full(len(groups), np.nan)
         for one in self.passes:
             values = np.array([one.foresees(edit, mixture) for edit in mixture.edits])
+            values[np.isinf(values)] = np.nan  # no power law goes through these
             for group in range(len(numbers)):
                 own = groups == group
-                if np.isnan(found[own]).any() and np.isfinite(values[own]).all():
+                if np.isnan(values[own]).sum() < np.isnan(found[own]).sum():
                     found[own] = values[own]
         return found, groups
 

@@ -169,6 +169,23 @@ def test_of_many_edits_the_better_half_by_a_pass_is_measured() -> None:
     }, "nothing is said of MLPs, which are all measured"
 
 
+def test_edits_of_which_a_pass_says_nothing_are_measured_beside_the_better_half_of_the_others() -> None:
+    """As the ladder of the first layer, which misses no layer before it."""
+    searching, _ = search("pair,ladder", "depth=9")
+    mixture = searching.question.mixture
+    missed = {layer: 1.0 + layer % 7 for layer in range(1, LAYERS)}
+    rest = KnownPass("other", Path("b"), missed={8: 0.0, 9: math.inf})
+    one = KnownPass("sensitivity", Path("a"), missed=missed)
+    for passes in ((one,), (rest, one), (one, rest)):
+        plan = Known(passes).plan(searching.question)
+        left = {str(edit) for edit, runs in zip(mixture.edits, plan.run, strict=True) if not runs}
+        assert left == {"ladder 6:7", "pair 5:7"}, "8 of 9 of each are measured"
+        measured = np.where(plan.run, 0.1 + 0.1 * np.arange(len(plan.run)), np.nan)
+        assert np.isfinite(plan.completed(measured)).all(), "what does not run can be estimated"
+    few = Known((KnownPass("similarity", Path("c"), missed={9: 1.0}),)).plan(searching.question)
+    assert few.run.all(), "one has no order"
+
+
 def test_what_is_not_measured_is_a_power_of_what_was_foreseen() -> None:
     foreseen = np.array([1.0, 2.0, 4.0, 8.0, 1.0, 5.0])
     true = 0.1 * foreseen[:4] ** 1.5
