@@ -1,25 +1,16 @@
-"""What scripts/gpu/check compares: each check computes on the CPU what is expected, and on GPUs what is found.
-
-`python scripts/gpu/checks.py SIDE SETUP.json CHECK ...` is one process of it. It writes a line of JSON for every number
-or list of tokens as it comes, and ends at the first check that fails: what a GPU was asked for may have left it
-unusable for this process.
-"""
+"""What scripts/gpu/check compares: each check computes on the CPU what is expected, and on GPUs what is found."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
 import torch
 from accelerate import dispatch_model
@@ -44,16 +35,16 @@ from surgeon.benchmarks.tables import bench_table
 from surgeon.cli.app import main as surgeon_command
 from surgeon.cost.workload import Workload
 from surgeon.demo import demo_model
-from surgeon.errors import first_line
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
+from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 
-Side = Literal["expected", "found"]
+Side = Literal["expected", "found", "speed"]
 
 EXACT = 1e-4  # relative; float32 on both sides
 TRAINED = 1e-3  # after steps of AdamW, which makes steps of how a gradient near 0 was rounded
@@ -97,9 +88,9 @@ class Setup:
         return ("dynamic", "static", "captured") if self.device == "cuda" else ("dynamic", "static")
 
     @property
-    def collectives(self) -> str:
-        """How two ranks talk."""
-        return "nccl" if self.gpus > 1 else "gloo"
+    def collectives(self) -> tuple[str, ...]:
+        """How two ranks talk: over NCCL where each has a GPU of its own, and over gloo on one GPU."""
+        return ("nccl", "gloo") if self.gpus > 1 else ("gloo",)
 
 
 @dataclass(frozen=True)
@@ -122,7 +113,7 @@ class Check:
 
 
 def programs() -> dict[str, str]:
-    """The kinds of programs, on the demo model."""
+    """The kinds of programs that are compared everywhere, on the demo model."""
     dense, middle = Program.dense(16), range(2, 14)
     ranks = "A{0}@q32,k16,v16,o32 F{0}@gate48,up48,down48"
     whole = "A{0} F{0}"
@@ -141,6 +132,24 @@ def derived() -> dict[str, str]:
         "averages": f"{kept} A3~A12 F3~F12 A13 F13 A14 F14 A15 F15",
         "slices": f"{kept} {{A3/2:0 F3/2:0 A12/2:0 F12/2:0 | A3/2:1 F3/2:1 A12/2:1 F12/2:1}} A15 F15",
     }
+
+
+def forms() -> dict[str, str]:
+    """Every form of a step or a sublayer."""
+
+    def edited(form: str) -> str:
+        return " ".join((form if k in range(2, 14) else "A{0} F{0}").format(k) for k in range(16))
+
+    repeated = [*range(7), *range(4, 16)]
+    return (
+        programs()
+        | derived()
+        | {
+            "side by side": edited("[A{0} F{0}]"),
+            "width": edited("A{0}#1 F{0}#96"),
+            "repeat": " ".join(f"A{k} F{k}" for k in repeated),
+        }
+    )
 
 
 def make_models(setup: Setup) -> None:
@@ -191,7 +200,7 @@ def edited(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """Edited models inside transformers: logits, and the tokens of `generate`."""
     device = setup.on(side)
     model = surgeon.load(setup.demo, device_map=None if device == "cpu" else device)
-    for name, program in (programs() | derived()).items():
+    for name, program in forms().items():
         surgeon.edit(model, program)
         yield f"{name}: logits", _logits(model, _ids(model, 2, 40))[:, ::13].tolist()
         yield f"{name}: tokens", _greedy(model)
@@ -216,7 +225,7 @@ def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
         return
     avoid_cudnn_attention()  # as ranks do
     decoding = DecodeSetup(setup.device, None, [TEXTS], 1)
-    for name, program in programs().items():
+    for name, program in forms().items():
         for way in setup.ways:
             engine = open_engine(setup.demo, decoding, way, Program.parse(program))
             tokens, seconds = continued(engine, TEXTS)
@@ -225,14 +234,47 @@ def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
             del engine
 
 
-def on_ranks(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
-    """Two ranks: a GPU each over NCCL, or one between them over gloo."""
+def without_kernels(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
+    """The same by PyTorch's operations, in a process that is told to have no kernels of ours."""
     if side == "expected":
         return
-    with Ranks(RankOptions(2, setup.device, setup.collectives)) as ranks:
+    with _environment(SWITCH, "off"), Ranks(RankOptions(1, setup.device, "gloo")) as ranks:
         for name, program in programs().items():
-            plan = make_plan(setup.demo, 2, TEXTS.prompt + TEXTS.new, program, setup.device, low_rank="gather")
-            yield f"{name}: two ranks", {"tokens": continued_by(ranks, plan, TEXTS)}
+            for way in setup.ways:
+                yield f"{name}: {way}, no kernels", {"tokens": _on(ranks, setup, program, 1, decoding=way)}
+
+
+def on_ranks(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
+    """Two ranks: over NCCL with a GPU each, and over gloo with one between them."""
+    if side == "expected":
+        return
+    for how in setup.collectives:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.gpus))))
+        with (
+            _environment("CUDA_VISIBLE_DEVICES", shown.split(",")[0] if how == "gloo" else shown),
+            Ranks(RankOptions(2, setup.device, how)) as ranks,
+        ):
+            for name, program in forms().items():
+                yield f"{name}: {how}", {"tokens": _on(ranks, setup, program, 2, low_rank="gather")}
+
+
+def _on(ranks: Ranks, setup: Setup, program: str, count: int, **more: Any) -> list[list[int]]:
+    """New tokens of every text, from ranks."""
+    plan = make_plan(setup.demo, count, TEXTS.prompt + TEXTS.new, program, setup.device, **more)
+    return continued_by(ranks, plan, TEXTS)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Processes that are started here have a variable in their environment."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
@@ -240,7 +282,7 @@ def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     device, load = setup.on(side), Workload(1, 32, 8)
     needs = Needs(2, load.prompt + load.new, device, low_rank="gather")
     plans = {name: needs.plan(setup.demo, program) for name, program in programs().items()}
-    with Ranks(RankOptions(2, device, "gloo" if device == "cpu" else setup.collectives)) as ranks:
+    with Ranks(RankOptions(2, device, "gloo" if device == "cpu" else setup.collectives[0])) as ranks:
         table = bench_table(RankBench.load(ranks, plans).measure([load], 2, lambda _: None))
     for _, row in table.iterrows():
         sent = {key: int(row[f"decode_{key}"]) for key in ("all_reduces", "all_gathers", "bytes")}
@@ -289,11 +331,12 @@ def healed(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 
 def checks(setup: Setup) -> dict[str, Check]:
     """All of them by their names, the cheapest first."""
-    kinds, more = list(programs()), [*programs(), *derived()]
+    kinds, more = list(programs()), list(forms())
     same = judge_error(EXACT)
     both = {f"{name}: {what}": judge for name in more for what, judge in (("logits", same), ("tokens", judge_tokens))}
-    ways = {f"{name}: {way} passes": f"{name}: tokens" for name in kinds for way in setup.ways}
-    ranks = {f"{name}: two ranks": f"{name}: tokens" for name in kinds}
+    ways = {f"{name}: {way} passes": f"{name}: tokens" for name in more for way in setup.ways}
+    plain = {f"{name}: {way}, no kernels": f"{name}: tokens" for name in kinds for way in setup.ways}
+    ranks = {f"{name}: {how}": f"{name}: tokens" for how in setup.collectives for name in more}
     evals = {"eval, factors of files": judge_numbers(EXACT), "eval, 16 bits": judge_numbers(HALF)}
     return {
         "basics": Check(basics, {"float32 products": judge_product, "cuDNN attention": judge_switch}),
@@ -301,6 +344,7 @@ def checks(setup: Setup) -> dict[str, Check]:
         "edited": Check(edited, both),
         "spread": Check(spread, {f"{name} on two devices": same for name in ("low rank", *derived())}),
         "decoded": Check(decoded, dict.fromkeys(ways, judge_tokens), ways),
+        "kernels": Check(without_kernels, dict.fromkeys(plain, judge_tokens), plain),
         "ranks": Check(on_ranks, dict.fromkeys(ranks, judge_tokens), ranks),
         "bench": Check(benched, {f"{name}: bench": judge_bench for name in kinds}),
         "generate": Check(generated, {"generate": judge_tokens}),
@@ -346,34 +390,3 @@ def _command(*arguments: object) -> str:
     if code:
         raise RuntimeError(f"surgeon {arguments[0]} ended with {code}: {said.getvalue().strip()} (see the log)")
     return said.getvalue()
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Compute one side of some checks, into a file of lines."""
-    side: Any = arguments[0]
-    setup = Setup(**json.loads(Path(arguments[1]).read_text()))
-    every = checks(setup)
-    with Path(arguments[2]).open("a", encoding="utf-8") as lines:
-
-        def tell(**said: Any) -> None:
-            lines.write(json.dumps(said) + "\n")
-            lines.flush()
-
-        for name in arguments[3:]:
-            began = time.monotonic()
-            try:
-                for row, value in () if name == MODELS else every[name].compute(setup, side):
-                    tell(row=row, value=value, seconds=time.monotonic() - began)
-                    began = time.monotonic()
-                if name == MODELS:
-                    make_models(setup)
-            except Exception as error:  # noqa: BLE001 - the process that started this one has others for the rest
-                traceback.print_exc()
-                tell(failed=first_line(error))
-                return 1
-            tell(done=name)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -40,7 +40,7 @@ from surgeon.provenance import command_line, versions
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import blocks_for
+from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention
@@ -201,7 +201,9 @@ def continued(engine: RankEngine, texts: Load) -> tuple[list[list[int]], list[fl
     rows = [
         Row(0, prompt, ([(text * texts.blocks, texts.blocks)],), Wanted.BEST) for text, prompt in enumerate(prompts)
     ]
-    newest = engine.step(rows, cache).best
+    together = max(1, PASS_TOKENS[engine.device.type] // texts.prompt)  # prompts in one pass, as ranks take them
+    passes = (rows[first : first + together] for first in range(0, texts.batch, together))
+    newest = [token for few in passes for token in engine.step(few, cache).best]
     found, seconds = [newest], []
     for start in range(texts.prompt, texts.prompt + texts.new - 1):
         rows = [row._replace(start=start, tokens=[token]) for row, token in zip(rows, newest, strict=True)]

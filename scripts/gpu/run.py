@@ -1,15 +1,19 @@
-"""Whether surgeon computes on GPUs what it computes on a CPU.
+"""Whether surgeon computes on GPUs what it computes on a CPU, and how fast it decodes there.
 
-    scripts/gpu/check [--small] [--only CHECK ...] [-o TABLE.txt]
+    scripts/gpu/check [--small] [--only NAME ...] [-o TABLE.txt]
 
 Edits, scans, continues texts, benches, evaluates and heals the demo model on the CPU and on the GPUs of this machine,
-and compares: in float32 the same greedy tokens and the same numbers, of dense models, Layer Parallelism, ladders and
-low rank; passes of any shape, of fixed shapes, and recorded as CUDA graphs; layers on two devices; two ranks, which
-have a GPU each over NCCL where there are two, and share one over gloo where there is one. A row of the table is one
-such comparison, "s" the seconds that it took on the GPU. What is computed runs in processes of their own: one that
-fails, is killed or hangs costs its rows, and the rest goes on. The exit status is 0 if every row is right, else 1.
+and compares: in float32 the same greedy tokens and the same numbers, of every form of program, in passes of any shape,
+of fixed shapes, and recorded as CUDA graphs, with kernels of ours and without; layers on two devices; two ranks that
+share a GPU over gloo, and have one each over NCCL where there are two. A row of the table is one such comparison, "s"
+the seconds that it took on the GPU. Then a random Llama of 3 billion parameters (of 1 billion where less than 24 GB are
+free) is decoded on one GPU: the share of the memory's measured bandwidth, what was allocated at the peak beside what
+the memory plan says, and the time beside that of transformers (static cache), of the same compiled
+("reduce-overhead"), and of vLLM where this Python has it. It needs 7 GB of disk. What is computed runs in processes of
+their own: one that fails, is killed or hangs costs its rows, and the rest goes on. A verdict in words is the end. The
+exit status is 0 if every comparison is right, else 1; speed has no part in it.
 
---small takes the CPU for a GPU, which shows that the script works and nothing else.
+--small takes the CPU for a GPU, and a tiny model, which shows that the script works and nothing else.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ import torch
 
 from scripts.gpu.checks import MODELS, Check, Setup, Side, checks
 from scripts.gpu.judges import Judgement
+from scripts.gpu.speeds import speed_rows, speeds
+from scripts.gpu.verdict import SPEED_HEAD, speed_line, verdict
 from surgeon.gpus import describe_gpu
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
@@ -40,7 +46,7 @@ from surgeon.provenance import versions
 LIMIT_SECONDS = 570.0  # for everything
 CHECK_SECONDS = 180.0  # for one check on one side
 POLL_SECONDS = 0.05
-CHILD = Path(__file__).with_name("checks.py")
+CHILD = Path(__file__).with_name("child.py")
 
 
 @dataclass
@@ -142,13 +148,12 @@ def judged(check: Check, name: str, expected: Results, found: Results) -> Iterat
 
 
 def table_line(what: str, expected: str, found: str, seconds: str, verdict: str) -> str:
-    return f"{what:<26}{expected:<21} {found:<24} {seconds:>5} {verdict}".rstrip()
+    return f"{what:<30}{expected:<21} {found:<24} {seconds:>5} {verdict}".rstrip()
 
 
-def compare(setup: Setup, names: Sequence[str], folder: Path, say: Callable[[str], None]) -> bool:
-    """Say the table row by row; returns whether all of it is right."""
+def compare(setup: Setup, names: Sequence[str], processes: Processes, say: Callable[[str], None]) -> dict[str, bool]:
+    """Say the table of comparisons row by row; returns which of them are right."""
     every, expected, found = checks(setup), Results(), Results()
-    processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
     needed = {every[name].key(row) for name in names for row in every[name].rows}
     asked = [MODELS, *(name for name in every if needed & every[name].rows.keys())]
     for name in processes.run("expected", asked, expected):
@@ -156,31 +161,48 @@ def compare(setup: Setup, names: Sequence[str], folder: Path, say: Callable[[str
     for name, why in expected.failures.items():
         say(f"on the CPU, {name} failed: {why}")
     say(table_line("what", "expected", "found", "s", "verdict"))
-    verdicts = []
+    rights = {}
     for name in processes.run("found", names, found):
         for row, judgement, seconds in judged(every[name], name, expected, found):
-            verdicts.append(judgement.right)
+            rights[row] = judgement.right
             said = judgement.expected, judgement.found, f"{seconds:.1f}", "right" if judgement.right else "WRONG"
             say(table_line(row, *said))
-    wrong = verdicts.count(False)
-    say(f"{len(verdicts) - wrong} of {len(verdicts)} rows are right" + (f", {wrong} WRONG" if wrong else ""))
-    return wrong == 0
+    return rights
+
+
+def measure(
+    setup: Setup, names: Sequence[str], processes: Processes, say: Callable[[str], None]
+) -> tuple[dict[str, Any], list[str]]:
+    """Say the table of speeds row by row; returns what was measured, and the rows that could not be."""
+    results, failed = Results(), []
+    say(SPEED_HEAD)
+    for name in processes.run("speed", names, results):
+        found = {row: value for row, (value, _) in results.values.items()}
+        for row in speed_rows(name, setup.device):
+            if row in found:
+                say(speed_line(row, found))
+            else:
+                failed.append(row)
+                say(f"{row:<38} not measured: {results.failures.get(name, 'nothing was found')}")
+    return {row: value for row, (value, _) in results.values.items()}, failed
 
 
 def place_of(setup: Setup) -> str:
     """What is compared with the CPU, for people."""
     if setup.device == "cpu":
         return "the CPU itself, in place of a GPU"
-    return f"{describe_gpu(torch.device('cuda', 0))}, two ranks over {setup.collectives}"
+    ranks = " and ".join(setup.collectives)
+    lacking = "" if setup.gpus > 1 else " (NCCL wants two GPUs)"
+    return f"{describe_gpu(torch.device('cuda', 0))}, {setup.gpus} in all; two ranks over {ranks}{lacking}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu/check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = list(checks(Setup("cpu", 0, "")))
+    known = [*checks(Setup("cpu", 0, "")), *speeds()]
     parser.add_argument("--small", action="store_true", help="on the CPU, in place of a GPU")
-    parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="CHECK", help=", ".join(known))
+    parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
     parser.add_argument("--folder", type=Path, help="where to keep models, results and logs; removed by default")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table here, too")
     options = parser.parse_args(arguments)
@@ -202,10 +224,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = "cpu" if options.small else "cuda"
         setup = Setup(device, 0 if options.small else torch.cuda.device_count(), str(folder.resolve()))
         say(f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
-        right = compare(setup, options.only, folder, say)
+        processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
+        compared = [name for name in options.only if name in checks(setup)]
+        measured = [name for name in options.only if name in speeds()]
+        rights = compare(setup, compared, processes, say) if compared else {}
+        found, failed = measure(setup, measured, processes, say) if measured else ({}, [])
+        for sentence in verdict(rights, found, failed):
+            say(sentence)
     if options.output is not None:
         write_text(options.output, "\n".join(lines) + "\n")
-    return 0 if right else 1
+    return 0 if all(rights.values()) else 1
 
 
 if __name__ == "__main__":

