@@ -170,8 +170,8 @@ def test_of_many_edits_the_better_half_by_a_pass_is_measured() -> None:
 
 
 def test_edits_of_which_a_pass_says_nothing_are_measured_beside_the_better_half_of_the_others() -> None:
-    """As the ladder of the first layer, which misses no layer before it."""
-    searching, _ = search("pair,ladder", "depth=9")
+    """As the first layer by itself, which misses no layer before it."""
+    searching, _ = search("pair,desync", "depth=9")
     mixture = searching.question.mixture
     missed = {layer: 1.0 + layer % 7 for layer in range(1, LAYERS)}
     rest = KnownPass("other", Path("b"), missed={8: 0.0, 9: math.inf})
@@ -179,7 +179,7 @@ def test_edits_of_which_a_pass_says_nothing_are_measured_beside_the_better_half_
     for passes in ((one,), (rest, one), (one, rest)):
         plan = Known(passes).plan(searching.question)
         left = {str(edit) for edit, runs in zip(mixture.edits, plan.run, strict=True) if not runs}
-        assert left == {"ladder 6:7", "pair 5:7"}, "8 of 9 of each are measured"
+        assert left == {"desync 6:7", "pair 5:7"}, "8 of 9 of each are measured"
         measured = np.where(plan.run, 0.1 + 0.1 * np.arange(len(plan.run)), np.nan)
         assert np.isfinite(plan.completed(measured)).all(), "what does not run can be estimated"
     few = Known((KnownPass("similarity", Path("c"), missed={9: 1.0}),)).plan(searching.question)
@@ -196,11 +196,11 @@ def test_what_is_not_measured_is_a_power_of_what_was_foreseen() -> None:
 
 
 def test_what_a_pass_foresees() -> None:
-    mixture = SearchSettings("pair:3,ladder,drop,rank").mixture(small_model(layers=4))
+    mixture = SearchSettings("pair:3,ladder,desync,drop,rank").mixture(small_model(layers=4))
     one = KnownPass("x", Path("x"), missed={1: 0.1, 2: 0.2, 3: 0.4}, removed={("mlp", 2): 5.0})
     said = {
-        "pair 1:3": 0.2, "pair 1:4": 0.6, "ladder 2:3": 0.2, "drop 2:3 mlp": 5.0, "drop 2:3": math.nan,
-        "ladder 0:1": math.nan, "rank 1:2 mlp:0.8": math.nan,
+        "pair 1:3": 0.2, "pair 1:4": 0.6, "desync 2:3": 0.2, "drop 2:3 mlp": 5.0, "drop 2:3": math.nan,
+        "ladder 2:3": math.nan, "desync 0:1": math.nan, "rank 1:2 mlp:0.8": math.nan,
     }  # fmt: skip
     for text, value in said.items():
         assert one.foresees(Edit.parse(text), mixture) == pytest.approx(value, nan_ok=True)
