@@ -111,7 +111,7 @@ class Surgeon:
 
     def measure(self, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
         """Seconds to the first token of every text, and of each later pass of all texts."""
-        limits = Limits(batch, self._plan.max_tokens, pass_tokens=max(PASS_TOKENS, batch))
+        limits = Limits(batch, self._plan.max_tokens, pass_tokens=max(PASS_TOKENS["cpu"], batch))
         requests, blocks = (
             Workload(batch, prompt, new).requests(self._plan.vocabulary),
             batch * blocks_for(prompt + new),
@@ -137,7 +137,7 @@ def cells(ranks: int, options: argparse.Namespace) -> list[Cell]:
 
 def new_tokens(prompt: int, batch: int, wanted: int) -> int:
     """So many that all texts go on together for some passes: the first gets one in each that is for others' prompts."""
-    later = (prompt * batch - 1) // PASS_TOKENS
+    later = (prompt * batch - 1) // PASS_TOKENS["cpu"]
     return max(wanted, 8 + later) if later else wanted
 
 

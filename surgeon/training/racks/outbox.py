@@ -260,8 +260,9 @@ class Outbox:
                 for delivery in self._deliveries(shelf, rack, demand):
                     begun, key = time.monotonic(), None if delivery.item is None else delivery.item.key
                     delivery.write(outgoing)
-                    outgoing.flush()
+                    # Before the other rack can have it: this process may end as soon as all is there.
                     self._log.count("sent", "codas" if codas else "forward", key, delivery.nbytes)
+                    outgoing.flush()
                     if key is not None:
                         self._log.add(begun, max(time.monotonic(), delivery.due), "send", key, delivery.nbytes)
 
