@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from surgeon.runtime.kernels import triton
 from surgeon.runtime.kernels.triton.functions import TritonKernels
 
+PACKAGE = Path(__file__).parents[1] / "surgeon"
 MOVES = ("_to_copy", "copy_")
 INDEXING = ("index", "index_put_", "_index_put_impl_", "index_put")
 INDICES = (torch.int64, torch.int32, torch.bool, torch.uint8)
@@ -313,8 +315,8 @@ def _again(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any, found
 
 def _place() -> str:
     """The line of surgeon's that is being computed."""
-    frames = [frame for frame in traceback.extract_stack() if "/surgeon/" in frame.filename]
-    return f"{frames[-1].filename.rpartition('/surgeon/')[2]}:{frames[-1].lineno}" if frames else "?"
+    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(PACKAGE)]
+    return f"{Path(frames[-1].filename).relative_to(PACKAGE)}:{frames[-1].lineno}" if frames else "?"
 
 
 _launch = TritonKernels.launch
