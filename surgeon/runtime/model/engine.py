@@ -132,11 +132,11 @@ class RankEngine(RankModel):
         with self._counted(self.figures.decode if decodes else self.figures.prefill, rows):
             return self._way(rows).step(rows, cache)
 
-    def rehearsals(self, cache: PagedCache, texts: int) -> list[list[Row]]:
+    def passes_to_record(self, cache: PagedCache, texts: int) -> list[list[Row]]:
         """Rows of passes over up to so many texts that are recorded when they first come."""
-        return [rows for way in self.ways for rows in way.rehearsals(cache, texts)]
+        return [rows for way in self.ways for rows in way.passes_to_record(cache, texts)]
 
-    def rehearse(self, rows: Sequence[Row], cache: PagedCache) -> None:
+    def record_ahead(self, rows: Sequence[Row], cache: PagedCache) -> None:
         """One of these passes, which counts as none."""
         figures, self.figures = self.figures, Figures()
         self.step(rows, cache)

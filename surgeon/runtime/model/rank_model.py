@@ -51,7 +51,7 @@ class Way(ABC):
     spare_blocks = 0
     holds_caches = False
 
-    def rehearsals(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:  # noqa: ARG002 - most record nothing
+    def passes_to_record(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:  # noqa: ARG002 - most record nothing
         """Rows of passes over up to so many texts that it would record when they first come; nobody has their block."""
         return iter(())
 

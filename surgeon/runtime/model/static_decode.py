@@ -253,7 +253,7 @@ class StaticDecode(Way):
         """Whether a pass of these rows can be a static one: each adds one token to a text."""
         return all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
 
-    def rehearsals(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:
+    def passes_to_record(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:
         """Rows of each size that passes over up to so many texts have where all of these can be as long.
 
         Sizes of most texts come first: what they need in memory, the others use again.

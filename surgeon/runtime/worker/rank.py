@@ -181,9 +181,8 @@ def gpu_room(rank: Rank) -> int:
 def serve(connection: Connection, channel: Sequence[int]) -> None:
     """Connect to the other ranks (`channel` as `Rank` takes it), then answer calls until the other end closes."""
     keep_freed_memory()
-    atexit.register(
-        gc.unfreeze
-    )  # what is kept from the collector (`worker.keep`): triton complains of what is left of it
+    # What is kept from the collector (`worker.keep`) is let go at the end, or Triton says that it leaks.
+    atexit.register(gc.unfreeze)
     try:
         rank = Rank(pickle.loads(connection.recv_bytes()), connection, channel)
         _send(connection, "result", None)

@@ -29,7 +29,7 @@ from surgeon.runtime.model.sampling import Sampler
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 
-REHEARSAL_SECONDS = 60.0
+RECORDING_SECONDS = 60.0
 ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
 
 
@@ -49,7 +49,7 @@ class Drafting(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
 
 
-class Rehearsal(tuple[Row, ...]):
+class RowsToRecord(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that is only to be recorded."""
 
 
@@ -153,7 +153,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
         follow(rank, engine, cache)
         return
     leader = Leader(engine, cache, blocks, limits, rank.sender)
-    for recorded in leader.rehearse():
+    for recorded in leader.record_ahead():
         rank.notify(recorded)
     inbox = rank.inbox()
     rank.notify(leader.progress([]))  # from here on, what is posted goes to the inbox
@@ -184,7 +184,7 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
         else:
-            compute = {Drafting: engine.draft, Rehearsal: engine.rehearse}.get(type(message), engine.step)
+            compute = {Drafting: engine.draft, RowsToRecord: engine.record_ahead}.get(type(message), engine.step)
             compute(list(message), cache)
             engine.pause()  # only rank 0 knows what is a wait for work
 
@@ -199,14 +199,15 @@ class Leader:
         self._sender = sender
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
 
-    def rehearse(self, seconds: float = REHEARSAL_SECONDS) -> Iterator[Recorded]:
+    def record_ahead(self, seconds: float = RECORDING_SECONDS) -> Iterator[Recorded]:
         """Have passes recorded that texts will come to, as many as the seconds suffice for; the rest when they come."""
-        passes, end = self.engine.rehearsals(self.cache, self.scheduler.limits.max_batch), time.monotonic() + seconds
+        passes = self.engine.passes_to_record(self.cache, self.scheduler.limits.max_batch)
+        end = time.monotonic() + seconds
         for done, rows in enumerate(passes, start=1):
             if time.monotonic() > end:
                 return
-            self._sender.send(Rehearsal(rows))
-            self.engine.rehearse(rows, self.cache)
+            self._sender.send(RowsToRecord(rows))
+            self.engine.record_ahead(rows, self.cache)
             yield Recorded(done, len(passes))
 
     def submit(self, request: Request) -> None:

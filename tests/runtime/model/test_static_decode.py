@@ -331,10 +331,10 @@ def test_passes_are_recorded_before_they_come(checkpoints: dict[str, Path]) -> N
         engine = engine_of(checkpoints["llama"], "dense", "static")
         record_by(trace, engine)
         leader = Leader(engine, engine.new_cache(blocks), blocks, limits, Sender(()))
-        told = list(leader.rehearse())
+        told = list(leader.record_ahead())
         assert engine.figures == Figures()
         assert told == ([] if trace is None else [Recorded(done, 9) for done in range(1, 10)])
-        assert list(leader.rehearse(seconds=-1)) == []
+        assert list(leader.record_ahead(seconds=-1)) == []
         for number in range(4):
             sampling = Sampling(max_new_tokens=9 + number, ignore_end=True)
             leader.submit(Request(number, tuple(TEXTS[number][: 3 + 4 * number]), sampling))
