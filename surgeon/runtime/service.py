@@ -17,7 +17,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -167,11 +167,8 @@ class Service(AbstractContextManager["Service"]):
         plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
         if options.draft is not None:
             plan = with_coda(plan)
-        sizes, here, free = (
-            (options.max_batch, options.blocks, options.memory),
-            ranks_of_this_machine(ranks),
-            free_bytes,
-        )
+        sizes, here = (options.max_batch, options.blocks, options.memory), ranks_of_this_machine(ranks)
+        free: Callable[[], int] = free_bytes
         with ExitStack() as undone:
             if device == "cuda" and options.memory is None:  # asking opens a context on a GPU: only its rank does
                 started = started or undone.enter_context(Ranks(options.ranks))
