@@ -6,28 +6,34 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import dispatch_model
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import surgeon
 from scripts.gpu.decode import Load, continued, continued_by, open_engine
 from scripts.gpu.decode import Setup as DecodeSetup
 from scripts.gpu.judges import (
-    Judge,
     judge_bench,
     judge_error,
     judge_numbers,
     judge_product,
     judge_switch,
     judge_tokens,
+)
+from scripts.gpu.sides import Check, Setup, Side
+from scripts.gpu.sixteen_bits import (
+    attention_in_16_bits,
+    kernels_in_16_bits,
+    logits_of,
+    passes_in_16_bits,
+    rows_in_16_bits,
+    token_ids,
 )
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.plans import Needs
@@ -40,76 +46,14 @@ from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.specification import Decoding
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-
-Side = Literal["expected", "found", "speed"]
 
 EXACT = 1e-4  # relative; float32 on both sides
 TRAINED = 1e-3  # after steps of AdamW, which makes steps of how a gradient near 0 was rounded
 HALF = 5e-2  # 16-bit numbers beside float32; half of that is usual
 MODELS = "models"  # what the first process makes for all others
 TEXTS = Load(batch=3, prompt=21, new=24)
-LENGTHS = (1, 7, 64, 129)  # of prompts; every new one is a new shape to attention
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the processes of a run are told.
-
-    Attributes:
-        device: what is found is found on: "cuda" or, to try the script, "cpu".
-        gpus: how many there are.
-        folder: for models and results.
-    """
-
-    device: str
-    gpus: int
-    folder: str
-
-    @property
-    def demo(self) -> Path:
-        """The demo model in float32, which GPUs compute in then, too."""
-        return Path(self.folder) / "demo"
-
-    @property
-    def wide(self) -> Path:
-        """A random one in bfloat16, with heads of 128 and fewer than 8 KV heads."""
-        return Path(self.folder) / "wide"
-
-    def on(self, side: Side) -> str:
-        """Where one side computes."""
-        return "cpu" if side == "expected" else self.device
-
-    @property
-    def ways(self) -> tuple[Decoding, ...]:
-        """How passes that add a token are computed."""
-        return ("dynamic", "static", "captured") if self.device == "cuda" else ("dynamic", "static")
-
-    @property
-    def collectives(self) -> tuple[str, ...]:
-        """How two ranks talk: over NCCL where each has a GPU of its own, and over gloo on one GPU."""
-        return ("nccl", "gloo") if self.gpus > 1 else ("gloo",)
-
-
-@dataclass(frozen=True)
-class Check:
-    """Something that is computed on both sides.
-
-    Attributes:
-        compute: yields the names of rows of the table with values as JSON has them.
-        rows: how each is judged.
-        against: what is expected of a row, where that is another row of another check.
-    """
-
-    compute: Callable[[Setup, Side], Iterator[tuple[str, Any]]]
-    rows: Mapping[str, Judge]
-    against: Mapping[str, str] = field(default_factory=dict)
-
-    def key(self, row: str) -> str:
-        """The row that has what is expected of a row."""
-        return self.against.get(row, row)
 
 
 def programs() -> dict[str, str]:
@@ -183,40 +127,27 @@ def basics(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     yield "cuDNN attention", torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def attention(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
-    """The wide model's logits behind prompts of several lengths, padded to one length, too."""
-    device = setup.on(side)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = surgeon.load(setup.wide, dtype=dtype, device_map=None if device == "cpu" else device)
-    ids = _ids(model, 2, max(LENGTHS))
-    found = [_logits(model, ids[:, :length])[:, -1] for length in LENGTHS]
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
-    found.append(_logits(model, ids, attention_mask=mask.to(model.device))[:, -1])
-    yield "attention in 16 bits", torch.stack(found).tolist()
-
-
 def edited(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """Edited models inside transformers: logits, and the tokens of `generate`."""
     device = setup.on(side)
     model = surgeon.load(setup.demo, device_map=None if device == "cpu" else device)
     for name, program in forms().items():
         surgeon.edit(model, program)
-        yield f"{name}: logits", _logits(model, _ids(model, 2, 40))[:, ::13].tolist()
+        yield f"{name}: logits", logits_of(model, token_ids(model, 2, 40))[:, ::13].tolist()
         yield f"{name}: tokens", _greedy(model)
 
 
 def spread(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """A model whose layers lie on two devices, by accelerate's hooks; the second one is main memory or the disk."""
     model = surgeon.load(setup.demo)
-    ids = _ids(model, 2, 40)
+    ids = token_ids(model, 2, 40)
     if side == "found":
         first, second = ("cuda:0", "cuda:1" if setup.gpus > 1 else "cpu") if setup.device == "cuda" else ("cpu", "disk")
         places = {f"model.layers.{k}": second if k in range(2, 9) else first for k in range(16)}
         places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), first)
         dispatch_model(model, places, main_device=first, offload_dir=Path(setup.folder) / "offloaded")
     for name, program in ({"low rank": programs()["low rank"]} | derived()).items():
-        yield f"{name} on two devices", _logits(surgeon.edit(model, program), ids)[:, ::13].tolist()
+        yield f"{name} on two devices", logits_of(surgeon.edit(model, program), ids)[:, ::13].tolist()
 
 
 def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
@@ -235,27 +166,40 @@ def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 
 
 def without_kernels(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
-    """The same by PyTorch's operations, in a process that is told to have no kernels of ours."""
+    """One rank and two by PyTorch's operations, in processes that are told to have no kernels of ours."""
     if side == "expected":
         return
-    with _environment(SWITCH, "off"), Ranks(RankOptions(1, setup.device, "gloo")) as ranks:
-        for name, program in programs().items():
-            for way in setup.ways:
-                yield f"{name}: {way}, no kernels", {"tokens": _on(ranks, setup, program, 1, decoding=way)}
+    with _environment(SWITCH, "off"):
+        with Ranks(RankOptions(1, setup.device, "gloo")) as rank:
+            for name, program in programs().items():
+                for way in setup.ways:
+                    yield f"{name}: {way}, no kernels", {"tokens": _on(rank, setup, program, 1, decoding=way)}
+        for how in setup.collectives:
+            with _two_ranks(setup, how) as ranks:
+                for name, program in programs().items():
+                    tokens = _on(ranks, setup, program, 2, low_rank="gather")
+                    yield f"{name}: {how}, no kernels", {"tokens": tokens}
 
 
 def on_ranks(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
-    """Two ranks: over NCCL with a GPU each, and over gloo with one between them."""
+    """Two ranks."""
     if side == "expected":
         return
     for how in setup.collectives:
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.gpus))))
-        with (
-            _environment("CUDA_VISIBLE_DEVICES", shown.split(",")[0] if how == "gloo" else shown),
-            Ranks(RankOptions(2, setup.device, how)) as ranks,
-        ):
+        with _two_ranks(setup, how) as ranks:
             for name, program in forms().items():
                 yield f"{name}: {how}", {"tokens": _on(ranks, setup, program, 2, low_rank="gather")}
+
+
+@contextmanager
+def _two_ranks(setup: Setup, how: str) -> Iterator[Ranks]:
+    """Over NCCL with a GPU each, or over gloo with one between them."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.gpus))))
+    with (
+        _environment("CUDA_VISIBLE_DEVICES", shown.split(",")[0] if how == "gloo" else shown),
+        Ranks(RankOptions(2, setup.device, how)) as ranks,
+    ):
+        yield ranks
 
 
 def _on(ranks: Ranks, setup: Setup, program: str, count: int, **more: Any) -> list[list[int]]:
@@ -335,16 +279,20 @@ def checks(setup: Setup) -> dict[str, Check]:
     same = judge_error(EXACT)
     both = {f"{name}: {what}": judge for name in more for what, judge in (("logits", same), ("tokens", judge_tokens))}
     ways = {f"{name}: {way} passes": f"{name}: tokens" for name in more for way in setup.ways}
-    plain = {f"{name}: {way}, no kernels": f"{name}: tokens" for name in kinds for way in setup.ways}
+    plainly = (*setup.ways, *setup.collectives)
+    plain = {f"{name}: {way}, no kernels": f"{name}: tokens" for name in kinds for way in plainly}
     ranks = {f"{name}: {how}": f"{name}: tokens" for how in setup.collectives for name in more}
+    halves = rows_in_16_bits()
     evals = {"eval, factors of files": judge_numbers(EXACT), "eval, 16 bits": judge_numbers(HALF)}
     return {
         "basics": Check(basics, {"float32 products": judge_product, "cuDNN attention": judge_switch}),
-        "attention": Check(attention, {"attention in 16 bits": judge_error(HALF)}),
+        "kernels": Check(kernels_in_16_bits, halves["kernels"]),
+        "attention": Check(attention_in_16_bits, halves["attention"]),
+        "passes": Check(passes_in_16_bits, halves["passes"]),
         "edited": Check(edited, both),
         "spread": Check(spread, {f"{name} on two devices": same for name in ("low rank", *derived())}),
         "decoded": Check(decoded, dict.fromkeys(ways, judge_tokens), ways),
-        "kernels": Check(without_kernels, dict.fromkeys(plain, judge_tokens), plain),
+        "no-kernels": Check(without_kernels, dict.fromkeys(plain, judge_tokens), plain),
         "ranks": Check(on_ranks, dict.fromkeys(ranks, judge_tokens), ranks),
         "bench": Check(benched, {f"{name}: bench": judge_bench for name in kinds}),
         "generate": Check(generated, {"generate": judge_tokens}),
@@ -352,19 +300,6 @@ def checks(setup: Setup) -> dict[str, Check]:
         "eval": Check(evaluated, evals),
         "heal": Check(healed, {"heal, two steps": judge_numbers(TRAINED)}),
     }
-
-
-@torch.no_grad()
-def _logits(model: PreTrainedModel, ids: Tensor, **more: Any) -> Tensor:
-    """Of all tokens, on the CPU in float32."""
-    found: Tensor = model(input_ids=ids, use_cache=False, **more).logits
-    return found.float().cpu()
-
-
-def _ids(model: PreTrainedModel, texts: int, tokens: int) -> Tensor:
-    """Random token ids where the model takes them, the same on both sides."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(model.config.vocab_size, (texts, tokens), generator=generator).to(model.device)
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
-from scripts.gpu.checks import MODELS, Setup, Side, checks, make_models
+from scripts.gpu.checks import MODELS, checks, make_models
+from scripts.gpu.sides import Setup, Side
 from scripts.gpu.speeds import speeds
 from surgeon.errors import first_line
 

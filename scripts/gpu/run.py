@@ -35,8 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
-from scripts.gpu.checks import MODELS, Check, Setup, Side, checks
+from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.judges import Judgement
+from scripts.gpu.sides import Check, Setup, Side
 from scripts.gpu.speeds import speed_rows, speeds
 from scripts.gpu.verdict import SPEED_HEAD, speed_line, verdict
 from surgeon.gpus import describe_gpu
@@ -72,6 +73,7 @@ class Processes:
 
     def __init__(self, setup: Setup, folder: Path, until: float) -> None:
         self.folder, self.until = folder, until
+        self.environment = os.environ | ({"TRITON_INTERPRET": "1"} if setup.device == "cpu" else {})
         (folder / "setup.json").write_text(json.dumps(asdict(setup)))
 
     def run(self, side: Side, names: Sequence[str], results: Results) -> Iterator[str]:
@@ -102,7 +104,7 @@ class Processes:
         command = [sys.executable, str(CHILD), side, str(self.folder / "setup.json"), str(lines), *names]
         with log.open("ab") as output, lines.open(encoding="utf-8") as said:
             process = subprocess.Popen(
-                command, env=os.environ | hidden, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command, env=self.environment | hidden, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
             try:
                 began, over, open_line = time.monotonic(), False, ""

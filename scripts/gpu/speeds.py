@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompileConfig, StoppingCriteria
 
-from scripts.gpu.checks import Setup
 from scripts.gpu.decode import (
     BANDWIDTH_BYTES,
     LARGE,
@@ -37,6 +36,7 @@ from scripts.gpu.decode import (
     synchronise,
 )
 from scripts.gpu.decode import Setup as DecodeSetup
+from scripts.gpu.sides import Setup
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.memory import footprint

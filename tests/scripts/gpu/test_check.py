@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from scripts.gpu import run
-from scripts.gpu.checks import MODELS, Setup, checks, programs, without_kernels
+from scripts.gpu.checks import MODELS, checks, without_kernels
 from scripts.gpu.judges import judge_bench, judge_error, judge_numbers, judge_product, judge_switch, judge_tokens
+from scripts.gpu.sides import Setup
+from scripts.gpu.sixteen_bits import kernels_in_16_bits, rows_in_16_bits
+from surgeon.runtime.kernels.triton.functions import TritonKernels
 from surgeon.runtime.kernels.used import kernels_used
 from surgeon.runtime.worker.rank import Rank
 
@@ -53,17 +56,16 @@ for name in names:
 @pytest.mark.long
 def test_a_few_checks_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.txt"
-    assert run.main(["--small", "--only", "basics", "kernels", "-o", str(table)]) == 0
+    assert run.main(["--small", "--only", "basics", "passes", "-o", str(table)]) == 0
     said = capsys.readouterr().out
     assert said == table.read_text()
     head, columns, *rows, last = said.splitlines()
     assert head.startswith("the CPU itself, in place of a GPU; surgeon ")
     assert columns.split() == ["what", "expected", "found", "s", "verdict"]
-    ways = [f"{name}: {way}, no kernels" for name in programs() for way in ("dynamic", "static")]
-    assert [row[:30].strip() for row in rows] == ["float32 products", "cuDNN attention", *ways]
-    assert all("72 tokens             the same " in row for row in rows[2:])
+    names = ["float32 products", "cuDNN attention", "passes in bfloat16", "passes in float16"]
+    assert [row[:30].strip() for row in rows] == names
     assert all(len(row) <= 90 and row.endswith(" right") for row in rows)
-    assert last == "10 of 10 comparisons are right"
+    assert last == "4 of 4 comparisons are right"
 
 
 @pytest.mark.long
@@ -132,9 +134,23 @@ def test_kernels_are_off_where_they_shall_be(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("scripts.gpu.checks.continued_by", continued)
     monkeypatch.setattr("scripts.gpu.checks.make_plan", lambda *_, **__: None)
     found = dict(without_kernels(Setup("cpu", 0, str(tmp_path)), "found"))
-    assert found.keys() == checks(Setup("cpu", 0, ""))["kernels"].rows.keys()
+    assert found.keys() == checks(Setup("cpu", 0, ""))["no-kernels"].rows.keys()
     assert set(seen) == {"none (SURGEON_KERNELS=off)"}
     assert os.environ["SURGEON_KERNELS"] == "on"
+
+
+def test_kernels_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted each is right in both dtypes; one that is two percent off is told."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    setup, rows = Setup("cpu", 0, ""), rows_in_16_bits()["kernels"]
+    expected, found = (dict(kernels_in_16_bits(setup, side)) for side in ("expected", "found"))
+    assert expected.keys() == found.keys() == rows.keys()
+    assert all(judge(expected[name], found[name]).right for name, judge in rows.items())
+    norm = TritonKernels.norm
+    monkeypatch.setattr(TritonKernels, "norm", lambda *given, **more: [1.02 * one for one in norm(*given, **more)])
+    found = dict(kernels_in_16_bits(setup, "found"))
+    wrong = [name for name, judge in rows.items() if not judge(expected[name], found[name]).right]
+    assert wrong == ["norm in bfloat16", "norm in float16"]
 
 
 def test_two_gpus_have_rows_over_nccl_too() -> None:
