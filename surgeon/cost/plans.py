@@ -45,7 +45,7 @@ def plan_on_paper(
         head_dim=shapes.head_dim,
         epsilon=0.0,
         activation="",
-        rotary=None,
+        rotaries=(),
         hidden=shapes.hidden,
         vocabulary=shapes.vocabulary,
         layers=shapes.layers,

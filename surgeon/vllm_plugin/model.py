@@ -68,7 +68,9 @@ class ProgramForCausalLM(nn.Module):
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         program = Program(nodes)
         self.rank_program = RankProgram(replace(plan, program=str(program)), connect(settings.reduce, program), device)
-        widths = [self._width(attention) for attention in self.rank_program.attentions()]
+        attentions = self.rank_program.attentions()
+        self.rotaries = [plan.rotary_of(attention) for attention in attentions]
+        widths = [self._width(attention) for attention in attentions]
         # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
         self.slots = nn.ModuleList(
             self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
@@ -135,8 +137,8 @@ class ProgramForCausalLM(nn.Module):
             parameter.weight_loader(parameter, read(self.source, plan, device, f"{stored[end]}.{what}"))
         self.ends = Ends(self.source, plan, device)
         like = torch.empty(0, dtype=torch_dtype(plan), device=device)
-        self.angles = None if plan.rotary is None else rotation(plan.rotary, 0, plan.max_tokens, like)
-        self.turns = None if self.angles is None else turns(self.angles)
+        self.angles = tuple(rotation(rotary, 0, plan.max_tokens, like) for rotary in plan.rotaries)
+        self.turns = [turns(angles) for angles in self.angles]
         self.by_kernels = plan_kernels(plan, like) is not None
         if not self.by_kernels:
             take_operations(self.rank_program, self.ends, like.dtype)
@@ -170,7 +172,7 @@ class ProgramForCausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
         """The normed stream after the program, (tokens, hidden), or what the next pipeline stage goes on from."""
-        rotation_here = None if self.angles is None else (self.angles[0][positions], self.angles[1][positions])
+        angles = tuple((cosine[positions], sine[positions]) for cosine, sine in self.angles)
         if intermediate_tensors is None:
             stream = inputs_embeds
             if stream is None:
@@ -181,7 +183,7 @@ class ProgramForCausalLM(nn.Module):
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)
         attend_raw = None if self.by_kernels else partial(self._attend_raw, positions)
-        state = self.rank_program.run(state, Pass(self._attend, rotation_here, attend_raw))
+        state = self.rank_program.run(state, Pass(self._attend, angles, attend_raw))
         if not self.stages.is_last_rank:
             assert state.pending is not None
             return IntermediateTensors({"stream": state.stream, "pending": state.pending()})
@@ -196,7 +198,8 @@ class ProgramForCausalLM(nn.Module):
         self, positions: Tensor, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting
     ) -> Tensor:
         kv_heads = (qkv.shape[1] - heads) // 2
-        place_(qkv[:, : heads + kv_heads], placing, positions, self.turns)
+        rotary = self.rotaries[slot]
+        place_(qkv[:, : heads + kv_heads], placing, positions, None if rotary is None else self.turns[rotary])
         return self._attend(slot, qkv[:, :heads], qkv[:, heads:], weighting)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:

@@ -270,14 +270,25 @@ class Family:
             return [self.rotary] * int(config.num_hidden_layers)
         return list(map(bool, getattr(config, self.rotary_layers)))
 
-    def angles(self, config: Any) -> tuple[tuple[float, ...], float]:
-        """Of rotary positions: how far each pair of features turns per position, and the factor on cosine and sine."""
+    def rope_kinds(self, config: Any) -> list[str | None]:
+        """What `rope_parameters` calls each layer's rotary positions, where not all layers have the same; else None."""
+        kinds = getattr(config, "layer_types", None) or []
+        if any(kind in config.rope_parameters for kind in kinds):
+            return list(kinds)
+        return [None] * int(config.num_hidden_layers)
+
+    def angles(self, config: Any, kind: str | None = None) -> tuple[tuple[float, ...], float]:
+        """Of rotary positions: how far each pair of features turns per position, and the factor on cosine and sine.
+
+        Args:
+            kind: of `rope_kinds`.
+        """
         import torch
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        rope = config.rope_parameters
+        rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
         if rope["rope_type"] in ROPE_INIT_FUNCTIONS:
-            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
             return tuple(frequencies.tolist()), float(scale)
         # Plain ones, in float32 as `transformers` has them: its own stand in modeling files, which take long to import.
         width = self.head_dim(config)

@@ -56,7 +56,7 @@ class RankCoda:
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
             return shared.attend(self._slots + slot, queries, kept, weighting)
 
-        return self.layers.stream_after(stream, Pass(attend, shared.rotation))
+        return self.layers.stream_after(stream, Pass(attend, shared.angles))
 
     def logits(self, stream: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows of the vocabulary)."""

@@ -77,6 +77,7 @@ class Weighting:
 
 
 Angles = tuple[Tensor, Tensor]  # cosine and signed sine, (tokens, 1, up to D) each
+AllAngles = tuple[Angles, ...]  # those of each of a plan's rotary positions
 
 # Puts new keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R), into a slot of the cache;
 # queries (T, H, D) to attended values (T, H * D).
@@ -92,12 +93,12 @@ class Pass:
 
     Attributes:
         attend: over the sequences of the pass.
-        rotation: of its tokens, or None without rotary positions.
+        angles: of its tokens.
         attend_raw: the same, where kernels norm, turn and keep in one launch.
     """
 
     attend: Attend
-    rotation: Angles | None
+    angles: AllAngles
     attend_raw: AttendRaw | None = None
 
 
@@ -151,12 +152,18 @@ class Attention:
     """
 
     def __init__(
-        self, tensors: Tensors, maps: Maps, spec: SublayerSpec, plan: Plan, window: int | None, rotates: bool = True
+        self, tensors: Tensors, maps: Maps, spec: SublayerSpec, plan: Plan, window: int | None, rotary: int | None
     ) -> None:
+        """Take what the maps leave.
+
+        Args:
+            window: as of `Weighting`.
+            rotary: which of the plan's rotary positions it has, if any.
+        """
         self.norm = Norm(tensors, "norm", plan)
         self.qkv = maps.reading(["q", "k", "v"])
         self.o = maps.writing("o")
-        self.rotates = rotates
+        self.rotary = rotary
         self.head_dim = plan.head_dim
         self.heads = count_outputs(tensors, "q") // plan.head_dim
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
@@ -169,7 +176,7 @@ class Attention:
             key_gain = tensors["k_norm.weight"].expand(self.kv_heads, -1)
             self.head_gain = tensors["q_norm.weight"].expand(self.heads, -1)
         if {"k", "v"} <= maps.later:
-            self.rebuild = Rebuild(tensors, plan, key_gain, rotates)
+            self.rebuild = Rebuild(tensors, plan, key_gain, rotary)
         elif self.head_gain is not None and key_gain is not None:
             self.head_gain = torch.cat([self.head_gain, key_gain])
         if self.head_gain is not None:
@@ -184,17 +191,17 @@ class Attention:
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
         qkv = self.qkv(self.norm(stream))
-        rotation = forward.rotation if self.rotates else None
+        angles = None if self.rotary is None else forward.angles[self.rotary]
         if self.rebuild is None:
             by_head = qkv.unflatten(-1, (-1, self.head_dim))
             if forward.attend_raw is not None:
-                placing = Placing(self.head_gain, self.epsilon, rotation)
+                placing = Placing(self.head_gain, self.epsilon, angles)
                 return self.o(forward.attend_raw(slot, by_head, self.heads, placing, self.weighting))
             turned, kept = by_head[:, : self.heads + self.kv_heads], by_head[:, self.heads :]
         else:
             width = self.heads * self.head_dim
             turned, kept = qkv[:, :width].unflatten(-1, (-1, self.head_dim)), qkv[:, width:]
-        place_(turned, self.head_gain, self.epsilon, rotation)
+        place_(turned, self.head_gain, self.epsilon, angles)
         return self.o(forward.attend(slot, turned[:, : self.heads], kept, self.weighting))
 
 
@@ -204,32 +211,32 @@ class Rebuild:
     Args:
         tensors: of the slice, by role.
         head_gain: of the norms of its keys, if any, (K, D).
-        rotates: whether keys have rotary positions.
+        rotary: which of the plan's rotary positions keys have, if any.
 
     Attributes:
         columns: that the first factors of k and of v give.
         width: numbers of a token's keys, and of its values.
     """
 
-    def __init__(self, tensors: Tensors, plan: Plan, head_gain: Tensor | None, rotates: bool) -> None:
+    def __init__(self, tensors: Tensors, plan: Plan, head_gain: Tensor | None, rotary: int | None) -> None:
         self.seconds = [second_factor(tensors, role, packs=False) for role in "kv"]
         self.columns = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
         self.head_dim, self.epsilon = plan.head_dim, plan.epsilon
         self.head_gain = None if head_gain is None else head_gain.contiguous()
-        self.rotates = rotates
+        self.rotary = rotary
 
-    def __call__(self, kept: Tensor, angles: Angles | None, out: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, kept: Tensor, angles: AllAngles, out: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of N tokens, (N, K, D) each, of what is kept of them, (N, R).
 
         Args:
-            angles: of their positions, if there are rotary ones.
+            angles: of their positions.
             out: where to put them, (2, N, K * D).
         """
         for second, part, room in zip(self.seconds, kept.split(self.columns, -1), out, strict=True):
             second(part, room)
         keys, values = out.unflatten(-1, (-1, self.head_dim))
-        place_(keys, self.head_gain, self.epsilon, angles if self.rotates else None)
+        place_(keys, self.head_gain, self.epsilon, None if self.rotary is None else angles[self.rotary])
         return keys, values
 
 
@@ -265,7 +272,7 @@ class FeedForward:
         return self.down(self.activation(wide))
 
 
-def place_(x: Tensor, head_gain: Tensor | None, epsilon: float, rotation: Angles | None) -> None:
+def place_(x: Tensor, head_gain: Tensor | None, epsilon: float, angles: Angles | None) -> None:
     """Queries or keys, (T, heads, D), normed by head and turned to their positions in place, as far as there is such.
 
     Args:
@@ -273,12 +280,12 @@ def place_(x: Tensor, head_gain: Tensor | None, epsilon: float, rotation: Angles
     """
     kernels = kernels_for(x)
     if kernels is not None and x.stride()[1:] == (x.shape[2], 1):
-        kernels.place_(x, head_gain, epsilon, rotation)
+        kernels.place_(x, head_gain, epsilon, angles)
         return
     if head_gain is not None:
         torch.mul(F.rms_norm(x, x.shape[-1:], None, epsilon), head_gain, out=x)
-    if rotation is not None:
-        rotate_(x, *rotation)
+    if angles is not None:
+        rotate_(x, *angles)
 
 
 def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:

@@ -27,7 +27,7 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import TextBlocks, triton_kernels_for
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import Angles, Rebuild, Weighting
+from surgeon.runtime.model.layers import AllAngles, Rebuild, Weighting
 
 
 class Buffers:
@@ -135,11 +135,11 @@ class PagedCache:
         """What these count in, for so many texts: zeros."""
         return torch.zeros(texts * max(self.kv_heads, default=0), dtype=torch.int32, device=self.device)
 
-    def rebuild(self, slot: int, kept: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+    def rebuild(self, slot: int, kept: Tensor, angles: AllAngles) -> tuple[Tensor, Tensor]:
         """Keys and values, (N, K, D) each, of what is kept of N tokens, (N, R); they last until the next ones.
 
         Args:
-            angles: of the tokens' positions, if there are rotary ones.
+            angles: of the tokens' positions.
         """
         rebuild = self.rebuilds[slot]
         return rebuild(kept, angles, self.buffers.for_rebuilt(rebuild, len(kept)))
@@ -185,12 +185,13 @@ def write_table(table: Any, runs: Sequence[BlockRun], gone: int) -> None:
         at = end
 
 
-def angles_at(angles: Angles | None, positions: Index) -> Angles | None:
+def angles_at(angles: AllAngles, positions: Index) -> AllAngles:
     """The angles of some positions."""
-    if angles is None:
-        return None
-    kernels = kernels_for(angles[0])
-    if kernels is None or isinstance(positions, slice):
-        return angles[0][positions], angles[1][positions]
-    cosine, sine = (kernels.rows(angle.flatten(1), positions)[:, None] for angle in angles)
-    return cosine, sine
+
+    def rows(angle: Tensor) -> Tensor:
+        kernels = kernels_for(angle)
+        if kernels is None or isinstance(positions, slice):
+            return angle[positions]
+        return kernels.rows(angle.flatten(1), positions)[:, None]
+
+    return tuple((rows(cosine), rows(sine)) for cosine, sine in angles)

@@ -25,7 +25,7 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.kernels.functions import Runs, TextKeys
 from surgeon.runtime.kernels.triton.functions import TextBlocks
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import Angles, Weighting, attention
+from surgeon.runtime.model.layers import AllAngles, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches, write_table
 
 
@@ -36,11 +36,11 @@ class PagedLayout:
         positions: of the tokens, each in its sequence.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: Angles | None = None) -> None:
+    def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: AllAngles = ()) -> None:
         """Find the places.
 
         Args:
-            angles: of all positions up to the last one, if there are rotary ones.
+            angles: of all positions up to the last one.
         """
         self.cache = cache
         self._parts: list[_Singles | _Chunk] = []
@@ -88,7 +88,7 @@ class PagedLayout:
 class _Singles:
     """Rows of a pass, one after another, that have one token each: texts that are being continued."""
 
-    def __init__(self, first: int, row: Row, cache: PagedCache, angles: Angles | None) -> None:
+    def __init__(self, first: int, row: Row, cache: PagedCache, angles: AllAngles) -> None:
         self._first = first
         self._sequences = [_Cached(row, cache, angles)]
         self._cache = cache
@@ -144,7 +144,7 @@ class _Singles:
 class _Chunk:
     """A row of several tokens: a prompt, or a part of one."""
 
-    def __init__(self, first: int, row: Row, cache: PagedCache, angles: Angles | None) -> None:
+    def __init__(self, first: int, row: Row, cache: PagedCache, angles: AllAngles) -> None:
         self._tokens = len(row.tokens)
         self._end = row.start + self._tokens
         self._own = slice(first, first + self._tokens)
@@ -204,7 +204,7 @@ class _Chunk:
 class _Cached:
     """The keys and values of one sequence up to the end of its row."""
 
-    def __init__(self, row: Row, cache: PagedCache, angles: Angles | None) -> None:
+    def __init__(self, row: Row, cache: PagedCache, angles: AllAngles) -> None:
         self.row = row
         self._end = row.start + len(row.tokens)
         self._cache = cache

@@ -161,7 +161,7 @@ class RankProgram:
                 later = frozenset("kv")  # the cache keeps what the first ones give
         maps = self._maps(work, part, tensors, later, based=sublayer != part.sublayer)
         if sublayer.kind == ATTENTION:
-            return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotates(sublayer))
+            return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
         return FeedForward(tensors, maps, spec, plan)
 
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:

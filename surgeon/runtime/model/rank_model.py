@@ -19,7 +19,7 @@ from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
-from surgeon.runtime.model.layers import Angles, Attend, AttendRaw, Pass, rotation
+from surgeon.runtime.model.layers import AllAngles, Attend, AttendRaw, Pass, rotation
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.specification import Plan
@@ -110,14 +110,15 @@ class RankModel(RankProgram):
         """Whether passes can be recorded: nothing that ranks send has to be waited for in Python either."""
         return self.by_kernels and all(one.recordable for one in self.groups.values())
 
-    def angles_up_to(self, tokens: int) -> Angles | None:
-        """Rotary angles of so many positions or more, if there are any; others than before if those were fewer."""
-        if self._angles is not None and tokens > len(self._angles[0]):
-            self._angles = self._angles_of(max(tokens, 2 * len(self._angles[0])))
+    def angles_up_to(self, tokens: int) -> AllAngles:
+        """Rotary angles of so many positions or more; others than before if those were fewer."""
+        known = max((len(cosine) for cosine, _ in self._angles), default=tokens)
+        if tokens > known:
+            self._angles = self._angles_of(max(tokens, 2 * known))
         return self._angles
 
-    def _angles_of(self, tokens: int) -> Angles | None:
-        return None if self.plan.rotary is None else rotation(self.plan.rotary, 0, tokens, self.vocabulary.like)
+    def _angles_of(self, tokens: int) -> AllAngles:
+        return tuple(rotation(rotary, 0, tokens, self.vocabulary.like) for rotary in self.plan.rotaries)
 
     def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
@@ -128,14 +129,14 @@ class RankModel(RankProgram):
         self,
         tokens: Tensor,
         positions: Tensor,
-        angles: Angles | None,
+        angles: AllAngles,
         attend: Attend,
         attend_raw: AttendRaw | None = None,
     ) -> Tensor:
         """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU.
 
         Args:
-            angles: of all positions up to the last one, if there are rotary ones.
+            angles: of all positions up to the last one.
             attend, attend_raw: as of a `Pass`.
         """
         shared = Pass(attend, angles_at(angles, positions), attend_raw)

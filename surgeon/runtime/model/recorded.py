@@ -21,7 +21,7 @@ from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.kernels.functions import Kernels, Runs
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
-from surgeon.runtime.model.layers import Angles, Weighting
+from surgeon.runtime.model.layers import AllAngles, Weighting
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
 from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
@@ -36,16 +36,16 @@ class PassInputs:
 
     Attributes:
         numbers: (2 + groups of the cache, B).
-        angles: of all positions, if there are rotary ones.
+        angles: of all positions.
         reads: what attentions of a group with a window read.
     """
 
-    def __init__(self, rows: Sequence[Row], angles: Angles | None) -> None:
+    def __init__(self, rows: Sequence[Row], angles: AllAngles) -> None:
         self.numbers = torch.tensor(_numbers(rows))
         self.angles = angles
         self.reads: dict[Reading, Runs] = {}
 
-    def load(self, rows: Sequence[Row], angles: Angles | None) -> bool:
+    def load(self, rows: Sequence[Row], angles: AllAngles) -> bool:
         """Write what the next pass is to read; False if another recording is needed for it."""
         if angles is not self.angles:
             return False

@@ -36,7 +36,7 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for, power_of_
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.cuda_graphs import GraphRecorder
-from surgeon.runtime.model.layers import Angles, AttendRaw, Weighting, attention
+from surgeon.runtime.model.layers import AllAngles, AttendRaw, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
 from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
@@ -82,12 +82,12 @@ class View(NamedTuple):
     Attributes:
         places: of N tokens of each text, (B * N,).
         mask: (B, 1, 1, N): 0, or minus infinity where there is no such token.
-        angles: of the tokens' positions, if there are rotary ones and keys to be turned.
+        angles: of the tokens' positions, if there are keys to be turned.
     """
 
     places: Tensor
     mask: Tensor
-    angles: Angles | None
+    angles: AllAngles
 
 
 class StaticLayout:
@@ -98,15 +98,15 @@ class StaticLayout:
     """
 
     def __init__(
-        self, inputs: Tensor, cache: PagedCache, angles: Angles | None = None, counters: Tensor | None = None
+        self, inputs: Tensor, cache: PagedCache, angles: AllAngles = (), counters: Tensor | None = None
     ) -> None:
         """Read the inputs, (B, 2 + W * groups of the cache).
 
         Args:
-            angles: of every position, if there are rotary ones.
+            angles: of every position.
             counters: those of the cache for as many texts, where it has kernels for GPUs.
         """
-        self._angles = angles if cache.rebuilds else None
+        self._angles = angles if cache.rebuilds else ()
         self.positions = inputs[:, POSITION]
         self._cache = cache
         self._tables = inputs[:, TABLE:].chunk(len(cache.windows), 1)

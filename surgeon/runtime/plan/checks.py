@@ -6,6 +6,7 @@ Only this module of the runtime needs `transformers`; ranks start faster without
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -90,8 +91,9 @@ def make_plan(
     if family.position_embedding is not None:
         positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
     if max_tokens is None:
-        unchanged = _unchanged(config) if family.rotary else None
-        max_tokens = positions if unchanged is None else min(positions, unchanged)
+        kinds = set(family.rope_kinds(config)) if family.rotary else set()
+        unchanged = (_unchanged(config, kind) for kind in kinds)
+        max_tokens = min([positions, *(tokens for tokens in unchanged if tokens is not None)])
     if max_tokens > positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
@@ -104,6 +106,8 @@ def make_plan(
     if dtype == "auto":
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
+    by_layer = rotaries_by_layer(config, family, layers, max_tokens)
+    rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))
     return Plan(
         folder=stored.folder,
         program=str(parsed),
@@ -116,7 +120,7 @@ def make_plan(
         head_dim=source.head_dim,
         epsilon=family.epsilon(config),
         activation=_activation(config, family),
-        rotary=_rotary(config, family, max_tokens) if any(family.rotates(config)) else None,
+        rotaries=rotaries,
         hidden=hidden,
         vocabulary=vocabulary,
         layers=layers,
@@ -130,7 +134,7 @@ def make_plan(
         output_scale=family.output_scale(config),
         logit_scale=family.logit_scale(config),
         logit_softcap=_softcap(config, family.softcap),
-        rotary_layers=rotary_layers_of(config, family, layers),
+        rotary_layers=places_among(rotaries, by_layer),
         described=family if family.model_type == FUSED.model_type else None,
     )
 
@@ -208,15 +212,15 @@ def _activation(config: Any, family: Family) -> str:
     return name
 
 
-def _unchanged(config: Any) -> int | None:
-    """Up to how many tokens rotary positions do not depend on the text's length, if they do beyond."""
-    rope = config.rope_parameters
-    kind = rope["rope_type"]
-    if kind not in ROPE_TYPES:
+def _unchanged(config: Any, kind: str | None) -> int | None:
+    """Up to how many tokens rotary positions of a kind do not depend on the text's length, if they do beyond."""
+    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    scaling = rope["rope_type"]
+    if scaling not in ROPE_TYPES:
         raise ValueError(
-            f"rope_type in config.json must be known, not {shown(kind)}; {did_you_mean(str(kind), ROPE_TYPES)}"
+            f"rope_type in config.json must be known, not {shown(scaling)}; {did_you_mean(str(scaling), ROPE_TYPES)}"
         )
-    if kind not in ("dynamic", "longrope"):
+    if scaling not in ("dynamic", "longrope"):
         return None
     first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     if type(first) is not int or first < 1:
@@ -226,21 +230,35 @@ def _unchanged(config: Any) -> int | None:
     return first
 
 
-def rotary_layers_of(config: Any, family: Family, layers: int) -> tuple[bool, ...]:
-    """Which layers' attentions have rotary positions; nothing if they are all alike.
+def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int) -> list[Rotary | None]:
+    """The rotary positions of each layer's attention, None where it has none.
 
     Raises:
-        ValueError: if the configuration does not say it of every layer.
+        ValueError: if the configuration does not say it of every layer, or describes what cannot be.
     """
-    rotates = family.rotates(config)
-    if all(rotates) or not any(rotates):
-        return ()
-    if len(rotates) != layers:
-        raise ValueError(
-            f"{family.rotary_layers} in config.json has an entry for each of {len(rotates)} layers, and the checkpoint "
-            f"holds {layers}; rotary positions need one for each"
-        )
-    return tuple(rotates)
+
+    def of_each(attribute: str | None, listed: list[Any]) -> list[Any]:
+        if len(set(listed)) == 1:
+            return listed[:1] * layers
+        if len(listed) != layers:
+            raise ValueError(
+                f"{attribute} in config.json has an entry for each of {len(listed)} layers, and the checkpoint holds "
+                f"{layers}; rotary positions need one for each"
+            )
+        return listed
+
+    rotates = of_each(family.rotary_layers, family.rotates(config))
+    if not any(rotates):
+        return [None] * layers
+    kinds = of_each("layer_types", family.rope_kinds(config))
+    found = {kind: _rotary(config, family, max_tokens, kind) for kind in set(kinds)}
+    return [found[kind] if turns else None for kind, turns in zip(kinds, rotates, strict=True)]
+
+
+def places_among(rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]) -> tuple[int | None, ...]:
+    """Which of them each layer has; nothing where all have the first, or there are none."""
+    places = tuple(None if one is None else rotaries.index(one) for one in by_layer)
+    return places if rotaries and any(place != 0 for place in places) else ()
 
 
 def _softcap(config: Any, attribute: str | None) -> float | None:
@@ -253,17 +271,17 @@ def _softcap(config: Any, attribute: str | None) -> float | None:
     return float(bound)
 
 
-def _rotary(config: Any, family: Family, max_tokens: int) -> Rotary:
-    first = _unchanged(config)
+def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> Rotary:
+    first = _unchanged(config, kind)
+    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if first is not None and max_tokens > first:
-        kind = config.rope_parameters["rope_type"]
         raise ValueError(
-            f"{kind} rotary positions change beyond {first} tokens, which is not supported; "
+            f"{rope['rope_type']} rotary positions change beyond {first} tokens, which is not supported; "
             f"keep prompt and output together within {first} tokens (now {max_tokens})"
         )
-    described = f"config.json describes no rotary positions: rope_parameters are {shown(config.rope_parameters, 200)}"
+    described = f"config.json describes no rotary positions: rope_parameters are {shown(rope, 200)}"
     try:
-        rotary = Rotary(*family.angles(config))
+        rotary = Rotary(*family.angles(config, kind))
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{described} ({type(error).__name__}: {first_line(error)})") from error
     if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale))):

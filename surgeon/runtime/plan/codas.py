@@ -14,7 +14,7 @@ from surgeon.models.edit import check_layers
 from surgeon.models.families import family_of
 from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.plan.checks import rotary_layers_of
+from surgeon.runtime.plan.checks import places_among, rotaries_by_layer
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
@@ -48,6 +48,9 @@ def with_coda(plan: Plan) -> Plan:
     if layers:
         check_layers(program, layers)
         check_division(program, source.units, plan.ranks)
+    by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens) if layers else []
+    # The coda's passes have the angles of the model's; a kind that is the coda's alone comes behind those.
+    rotaries = tuple(dict.fromkeys([*plan.rotaries, *(one for one in by_layer if one is not None)]))
     own = replace(
         plan,
         model_type=family.model_type,
@@ -55,9 +58,10 @@ def with_coda(plan: Plan) -> Plan:
         program=str(program),
         layers=layers,
         windows=attention_windows(stored.config, family, layers) if layers else (),
-        rotary_layers=rotary_layers_of(stored.config, family, layers) if layers else (),
+        rotaries=rotaries,
+        rotary_layers=places_among(rotaries, by_layer),
     )
-    return replace(plan, coda=CodaPlan(nodes, file, own))
+    return replace(plan, rotaries=rotaries, coda=CodaPlan(nodes, file, own))
 
 
 def _check_cut(program: Program, nodes: int, file: Path) -> None:

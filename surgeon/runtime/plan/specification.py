@@ -54,7 +54,7 @@ class Plan:
         head_dim: the width of one head.
         epsilon: of all norms.
         activation: as `transformers` names it.
-        rotary: None for families with learned positions.
+        rotaries: the rotary positions that its attentions have; none for families with learned positions.
         hidden: the width of the stream.
         vocabulary: rows of the embedding.
         layers: how many layers the checkpoint holds.
@@ -69,7 +69,8 @@ class Plan:
         output_scale: what the output of every sublayer is multiplied by before it is added, if anything.
         logit_scale: what output logits are multiplied by, if anything.
         logit_softcap: the bound of output logits after that, if any.
-        rotary_layers: which layers' attentions have rotary positions; all of them where it is empty.
+        rotary_layers: which of the rotary positions each layer's attention has, None for no such; all have the first
+            (if there is any) where it is empty.
         decoding: how passes that add one token to each text are computed.
         low_rank: how ranks share matrices that are two factors.
         kv: what is kept in the cache of attentions whose k and v are two factors each.
@@ -85,7 +86,7 @@ class Plan:
     head_dim: int
     epsilon: float
     activation: str
-    rotary: Rotary | None
+    rotaries: tuple[Rotary, ...]
     hidden: int
     vocabulary: int
     layers: int
@@ -100,7 +101,7 @@ class Plan:
     output_scale: float | None = None
     logit_scale: float | None = None
     logit_softcap: float | None = None
-    rotary_layers: tuple[bool, ...] = ()
+    rotary_layers: tuple[int | None, ...] = ()
     decoding: Decoding = "auto"
     low_rank: LowRankMode = "auto"
     kv: KvMode = "auto"
@@ -120,9 +121,11 @@ class Plan:
         assert bits is not None, f"{self.dtype} is no dtype of floating-point numbers"
         return int(bits[0]) // 8
 
-    def rotates(self, attention: Sublayer) -> bool:
-        """Whether an attention has rotary positions; of averaged layers as the first one's has."""
-        return self.rotary is not None and (not self.rotary_layers or self.rotary_layers[attention.layers[0]])
+    def rotary_of(self, attention: Sublayer) -> int | None:
+        """Which of the rotary positions an attention has, if any; of averaged layers as the first one's has."""
+        if self.rotary_layers:
+            return self.rotary_layers[attention.layers[0]]
+        return 0 if self.rotaries else None
 
     def window(self, attention: Sublayer) -> int | None:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""

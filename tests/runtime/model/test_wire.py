@@ -62,7 +62,7 @@ class Wire(Collectives):
 
 def plan_for(way: LowRankMode, program: str) -> Plan:
     sizes = {"hidden": HIDDEN, "vocabulary": 8, "layers": 1, "max_tokens": 8, "head_dim": 128}
-    return Plan(Path(), "llama", program, RANKS, epsilon=1e-5, activation="silu", rotary=None, tied=True, ends=(),
+    return Plan(Path(), "llama", program, RANKS, epsilon=1e-5, activation="silu", rotaries=(), tied=True, ends=(),
                 dtype="float32", low_rank=way, **sizes)  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_a_layer_of_the_full_size(way: LowRankMode, values: int) -> None:
     rank.load(weights_without_values())
     tokens = 3
     stream = torch.empty(tokens, HIDDEN, device="meta")
-    attended = Pass(lambda _, queries, *__: queries.flatten(1), None)
+    attended = Pass(lambda _, queries, *__: queries.flatten(1), ())
     assert land(rank.run(State(stream), attended)).stream.shape == stream.shape
     assert wire.values == values * tokens
     assert values <= 37_276 or way == "base"

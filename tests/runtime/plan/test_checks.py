@@ -167,14 +167,14 @@ def test_windows_that_cannot_be(saved: Callable[..., Path]) -> None:
 
 def test_layers_without_rotary_positions(saved: Callable[..., Path]) -> None:
     plan = make_plan(saved("smollm3"), 2, 20)
-    assert plan.rotary_layers == (True, False, True, False)
-    assert [plan.rotates(Sublayer("A", (k,))) for k in (0, 3)] == [True, False]
+    assert plan.rotary_layers == (0, None, 0, None)
+    assert [plan.rotary_of(Sublayer("A", (k,))) for k in (0, 3)] == [0, None]
     plan = make_plan(saved("smollm3", no_rope_layers=[0, 0, 0, 0]), 2, 20)
-    assert (plan.rotary, plan.rotary_layers) == (None, ())
+    assert (plan.rotaries, plan.rotary_layers) == ((), ())
     plan = make_plan(saved("smollm3", no_rope_layers=[1, 1, 1, 1]), 2, 20)
-    assert plan.rotary is not None
+    assert len(plan.rotaries) == 1
     assert plan.rotary_layers == ()
-    assert plan.rotates(Sublayer("A", (3,)))
+    assert plan.rotary_of(Sublayer("A", (3,))) == 0
     folder = saved("smollm3")
     change_config(folder, no_rope_layers=[1, 0, 1])
     with pytest.raises(ValueError, match="no_rope_layers has an entry for each of 3 layers, and there are 4"):
@@ -216,7 +216,7 @@ def test_slices_of_sublayers_with_a_norm_behind_them(saved: Callable[..., Path],
 def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
     folder = saved(rope_parameters=rope)
-    assert make_plan(folder, 1, 16).rotary is not None
+    assert make_plan(folder, 1, 16).rotaries
     assert make_plan(folder, 1, None).max_tokens == 16
     with pytest.raises(ValueError, match="dynamic rotary positions change beyond 16 tokens"):
         make_plan(folder, 1, 17)
@@ -349,8 +349,7 @@ def test_rotary_positions_are_those_of_transformers(
     model = tiny_model(family, rope_parameters=rope)
     model.save_pretrained(tmp_path)
     module = next(found for name, found in model.named_modules() if name.endswith("rotary_emb"))
-    rotary = make_plan(tmp_path, 1, 16).rotary
-    assert rotary is not None
+    (rotary,) = make_plan(tmp_path, 1, 16).rotaries
     assert rotary.inverse_frequencies == tuple(module.inv_freq.tolist())
     assert rotary.scale == module.attention_scaling
 

@@ -38,7 +38,7 @@ def plan_of(windows: tuple[Window, ...], steps: Steps, ranks: int, tokens: int) 
         f"A{step[0]} F{step[0]}" if len(step) == 1 else f"[A{step[0]} A{step[1]}] [F{step[0]} F{step[1]}]"
         for step in steps
     )
-    shape = {"head_dim": 8, "epsilon": 1e-5, "activation": "silu", "rotary": None, "hidden": 64, "vocabulary": 96}
+    shape = {"head_dim": 8, "epsilon": 1e-5, "activation": "silu", "rotaries": (), "hidden": 64, "vocabulary": 96}
     rest: dict[str, Any] = {"tied": False, "ends": (), "dtype": "float32"}
     folder, layers = Path("nowhere"), len(windows)
     return Plan(folder, "llama", program, ranks, layers=layers, max_tokens=tokens, windows=windows, **shape, **rest)
