@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-Scores = Literal["softmax", "sigmoid"]
-GroupScore = Literal["max", "top2"]
+Scores = Literal["softmax", "softmax of chosen", "sigmoid"]
 LEAST_TOTAL = 1e-20  # that chosen scores are divided by, which sigmoids may be as small as
 
 
@@ -25,22 +24,27 @@ class Routing:
 
     Attributes:
         top_k: experts of a token; all of them where there are fewer.
-        scores: what logits become: softmax over all experts, or a sigmoid each. A softmax over the chosen ones only
-            (gpt-oss) is a softmax over all that is normalised.
+        scores: what logits become: an expert's share in the softmax over all experts, or over those that are chosen
+            (which is the former, divided by their sum), or the sigmoid of its own logit.
         normalise: whether the chosen ones' scores are divided by their sum.
         scale: what weights are multiplied by after that.
-        groups: of equally many experts, one after the other, of which only the best `kept_groups` are chosen from
-            (DeepSeek-V3, section 2.1.2); 1 for no groups.
-        group_score: a group is as good as its best expert, or as its best two together.
+        groups: of equally many neighbouring experts, of which only the best `top_groups` are chosen from (DeepSeek-V3,
+            section 2.1.2); 1 for no groups.
+        group_best: a group is as good as so many of its best experts together.
     """
 
     top_k: int
     scores: Scores = "softmax"
-    normalise: bool = True
+    normalise: bool = False
     scale: float = 1.0
     groups: int = 1
-    kept_groups: int = 1
-    group_score: GroupScore = "max"
+    top_groups: int = 1
+    group_best: int = 1
+
+    @property
+    def divides(self) -> bool:
+        """Whether the weights of a token's experts come to `scale` together."""
+        return self.normalise or self.scores == "softmax of chosen"
 
     def chosen(self, experts: int) -> int:
         """How many of so many experts a token is sent to."""
@@ -51,7 +55,7 @@ class Routed(NamedTuple):
     """Where tokens go.
 
     Attributes:
-        experts: (T, k), int64, in no particular order.
+        experts: (T, k), int64, the best first.
         weights: of their outputs, (T, k), float32.
     """
 
@@ -70,14 +74,13 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     Raises:
         ValueError: if the experts do not divide into the groups, or the groups chosen from have too few.
     """
-    experts = logits.shape[1]
-    scores = logits.float().softmax(-1) if routing.scores == "softmax" else logits.float().sigmoid()
+    scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.float().softmax(-1)
     compared = scores if correction is None else scores + correction.float()
     if routing.groups > 1:
         compared = _within_groups(compared, routing)
-    chosen = compared.topk(routing.chosen(experts), dim=-1, sorted=False).indices
+    chosen = compared.topk(routing.chosen(logits.shape[-1]), dim=-1).indices
     weights = scores.gather(-1, chosen)
-    if routing.normalise:
+    if routing.divides:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_TOTAL)
     return Routed(chosen, weights if routing.scale == 1 else weights * routing.scale)
 
@@ -88,23 +91,22 @@ def check_groups(experts: int, routing: Routing) -> None:
     Raises:
         ValueError: if the experts do not divide into the groups, or the groups chosen from have too few.
     """
-    groups, least = routing.groups, 2 if routing.group_score == "top2" else 1
+    groups, least = routing.groups, routing.group_best
     if groups > 1 and (experts % groups or experts // groups < least):
         raise ValueError(
             f"{experts} experts do not divide into {groups} groups of {least} or more; keep equally many of each group"
         )
-    if groups > 1 and experts // groups * routing.kept_groups < routing.top_k:
+    if groups > 1 and experts // groups * routing.top_groups < routing.top_k:
         raise ValueError(
-            f"{routing.kept_groups} groups of {experts // groups} experts have fewer than the {routing.top_k} that a "
+            f"{routing.top_groups} groups of {experts // groups} experts have fewer than the {routing.top_k} that a "
             "token is sent to; keep more of each group"
         )
 
 
 def _within_groups(compared: Tensor, routing: Routing) -> Tensor:
     """The same scores, minus infinity for experts of groups that are not chosen from."""
-    check_groups(compared.shape[1], routing)
-    by_group = compared.view(len(compared), routing.groups, -1)
-    best = by_group.topk(2 if routing.group_score == "top2" else 1, dim=-1).values.sum(-1)
-    kept = best.topk(routing.kept_groups, dim=-1).indices
-    left_out = by_group.new_ones(by_group.shape[:2]).scatter(-1, kept, 0.0).bool()
-    return by_group.masked_fill(left_out[..., None], float("-inf")).flatten(1)
+    check_groups(compared.shape[-1], routing)
+    by_group = compared.view(*compared.shape[:-1], routing.groups, -1)
+    value = by_group.topk(routing.group_best, dim=-1).values.sum(-1)
+    left_out = value.new_ones(value.shape).scatter(-1, value.topk(routing.top_groups, dim=-1).indices, 0.0).bool()
+    return by_group.masked_fill(left_out[..., None], float("-inf")).flatten(-2)

@@ -21,19 +21,19 @@ EXPERTS, TOP, HIDDEN, TOKENS = 16, 4, 8, 50
 CONFIG = {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP, "hidden_size": HIDDEN}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 CASES: dict[str, tuple[Any, dict[str, Any], Routing]] = {
-    "mixtral": (MixtralTopKRouter, {}, Routing(TOP)),
-    "qwen3": (Qwen3MoeTopKRouter, {"norm_topk_prob": True}, Routing(TOP)),
-    "olmoe": (OlmoeTopKRouter, {"norm_topk_prob": False}, Routing(TOP, normalise=False)),
-    "gpt-oss": (GptOssTopKRouter, {}, Routing(TOP)),
+    "mixtral": (MixtralTopKRouter, {}, Routing(TOP, normalise=True)),
+    "qwen3": (Qwen3MoeTopKRouter, {"norm_topk_prob": True}, Routing(TOP, normalise=True)),
+    "olmoe": (OlmoeTopKRouter, {"norm_topk_prob": False}, Routing(TOP)),
+    "gpt-oss": (GptOssTopKRouter, {}, Routing(TOP, "softmax of chosen")),
     "deepseek-v2": (
         DeepseekV2TopkRouter,
         GROUPS | {"topk_method": "group_limited_greedy"},
-        Routing(TOP, normalise=False, scale=2.5, groups=4, kept_groups=2),
+        Routing(TOP, scale=2.5, groups=4, top_groups=2),
     ),
     "deepseek-v3": (
         DeepseekV3TopkRouter,
         GROUPS | {"norm_topk_prob": True},
-        Routing(TOP, "sigmoid", scale=2.5, groups=4, kept_groups=2, group_score="top2"),
+        Routing(TOP, "sigmoid", normalise=True, scale=2.5, groups=4, top_groups=2, group_best=2),
     ),
 }
 
@@ -59,12 +59,12 @@ def test_routers_of_transformers(name: str) -> None:
 
 def test_fewer_experts_than_a_token_is_sent_to() -> None:
     logits = torch.tensor([[1.0, 2.0]])
-    experts, weights = route(logits, Routing(4))
+    experts, weights = route(logits, Routing(4, normalise=True))
     torch.testing.assert_close(weights.gather(1, experts.argsort()), logits.softmax(-1))
 
 
 def test_groups_have_equally_many() -> None:
     with pytest.raises(ValueError, match="15 experts do not divide into 4 groups of 1 or more; keep equally many"):
-        route(torch.zeros(1, 15), Routing(2, groups=4, kept_groups=2))
+        route(torch.zeros(1, 15), Routing(2, groups=4, top_groups=2))
     with pytest.raises(ValueError, match="2 groups of 2 experts have fewer than the 6 that a token is sent to"):
-        route(torch.zeros(1, 8), Routing(6, groups=4, kept_groups=2))
+        route(torch.zeros(1, 8), Routing(6, groups=4, top_groups=2))

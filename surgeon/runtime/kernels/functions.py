@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from surgeon.models.routing import Routed, Routing
 from surgeon.runtime.kernels.build import built
 from surgeon.runtime.kernels.library import Library
 from surgeon.threads import usable_cores
@@ -70,6 +71,26 @@ class TextKeys(NamedTuple):
     first_key: int
     start: int
     window: int | None
+
+
+class PackedExperts(NamedTuple):
+    """Experts of a mixture with numbers from `first` on, as the kernels read them.
+
+    Attributes:
+        table: of each, the addresses of its gates and values side by side as a weight in panels, of their bias, of the
+            weight in panels that writes to the stream, and of its bias, (experts, 4), int64; 0 for no bias.
+        kept: what lies at these addresses.
+        neurons: of each.
+        activation: of gates, one of GATED.
+        clamped: alpha and limit of gates that are clamped (gpt-oss), in place of an activation.
+    """
+
+    first: int
+    table: Tensor
+    kept: tuple[Tensor, ...]
+    neurons: int
+    activation: str
+    clamped: tuple[float, float] | None = None
 
 
 class Kernels:
@@ -138,6 +159,35 @@ class Kernels:
             return y
 
         return gate
+
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routed:
+        """What `surgeon.models.routing.route` gives, the experts as int32; logits are (T, E) of one piece."""
+        tokens, experts = logits.shape
+        chosen = routing.chosen(experts)
+        numbers, weights = logits.new_empty(tokens, chosen).view(torch.int32), logits.new_empty(tokens, chosen)
+        self.library.call(
+            *("route", logits.data_ptr(), tokens, experts, _address(correction), chosen),
+            *(routing.scores == "sigmoid", routing.divides, routing.scale, routing.groups, routing.top_groups),
+            *(routing.group_best, numbers.data_ptr(), weights.data_ptr()),
+        )
+        return Routed(numbers, weights)
+
+    def mixture(self, x: Tensor, routed: Routed, experts: PackedExperts) -> Tensor:
+        """The weighted sum of what some experts make of tokens, (T, h); 0 of tokens that are sent to none of them.
+
+        Args:
+            routed: experts as int32.
+        """
+        tokens, hidden = x.shape
+        y = x.new_empty(tokens, hidden)
+        alpha, limit = experts.clamped or (0.0, 0.0)
+        activation = 2 if experts.clamped else int(GATED[experts.activation] != "gated_silu")
+        self.library.call(
+            *("mixture", x.data_ptr(), tokens, x.stride(0), routed.experts.data_ptr(), routed.weights.data_ptr()),
+            *(routed.experts.shape[1], experts.first, len(experts.table), experts.table.data_ptr(), hidden),
+            *(experts.neurons, activation, alpha, limit, y.data_ptr()),
+        )
+        return y
 
     def add(self, x: Tensor, y: Tensor, total: Tensor) -> None:
         """The sum of two tensors of one shape, each of one piece, as is the third, where it is put."""

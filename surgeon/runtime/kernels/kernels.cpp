@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "exchange.h"
+#include "mixture.h"
 #include "pointwise.h"
 #include "pool.h"
 #include "product.h"
@@ -52,11 +53,36 @@ EXPORTED void place(
 
 // Activated gates times values, (tokens, width), of both side by side, (tokens, 2, width).
 EXPORTED void gated_silu(const float *wide, int64_t tokens, int64_t width, float *y) {
-    gate<Silu>(wide, tokens, width, y);
+    gate(wide, tokens, width, y, Gated<Silu>{});
 }
 
 EXPORTED void gated_tanh_gelu(const float *wide, int64_t tokens, int64_t width, float *y) {
-    gate<TanhGelu>(wide, tokens, width, y);
+    gate(wide, tokens, width, y, Gated<TanhGelu>{});
+}
+
+// Which of `experts` tokens are sent to, (tokens, chosen), and the weights of what those make of them, by the router's
+// logits, (tokens, experts); correction, (experts), may be null.
+EXPORTED void route(
+    const float *logits, int64_t tokens, int64_t experts, const float *correction, int64_t chosen, int64_t sigmoid,
+    int64_t normalise, float scale, int64_t groups, int64_t top_groups, int64_t group_best, int32_t *numbers,
+    float *weights) {
+    const Routing routing{experts, chosen, sigmoid != 0, normalise != 0, scale, groups, top_groups, group_best};
+    pool().share_rows(tokens, experts * chosen, [&](int64_t token) {
+        const int64_t own = token * chosen;
+        route_token(routing, logits + token * experts, correction, numbers + own, weights + own);
+    });
+}
+
+// What experts with numbers from `first` on make of tokens, (tokens, hidden), each weighted and all added. Gates are
+// activated by silu (0) or by the other function (1), or clamped with `alpha` up to `limit` (2).
+EXPORTED void mixture(
+    const float *x, int64_t tokens, int64_t stride, const int32_t *chosen, const float *weights, int64_t places,
+    int64_t first, int64_t count, const Expert *experts, int64_t hidden, int64_t neurons, int64_t activation,
+    float alpha, float limit, float *y) {
+    const Mixture own{x, tokens, stride, chosen, weights, places, first, count, experts, hidden, neurons};
+    if (activation == 2) mix(own, Clamped{alpha, limit}, y);
+    else if (activation == 1) mix(own, Gated<TanhGelu>{}, y);
+    else mix(own, Gated<Silu>{}, y);
 }
 
 // Puts keys and values of tokens, (tokens, heads, dim), into their places of a cache, (heads, places, dim).
@@ -188,6 +214,8 @@ RECORDABLE(rms_norm)
 RECORDABLE(place)
 RECORDABLE(gated_silu)
 RECORDABLE(gated_tanh_gelu)
+RECORDABLE(route)
+RECORDABLE(mixture)
 RECORDABLE(keep)
 RECORDABLE(attend)
 RECORDABLE(add)

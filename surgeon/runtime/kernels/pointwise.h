@@ -80,13 +80,36 @@ struct TanhGelu {  // x * (1 + tanh(u)) / 2 = x / (1 + exp(-2 u))
     static float of(float x) { return x / (1.0f + std::exp(x * (x * x * kInner + 1.0f) * kOuter)); }
 };
 
+// Gates up to a limit, values between -limit and limit and 1 more: x * sigmoid(alpha * x) * (value + 1) (gpt-oss).
+struct Clamped {
+    float alpha, limit;
+    float operator()(float gate, float value) const {
+        gate = std::min(gate, limit);
+        return gate / (1.0f + std::exp(-alpha * gate)) * (std::clamp(value, -limit, limit) + 1.0f);
+    }
+    Vector operator()(Vector gate, Vector value) const {
+        const Vector most = spread(limit), least = spread(-limit);
+        gate = gate > most ? most : gate;
+        value = value > most ? most : value < least ? least : value;
+        return gate / (exponential(gate * -alpha) + 1.0f) * (value + 1.0f);
+    }
+};
+
+// Activated gates times values.
 template <typename Activation>
-static void gate(const float *wide, int64_t tokens, int64_t width, float *y) {
+struct Gated {
+    template <typename Number>
+    Number operator()(Number gate, Number value) const { return Activation::of(gate) * value; }
+};
+
+// Of tokens, (tokens, 2, width), to (tokens, width).
+template <typename Combined>
+static void gate(const float *wide, int64_t tokens, int64_t width, float *y, const Combined &combined) {
     pool().share_rows(tokens, width, [&](int64_t token) {
         const float *gates = wide + token * 2 * width, *values = gates + width;
         float *to = y + token * width;
         each(
-            width, [&](int64_t at) { store(to + at, Activation::of(load(gates + at)) * load(values + at)); },
-            [&](int64_t at) { to[at] = Activation::of(gates[at]) * values[at]; });
+            width, [&](int64_t at) { store(to + at, combined(load(gates + at), load(values + at))); },
+            [&](int64_t at) { to[at] = combined(gates[at], values[at]); });
     });
 }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <type_traits>
 #include <vector>
 
@@ -221,31 +222,82 @@ struct Weight {
 };
 
 // Tokens, (tokens, inputs) and `stride` numbers apart, times a weight: to (tokens, outputs).
-static void multiply(const float *x, int64_t tokens, int64_t stride, const Weight &weight, float *y) {
-    if (!tokens) return;
-    static thread_local std::vector<float> room;
-    const Tiles tiles(tokens);
-    const bool packed = tokens < kMany;
-    if (tokens > 1 && packed) {
-        if (static_cast<int64_t>(room.size()) < tokens * weight.inputs) room.resize(tokens * weight.inputs);
-        pack_tokens(x, tiles, stride, weight.inputs, room.data());
-        x = room.data();
+struct Product {
+    const float *x;
+    int64_t tokens, stride;
+    Weight weight;
+    float *y;
+};
+
+// A product as pieces of work: its panels, of many tokens for some tiles at a time.
+struct Pieces {
+    Product product;
+    Tiles tiles;
+    Tokens own;
+    bool packed;
+    int64_t panels, blocks, first;  // the latter the number of the first piece among those of all products
+
+    Pieces(const Product &of, int64_t first, const float *room)
+        : product(of), tiles(of.tokens), packed(of.tokens < kMany), first(first) {
+        own = {room ? room : of.x, packed, packed ? of.weight.inputs : of.stride};
+        panels = (of.weight.outputs + kPanel - 1) / kPanel;
+        blocks = packed ? 1 : (tiles.count + kBlock - 1) / kBlock;
     }
-    const Tokens own{x, packed, packed ? weight.inputs : stride};
-    const int64_t panels = (weight.outputs + kPanel - 1) / kPanel;
-    const int64_t blocks = packed ? 1 : (tiles.count + kBlock - 1) / kBlock;
-    pool().share(blocks * panels, [&](int64_t piece) {
-        const int64_t block = piece / panels, first = piece % panels * kPanel;
+
+    int64_t end() const { return first + blocks * panels; }
+
+    const float *weights_of(int64_t piece) const {
+        return product.weight.panels + (piece - first) % panels * kPanel * product.weight.inputs;
+    }
+
+    // `following`: what the thread that computes the piece will probably read next.
+    void multiply(int64_t piece, const float *following) const {
+        const Weight &weight = product.weight;
+        const int64_t block = (piece - first) / panels, column = (piece - first) % panels * kPanel, tokens = product.tokens;
         const int64_t begin = tiles.count * block / blocks, end = tiles.count * (block + 1) / blocks;
-        const int64_t following = (piece + pool().threads()) % panels * kPanel;
-        const int64_t columns = std::min(kPanel, weight.outputs - first), width = width_of(columns);
+        const int64_t columns = std::min(kPanel, weight.outputs - column), width = width_of(columns);
         const Panel panel{
-            weight.panels + first * weight.inputs, weight.bias ? weight.bias + first : nullptr,
-            weight.panels + following * weight.inputs, weight.inputs, width, columns, weight.outputs};
-        if (width < kPanel) multiply_panel<kLeast / kLanes, false>(own, tiles, begin, end, panel, y + first);
-        else if (!packed) multiply_panel<kColumns, true>(own, tiles, begin, end, panel, y + first);
-        else if (tokens == 1) multiply_panel<kVectors, false>(own, tiles, begin, end, panel, y + first);
-        else if (kSplit ? tokens <= 3 : tokens > 16) multiply_panel<4, false>(own, tiles, begin, end, panel, y + first);
-        else multiply_panel<kFewColumns, false>(own, tiles, begin, end, panel, y + first);
+            weights_of(piece), weight.bias ? weight.bias + column : nullptr, following, weight.inputs, width, columns,
+            weight.outputs};
+        float *y = product.y + column;
+        if (width < kPanel) multiply_panel<kLeast / kLanes, false>(own, tiles, begin, end, panel, y);
+        else if (!packed) multiply_panel<kColumns, true>(own, tiles, begin, end, panel, y);
+        else if (tokens == 1) multiply_panel<kVectors, false>(own, tiles, begin, end, panel, y);
+        else if (kSplit ? tokens <= 3 : tokens > 16) multiply_panel<4, false>(own, tiles, begin, end, panel, y);
+        else multiply_panel<kFewColumns, false>(own, tiles, begin, end, panel, y);
+    }
+};
+
+// Several products at once: threads share the pieces of all of them. None is of no tokens.
+static void multiply(const Product *products, int64_t count) {
+    static thread_local std::vector<float> room;
+    static thread_local std::vector<Pieces> all;
+    const auto fills = [](const Product &one) { return one.tokens > 1 && one.tokens < kMany; };
+    int64_t filled = 0, at = 0;
+    for (int64_t one = 0; one < count; ++one)
+        if (fills(products[one])) filled += products[one].tokens * products[one].weight.inputs;
+    if (static_cast<int64_t>(room.size()) < filled) room.resize(filled);
+    all.clear();
+    for (int64_t one = 0; one < count; ++one) {
+        const Product &own = products[one];
+        float *packed = fills(own) ? room.data() + at : nullptr;
+        all.emplace_back(own, all.empty() ? 0 : all.back().end(), packed);
+        if (!packed) continue;
+        pack_tokens(own.x, all.back().tiles, own.stride, own.weight.inputs, packed);
+        at += own.tokens * own.weight.inputs;
+    }
+    const int64_t pieces = all.empty() ? 0 : all.back().end();
+    const auto owner = [begin = all.begin(), end = all.end()](int64_t piece) -> const Pieces & {
+        return *std::prev(std::upper_bound(
+            begin, end, piece, [](int64_t number, const Pieces &one) { return number < one.first; }));
+    };
+    pool().share(pieces, [&](int64_t piece) {
+        const int64_t following = (piece + pool().threads()) % pieces;
+        owner(piece).multiply(piece, owner(following).weights_of(following));
     });
+}
+
+static void multiply(const float *x, int64_t tokens, int64_t stride, const Weight &weight, float *y) {
+    const Product product{x, tokens, stride, weight, y};
+    if (tokens && weight.outputs) multiply(&product, 1);
 }

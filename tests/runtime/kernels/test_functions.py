@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from surgeon.runtime.kernels.functions import Kernels, Runs, TextKeys, kernels, kernels_for
+from surgeon.models.routing import Routed, Routing, route
+from surgeon.runtime.kernels.functions import Kernels, PackedExperts, Runs, TextKeys, kernels, kernels_for
 from surgeon.runtime.model.layers import rotate_
 
 DRAWS = 25
@@ -289,3 +290,63 @@ def test_which_tensors_they_compute_with() -> None:
     assert kernels_for(torch.zeros(1)) is kernels()
     assert kernels_for(torch.zeros(1, dtype=torch.bfloat16)) is None
     assert kernels_for(torch.zeros(1, device="meta")) is None
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_route(own: Kernels, seed: int) -> None:
+    """Every kind of scores, groups, corrections, and fewer experts than a token is sent to."""
+    draw = drawn(seed)
+    groups = 2 ** draw(0, 2)
+    tokens, experts = draw(0, 40), groups * draw(2, 20)
+    routing = Routing(
+        draw(1, experts // groups + 2 * (groups == 1)),
+        ("softmax", "softmax of chosen", "sigmoid")[draw(0, 2)],
+        bool(draw(0, 1)),
+        (1.0, 2.5)[draw(0, 1)],
+        groups,
+        draw(1, groups),
+        draw(1, 2),
+    )
+    logits, correction = torch.randn(tokens, experts), torch.randn(experts) if draw(0, 1) else None
+    found, expected = own.route(logits, routing, correction), route(logits, routing, correction)
+    nothing = torch.zeros(tokens, experts)
+    assert close(nothing.scatter(1, found.experts.long(), found.weights), nothing.scatter(1, *expected), 1e-5)
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_mixture(own: Kernels, seed: int) -> None:
+    """Some of a mixture's experts, of few tokens or many, with biases or without, by every activation."""
+    draw = drawn(seed)
+    tokens, hidden, neurons = draw(0, 9) if draw(0, 2) else draw(100, 300), draw(1, 90), draw(1, 90)
+    experts, chosen = draw(1, 7), draw(1, 3)
+    first, count = draw(0, 2), experts
+    x = torch.randn(tokens, hidden + draw(0, 5))[:, :hidden]
+    reading, writing = torch.randn(count, 2 * neurons, hidden), torch.randn(count, hidden, neurons)
+    biased = draw(0, 1)
+    biases = torch.randn(count, 2 * neurons), torch.randn(count, hidden)
+    routed = Routed(torch.randint(0, experts + 3, (tokens, chosen), dtype=torch.int32), torch.rand(tokens, chosen))
+    kept = [(in_panels(one), in_panels(other)) for one, other in zip(reading, writing, strict=True)]
+    table = torch.tensor(
+        [
+            [one.data_ptr(), bias.data_ptr() * biased, other.data_ptr(), out.data_ptr() * biased]
+            for (one, other), bias, out in zip(kept, *biases, strict=True)
+        ]
+    )
+    clamped = (1.7, 0.9) if draw(0, 2) == 0 else None
+    activation = ("silu", "gelu_new")[draw(0, 1)]
+    packed = PackedExperts(first, table, tuple(one for pair in kept for one in pair), neurons, activation, clamped)
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for expert, weight in zip(routed.experts[token].tolist(), routed.weights[token].tolist(), strict=True):
+            if not first <= expert < first + count:
+                continue
+            at = expert - first
+            wide = reading[at].double() @ x[token].double() + biased * biases[0][at].double()
+            gate, up = wide.chunk(2)
+            if clamped:
+                gate, up = gate.clamp(max=0.9), up.clamp(-0.9, 0.9) + 1
+                gate = gate * (1.7 * gate).sigmoid()
+            else:
+                gate = ACT2FN[activation](gate)
+            expected[token] += weight * (writing[at].double() @ (gate * up) + biased * biases[1][at].double())
+    assert close(own.mixture(x, routed, packed), expected, 1e-5)
