@@ -203,6 +203,11 @@ def _phi3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     return _gated(draw, (head_dim,)) | heads | rope | _window(draw)
 
 
+def _glm(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    drawn = _gated(draw)
+    return drawn | _rope(draw, drawn["head_dim"], partly=True) | {"attention_bias": draw(st.booleans())}
+
+
 def _opt(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     return _heads(draw, grouped=False) | {
         "ffn_dim": draw(st.sampled_from((16, 52))),
@@ -254,6 +259,8 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "granite": _granite,
     "gemma2": _gemma2,
     "phi3": _phi3,
+    "glm": _glm,
+    "glm4": _glm,
     "opt": _opt,
     "gpt2": _gpt2,
     "gpt_neo": _gpt_neo,

@@ -251,6 +251,34 @@ class _Phi3(Reference):
         return self.linear(self.at(k, self.down), self.activation(gate) * up)
 
 
+class _Glm(Reference):
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        if role not in ("gate", "up"):
+            return super().place(role)
+        wide = self.config.intermediate_size
+        return "mlp.gate_up_proj", (slice(0, wide) if role == "gate" else slice(wide, None), slice(None))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Features 2i and 2i + 1 turn as a pair, in the first part of each head's."""
+        rope = self.config.rope_parameters
+        width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
+        frequencies, scale = rotary_frequencies(rope, width)
+        angles = torch.arange(x.shape[-2])[:, None] * frequencies
+        turned = torch.view_as_complex(x[..., :width].unflatten(-1, (-1, 2)).contiguous())
+        turned = turned * torch.polar(torch.full_like(angles, scale), angles)
+        return torch.cat([torch.view_as_real(turned).flatten(-2), x[..., width:]], -1)
+
+    feed_forward = _Phi3.feed_forward
+
+
+class _Glm4(_Glm):
+    def after_attention(self, k: int, x: Tensor) -> Tensor:
+        return self.norm(self.at(k, "post_self_attn_layernorm"), x)
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        return self.norm(self.at(k, "post_mlp_layernorm"), super().feed_forward(k, x))
+
+
 class _SmolLM3(Reference):
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.config.no_rope_layers[k]:
@@ -405,6 +433,8 @@ _CLASSES: dict[str, type[Reference]] = {
     "granite": _Granite,
     "opt": _Opt,
     "phi3": _Phi3,
+    "glm": _Glm,
+    "glm4": _Glm4,
     "gemma2": _Gemma2,
     "gpt2": _Gpt2,
     "gpt_neo": _GptNeo,

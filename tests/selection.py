@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+from surgeon.models.families import FAMILIES
+
+# Families that norm what a sublayer adds to the stream: theirs are neither sliced nor fused.
+NORMED_BEHIND = tuple(name for name, family in FAMILIES.items() if family.attention.post_norm is not None)
+
 
 def case(*values: Any, default: bool, id: str | None = None) -> Any:
     """A set of parameters, tried by default or with `--thorough` only."""

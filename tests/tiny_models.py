@@ -13,6 +13,8 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
@@ -64,6 +66,8 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         _GROUPED
         | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.5},
     ),
+    "glm": (GlmConfig, _GROUPED | {"head_dim": 8, "pad_token_id": 1}),
+    "glm4": (Glm4Config, _GROUPED | {"head_dim": 16, "pad_token_id": 1}),
     "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1}),
     "gpt2": (GPT2Config, {"n_inner": 48}),
     "gpt_neo": (GPTNeoConfig, {"intermediate_size": 48, "window_size": 5}),

@@ -23,9 +23,9 @@ from tests.checkpoint.helpers import (
     save_source,
     weights_of,
 )
-from tests.selection import one_in
+from tests.selection import NORMED_BEHIND, one_in
 
-FUSABLE = sorted(set(FAMILIES) - {"gemma2"})
+FUSABLE = sorted(set(FAMILIES) - set(NORMED_BEHIND))
 PAIR_AND_TRIPLET = "A0 F0 [A1 A2] [F1 F2] [A3 A4 A5] [F5 F3 F4]"
 IN_ONE_STEP = "[A0 F0] [A1 A2 F1 F2] [A3 F5 A4 F3 A5 F4]"
 # Attention windows in the layers of the pair only.

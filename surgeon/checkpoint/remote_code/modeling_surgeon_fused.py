@@ -72,6 +72,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     # Positions: rotary ones, or learned ones, added to the embeddings.
     rope_parameters: dict[str, Any] | None = None
     rotary_layers: list[bool] | None = None  # which layers have the rotary ones; None for all
+    rotary_neighbours: bool = False  # features 2i and 2i + 1 turn as a pair, not i and that half a width further on
     learned_positions: int = 0  # rows of their table; 0 for rotary positions
     position_offset: int = 0  # rows before that of position 0
     positions_from_mask: bool = False  # count the tokens that the attention mask has, unless positions are given
@@ -90,6 +91,12 @@ class SurgeonFusedConfig(PreTrainedConfig):
 def make_norm(config: Any) -> nn.Module:
     """The norm that the stream goes through before a sublayer."""
     return NORMS[config.norm](config.hidden_size, eps=config.norm_eps)
+
+
+def in_halves(heads: Tensor, width: int) -> Tensor:
+    """Features of heads, (..., head_dim), such that of the first so many the even ones come before the odd ones."""
+    turned = heads[..., :width]
+    return torch.cat([turned[..., ::2], turned[..., 1::2], heads[..., width:]], -1)
 
 
 class HeadNorm(nn.Module):
@@ -154,6 +161,8 @@ class FusedAttention(nn.Module):
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         if self.rotary:
             cos, sin = position_embeddings
+            if self.config.rotary_neighbours:  # products do not depend on the order of features
+                query, key = in_halves(query, cos.shape[-1]), in_halves(key, cos.shape[-1])
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)

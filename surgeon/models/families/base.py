@@ -131,6 +131,7 @@ class Family:
         gated: whether the MLP multiplies an activated gate with an up projection.
         rotary: whether positions enter by rotary embedding in each attention.
         partly_rotary: whether only some features of a head may; other classes rotate all, whatever the config says.
+        rotary_neighbours: whether features 2i and 2i + 1 turn as a pair (GLM), not i and that half a width further on.
         position_embedding: path of a learned position embedding, if any.
         position_offset: how many entries of it come before position 0 (OPT has 2).
         positions_from_mask: whether positions count what the attention mask lets through, unless they are given.
@@ -181,6 +182,7 @@ class Family:
     gated: bool
     rotary: bool
     partly_rotary: bool = False
+    rotary_neighbours: bool = False
     position_embedding: str | None = None
     position_offset: int = 0
     positions_from_mask: bool = False

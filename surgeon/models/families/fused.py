@@ -26,6 +26,7 @@ def _variant(family: Family, config: Any) -> Family:
         gated=config.gated,
         rotary=not config.learned_positions,
         position_embedding=POSITIONS if config.learned_positions else None,
+        rotary_neighbours=config.rotary_neighbours,
         position_offset=config.position_offset,
         steps_per_layer=1 if config.parallel_residual else 2,
     )

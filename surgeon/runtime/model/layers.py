@@ -299,6 +299,24 @@ def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
     turned.mul_(cosine).addcmul_(other_half, signed_sine)
 
 
+def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
+    """An attention's tensors by role, the features of its queries and keys in the order in which `rotate_` pairs them.
+
+    The products of queries and keys do not depend on it.
+
+    Args:
+        width: how many features of a head turn, neighbours as a pair.
+    """
+    order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2), torch.arange(width, head_dim)])
+    found = dict(tensors)
+    for name in (f"{role}{part}" for role in "qk" for part in (".weight", ".second.weight", ".bias", "_norm.weight")):
+        if name in found:
+            dim = found[name].dim() - 1 if "norm" in name else 0
+            heads = found[name].unflatten(dim, (-1, head_dim))
+            found[name] = heads.index_select(dim + 1, order.to(heads.device)).flatten(dim, dim + 1)
+    return found
+
+
 def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> Angles:
     """Cosine and signed sine, (tokens, 1, features that turn) each, for positions from `first` on."""
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)

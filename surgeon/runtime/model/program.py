@@ -23,7 +23,7 @@ from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
 from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
-from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
+from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, in_halves, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
@@ -154,6 +154,8 @@ class RankProgram:
         """What computes a part, with its weights."""
         plan, sublayer = self.plan, computed_of(self.plan, work, part)
         spec, tensors = plan.family.spec(sublayer.kind), self._here(source.sublayer(sublayer, torch_dtype(plan)))
+        if sublayer.kind == ATTENTION and plan.family.rotary_neighbours and plan.rotaries:
+            tensors = in_halves(tensors, plan.rotaries[0].width, plan.head_dim)
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
         if sublayer.kind == ATTENTION:
             kv_heads = count_outputs(tensors, "k") // plan.head_dim

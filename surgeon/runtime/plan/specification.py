@@ -41,6 +41,11 @@ class Rotary:
     inverse_frequencies: tuple[float, ...]
     scale: float
 
+    @property
+    def width(self) -> int:
+        """How many features of a head turn."""
+        return 2 * len(self.inverse_frequencies)
+
 
 @dataclass(frozen=True)
 class Plan:

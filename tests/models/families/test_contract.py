@@ -15,14 +15,16 @@ from surgeon.testing import FamilyContract
 from surgeon.testing.families import order_of_attentions
 from surgeon.testing.sublayers import EDITS, LAYERS
 from tests.reference import Reference
+from tests.selection import case
 from tests.tiny_models import tiny_model
 
 FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
-FAMILY_NAMES += ["smollm3", "granite"]
+FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4"]
+THOROUGH = ("glm",)  # whose mechanisms others have, too
 
 
 class TestFamilies(FamilyContract):
-    @pytest.fixture(scope="class", params=FAMILY_NAMES)
+    @pytest.fixture(scope="class", params=[case(name, default=name not in THOROUGH) for name in FAMILY_NAMES])
     def family_model(self, request: pytest.FixtureRequest) -> PreTrainedModel:
         return tiny_model(request.param, num_layers=LAYERS)
 

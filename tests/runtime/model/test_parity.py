@@ -22,7 +22,7 @@ from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import Progress, complete, load, unload
 from tests.runtime.on_ranks import logits_in_chunks
-from tests.selection import case
+from tests.selection import NORMED_BEHIND, case
 from tests.tiny_models import VOCABULARY, tiny_model
 
 TOLERANCE = 1e-4
@@ -40,6 +40,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {},
     "smollm3": {},
     "granite": {"attention_bias": True, "mlp_bias": True},
+    "glm": {},
+    "glm4": {},
 }
 DENSE = Program.dense(4)
 PROGRAMS = {
@@ -76,13 +78,13 @@ PROGRAMS = {
 }
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
-SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite")
+SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 CASES = [
     (family, name)
     for family in OVERRIDES
     for name in (SHORT_LIST if family in SHORT else PROGRAMS)
-    if family != "gemma2" or "/" not in PROGRAMS[name]  # its sublayers cannot be sliced
+    if family not in NORMED_BEHIND or "/" not in PROGRAMS[name]  # their sublayers cannot be sliced
     if family in GROUPED or name != "one KV group of two"  # whose heads are two, for two ranks
 ]
 WAYS = [(1, "shm"), (2, "shm"), (4, "shm"), (2, "gloo"), (4, "gloo")]
@@ -177,7 +179,7 @@ def test_logits_and_counts(
     # The rank whose branches have the most steps is the one that the others wait for.
     for chunk, counts in zip(CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True):
         assert max(count.all_reduces for count in counts) == program.sync_points(number)
-        outputs = outputs_reduced(program.nodes, number, norms_behind=family == "gemma2")
+        outputs = outputs_reduced(program.nodes, number, norms_behind=family in NORMED_BEHIND)
         assert max(count.bytes for count in counts) == outputs * chunk.numel() * plan.hidden * 4
         assert all(count.all_gathers == 0 for count in counts)
 
