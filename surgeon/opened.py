@@ -63,7 +63,8 @@ class Model(StoredModel):
 
     def __repr__(self) -> str:
         stored = "configuration only" if self.files is None else f"{self.form} form"
-        return f"<surgeon.Model {self.name}: {self.family.name}, {self.num_layers} layers, {stored}>"
+        inside = "" if self.wrapped is None else f" inside {self.wrapped.wrapper.name}"
+        return f"<surgeon.Model {self.name}: {self.family.name}{inside}, {self.num_layers} layers, {stored}>"
 
     @property
     def label(self) -> str:

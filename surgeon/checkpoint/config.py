@@ -24,6 +24,7 @@ from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import Family, family_named, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Names
+from surgeon.models.wrappers import text_entries
 from surgeon.named import is_hub_name, on_disk
 
 CONFIG = "config.json"
@@ -72,7 +73,7 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
             not there.
     """
     path = _find(what)
-    entries = read_json(path)
+    entries = text_entries(read_json(path))
     model_type = str(entries.get("model_type"))
     if model_type == FUSED.model_type:
         return _of_source(path)

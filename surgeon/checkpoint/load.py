@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import logging
 
 from surgeon.checkpoint.config import read_config
 from surgeon.checkpoint.forms import form_of
@@ -57,20 +59,52 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
         on_gpu = any(str(place) not in ("None", "cpu", "disk", "meta") for place in places)
         dtype = stored.compute_dtype("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
     model_class = form_of(stored.checkpoint).model_class(stored)
-    options = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    options["config"] = copy.deepcopy(stored.config)  # which becomes the loaded model's own
+    config = copy.deepcopy(stored.config)  # which becomes the loaded model's own
     try:
-        loaded, report = model_class.from_pretrained(stored.folder, **options)
+        loaded = from_files(model_class, stored, config=config, dtype=dtype, device_map=device_map)
     except (ArithmeticError, AssertionError, LookupError, TypeError) as error:
         raise ValueError(
             f"{stored.folder / 'config.json'} describes no model that can be built ({type(error).__name__}: {error})"
         ) from error
-    check_complete(stored.folder, report)
     ready: PreTrainedModel = loaded.eval()
     if stored.own is not None:
         edit(ready, stored.own)
         vars(ready)["own_program"] = stored.own  # which recipes start from, whatever it is edited to
     return ready
+
+
+def from_files(model_class: Any, stored: StoredModel, **options: Any) -> PreTrainedModel:
+    """What `from_pretrained` makes of a model's folder, or of the text decoder in it.
+
+    Raises:
+        ValueError: if a tensor is missing or does not fit.
+    """
+    wrapped, options = stored.wrapped, options | {"ignore_mismatched_sizes": True}
+    if wrapped is None:
+        loaded, report = model_class.from_pretrained(stored.folder, output_loading_info=True, **options)
+    else:
+        with quiet():  # it would tell of all that is around the text decoder
+            loaded, report = model_class.from_pretrained(
+                stored.folder, output_loading_info=True, key_mapping=wrapped.loading, **options
+            )
+        vars(loaded).pop("_weight_conversions", None)  # saved, the decoder is a model of its own
+    check_complete(stored.folder, report)
+    made: PreTrainedModel = loaded
+    return made
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep `transformers` from reporting on every load."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def check_complete(folder: Path, report: Mapping[str, Any]) -> None:

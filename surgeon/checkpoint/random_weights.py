@@ -20,6 +20,7 @@ from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import Factors, ModelWeights, WeightMatrix
+from surgeon.models.wrappers import text_entries
 
 SPREAD = 0.02  # the standard deviation of a matrix's numbers, and of those of the product of two factors
 
@@ -42,7 +43,7 @@ class RandomCheckpoint(Checkpoint):
         from surgeon.checkpoint.config import read_config_only
 
         TensorFiles.__init__(self)
-        self.folder, self.where, self.config = path, str(path), read_json(path)
+        self.folder, self.where, self.config = path, str(path), text_entries(read_json(path))
         self._device = torch.device(device)
         parsed, _ = read_config_only(path)
         with torch.device("meta"):

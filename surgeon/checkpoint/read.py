@@ -6,6 +6,7 @@ file is said before any work begins.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -16,8 +17,10 @@ from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.header import parse_json
 from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.tensor_file import TensorFiles, blocks_of
+from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.demo import demo_model
 from surgeon.errors import shown
+from surgeon.models.wrappers import wrapper_of
 from surgeon.named import is_hub_name, on_disk
 
 SINGLE_FILE = "model.safetensors"
@@ -74,7 +77,8 @@ class Checkpoint(TensorFiles):
 
     Attributes:
         folder: where it lies.
-        config: the parsed config.json.
+        config: the parsed config.json; of a model around a text decoder, what the decoder would have alone.
+        wrapped: what is around the text decoder, which these tensors are then; None where nothing is.
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
@@ -83,6 +87,7 @@ class Checkpoint(TensorFiles):
     """
 
     needed_by = "its config.json"
+    wrapped: Wrapped | None = None
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -93,7 +98,7 @@ class Checkpoint(TensorFiles):
                 "and nothing else would; merge it into its model (peft's merge_and_unload), or move it elsewhere"
             )
         check_inside(folder, folder / "config.json")
-        self.config = read_json(folder / "config.json")
+        self.config = entries = read_json(folder / "config.json")
         self._weights_hash = ""
         self._hashing = Lock()
         for file, names in self._index().items():
@@ -101,6 +106,20 @@ class Checkpoint(TensorFiles):
             self._add(folder / file, names)
         if not self.files:
             raise ValueError(f"{folder} holds no tensors")
+        if (wrapper := wrapper_of(entries)) is not None:
+            self.config = wrapper.text_entries(entries)
+            self.wrapped = Wrapped(wrapper, copy.copy(self), entries)
+            self._keep(self.wrapped.text_names())
+
+    @property
+    def whole(self) -> TensorFiles:
+        """All tensors of the folder, also those around a text decoder, by the names that they are stored under."""
+        return self if self.wrapped is None else self.wrapped.files
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """config.json as it stands."""
+        return self.config if self.wrapped is None else self.wrapped.entries
 
     def _index(self) -> dict[str, set[str]]:
         """The weight files, and the tensors that the index says are in each: those that `transformers` would load.
@@ -128,7 +147,7 @@ class Checkpoint(TensorFiles):
 
     def _weights_file(self) -> str:
         """The name of the one file, or of the index of several."""
-        named = self.config.get(WEIGHTS_KEY)
+        named = self.entries.get(WEIGHTS_KEY)
         if named is not None:
             if not isinstance(named, str) or Path(named).name != named or not named.endswith(WEIGHTS_ENDINGS):
                 raise ValueError(
@@ -148,14 +167,14 @@ class Checkpoint(TensorFiles):
     @property
     def file_names(self) -> frozenset[str]:
         """The weight files in use, and their index."""
-        return frozenset({self._weights_file(), *(path.name for path in self.files.values())})
+        return frozenset({self._weights_file(), *(path.name for path in self.whole.files.values())})
 
     def model_hash(self) -> str:
         """SHA-256 over what config.json says of the model and over its weights: which model this is.
 
         The order of config.json's entries does not count, nor do those that change nothing of what is computed.
         """
-        meant = {key: value for key, value in self.config.items() if key not in NOT_COMPUTED}
+        meant = {key: value for key, value in self.entries.items() if key not in NOT_COMPUTED}
         text = json.dumps(meant, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(f"{text}\n{self.weights_hash()}".encode()).hexdigest()
 
@@ -164,7 +183,7 @@ class Checkpoint(TensorFiles):
         with self._hashing:
             if not self._weights_hash:
                 digest = hashlib.sha256()
-                for path in sorted(set(self.files.values())):
+                for path in sorted(set(self.whole.files.values())):
                     digest.update(path.name.encode())
                     with path.open("rb", buffering=0) as file:
                         for block in blocks_of(file, path.stat().st_size, path):

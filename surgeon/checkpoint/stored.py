@@ -12,6 +12,7 @@ import torch
 from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.training import is_no_source, lacking
+from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import shown
 from surgeon.gpus import gpu_with_room
 from surgeon.language.program import Program
@@ -49,6 +50,11 @@ class StoredModel:
                 f"{self.name} was opened by its configuration alone, and this needs its files; open it with its weights"
             )
         return self.files
+
+    @property
+    def wrapped(self) -> Wrapped | None:
+        """What is around it, if it is the text decoder of a model of more."""
+        return None if self.files is None else self.files.wrapped
 
     @property
     def folder(self) -> Path:

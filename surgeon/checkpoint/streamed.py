@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.load import check_complete, open_stored
+from surgeon.checkpoint.load import from_files, open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.families import SublayerSpec, family_of
@@ -127,10 +127,4 @@ def _without_layers(stored: StoredModel, dtype: torch.dtype) -> nn.Module:
     for key, value in stored.family.per_layer_entries(stored.config, []).items():
         setattr(shallow, key, value)
     shallow.num_hidden_layers = 0
-    model_class: Any = AutoModelForCausalLM
-    model, report = model_class.from_pretrained(
-        stored.folder, config=shallow, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    check_complete(stored.folder, report)
-    loaded: nn.Module = model
-    return loaded
+    return from_files(AutoModelForCausalLM, stored, config=shallow, dtype=dtype)

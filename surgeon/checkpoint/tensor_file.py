@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class TensorFiles:
     def __init__(self) -> None:
         self.files: dict[str, Path] = {}
         self._entries: dict[str, Entry] = {}
+        self._stored_names: dict[str, str] = {}  # what the files call those that are renamed
 
     def _add(self, path: Path, expected: Collection[str] = ()) -> None:
         """Take in one file's tensors, those too that nobody expects: whatever loads the file, loads them."""
@@ -47,6 +48,12 @@ class TensorFiles:
                 )
             self.files[name] = path
             self._entries[name] = entry
+
+    def _keep(self, stored: Mapping[str, str]) -> None:
+        """Know only some tensors, by names of their own: what their files call each of them."""
+        self.files = {name: self.files[own] for name, own in stored.items()}
+        self._entries = {name: self._entries[own] for name, own in stored.items()}
+        self._stored_names = dict(stored)
 
     def names(self) -> list[str]:
         """All tensor names, file by file."""
@@ -80,13 +87,13 @@ class TensorFiles:
     def tensor(self, name: str) -> Tensor:
         """One whole tensor; what is not looked at of it is not read."""
         with self._open(name) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(self._stored_names.get(name, name))
         return tensor
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         """Elements first..end-1 along one dimension (0 or 1) of a tensor; nothing else is read."""
         with self._open(name) as file:
-            view = file.get_slice(name)
+            view = file.get_slice(self._stored_names.get(name, name))
             part: Tensor = view[first:end] if dim == 0 else view[:, first:end]
         return part
 

@@ -34,7 +34,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def shard_limit(source: Checkpoint) -> int | None:
     """How large a file may become: as the source's largest shard, in bytes; None where the source is one file."""
-    files = set(source.files.values())
+    files = set(source.whole.files.values())
     return max(path.stat().st_size for path in files) if len(files) > 1 else None
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.errors import NotProven
 from surgeon.exports.in_memory import export, logits_of
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
@@ -66,7 +67,9 @@ def export_with_adapter(model: PeftModel, folder: str | Path, *, tokenizer: Any 
         with _without_adapter(base, lora):
             layout = _layout_of(base)
             proof = export(base, partial / BASE, form=layout.form.name, tokenizer=tokenizer)
-        names = {path: _written_names(path, layout, family_of(base.config)) for path in lora}
+        wrapped = Checkpoint(partial / BASE).wrapped
+        place = str if wrapped is None else wrapped.wrapper.path_inside
+        names = {path: [*map(place, _written_names(path, layout, family_of(base.config)))] for path in lora}
         (partial / ADAPTER).mkdir()
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         save_file(_renamed(state, names), partial / ADAPTER / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -176,7 +179,7 @@ def _prove(model: PeftModel, folder: Path) -> None:
     model_class, config = form_of(written.checkpoint).written_class(written)
     kept = next(model.parameters()).dtype
     base = model_class.from_pretrained(folder / BASE, config=config, dtype=kept)
-    tokens = random_tokens(config)
+    tokens = random_tokens(written.config)
     alive: Any = model  # which takes what its base model takes
     reference = Reference(tokens, logits_of(alive, tokens))
     found = reference.difference(logits_of(PeftModel.from_pretrained(base, str(folder / ADAPTER)), tokens))  # type: ignore[arg-type]

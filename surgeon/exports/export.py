@@ -91,7 +91,7 @@ def write_export(
                 keep_tokenizer_class(folder, original.config)
 
             # Write, and read back what was written, while the original runs with the program.
-            shards = split_into_shards(plan.tensors, shard_limit(source))
+            shards = split_into_shards(plan.stored, shard_limit(source))
             with Writing(folder, shards, advance) as writing:
                 with stretch(advance, size) as read:
                     reference = reference_of(original, plan.program, read, plan.factors)

@@ -19,12 +19,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.companions import Companions, companions_at
+from surgeon.checkpoint.config import CONFIG
 from surgeon.checkpoint.forms import PROGRAM, Layout
 from surgeon.checkpoint.load import open_stored
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training
+from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import NotProven
 from surgeon.exports.export import DTYPES, plan_export, write_export
 from surgeon.exports.prove import Proof
@@ -33,6 +35,7 @@ from surgeon.exports.stock import stock_layers_of, stock_model, stock_state
 from surgeon.models.edit import input_device
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
+from surgeon.models.wrappers import wrapper_of
 from surgeon.named import is_hub_name, on_disk
 from surgeon.opened import Model
 from surgeon.processes.files import write_json
@@ -88,7 +91,8 @@ def export(
         name = came_from if on_disk(came_from) is not None else "a model in memory"
         original = Model.of(Checkpoint(source), name)
         companions = _with_home(companions_at(source), model, tokenizer is not None)
-        plan = plan_export(original, stock.program, form, dtype, companions=companions)
+        around = original.wrapped or _around(model)
+        plan = plan_export(original, stock.program, form, dtype, companions=companions, wrapped=around)
         alive = partial(logits_of, model)
         return write_export(plan, target, overwrite, alive=alive, training=training, complete=complete)
 
@@ -199,6 +203,14 @@ def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool)
         kept = {name: path for name, path in written.files.items() if name != GENERATION}  # the file says it all
         written = replace(written, files=kept)
     return written.over(found.without_tokenizer() if has_tokenizer else found)
+
+
+def _around(model: PreTrainedModel) -> Wrapped | None:
+    """What is around the text decoder that a model was loaded as; None if it is one by itself."""
+    home = _home_of(model)
+    if home is None or wrapper_of(read_json(home / CONFIG)) is None:
+        return None
+    return Checkpoint(home).wrapped
 
 
 def _home_of(model: PreTrainedModel) -> Path | None:

@@ -172,7 +172,12 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     are passed over.
     """
     parameters, store = _parameters(model), stored.checkpoint
-    own = ((parameter, stored.weights.names.own(parameter)) for parameter in parameters)
+    paths: dict[str, str | None] = {parameter: parameter for parameter in parameters}
+    if store.wrapped is not None and not isinstance(model.config, type(stored.config)):
+        # What is around the text decoder no text is computed with.
+        paths = {parameter: store.wrapped.wrapper.text_path(parameter) for parameter in parameters}
+        parameters = {parameter: tensor for parameter, tensor in parameters.items() if paths[parameter] is not None}
+    own = ((parameter, stored.weights.names.own(path)) for parameter, path in paths.items() if path is not None)
     found = {parameter: name for parameter, name in own if name in store}
     for parameter in found:  # in place of one that several modules may share, its own, without numbers
         path, _, last = parameter.rpartition(".")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from surgeon.checkpoint.companions import AUTO_MAP, Companions, companions_of
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
+from surgeon.checkpoint.forms.planning import carried
+from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
 from surgeon.language.operations.within import runs_whole_layers
@@ -56,10 +59,11 @@ class ExportPlan:
 
     Attributes:
         layout: the form, the reason for it, and the layers.
-        tensors: all of the checkpoint's.
+        tensors: all of the checkpoint's, but for what is around a text decoder.
         companions: files to be copied, and what is left behind.
         dtype: the dtype asked for, a key of DTYPES, or None to keep each tensor's own.
         factors: of matrices that the program has a rank for.
+        wrapped: what the layers stand in, if they are a text decoder's.
     """
 
     original: Model
@@ -69,10 +73,19 @@ class ExportPlan:
     companions: Companions
     dtype: str | None
     factors: FactorCache
+    wrapped: Wrapped | None = None
+
+    @cached_property
+    def stored(self) -> list[PlannedTensor]:
+        """What files hold: the tensors, and around a text decoder everything else, as it is."""
+        if self.wrapped is None:
+            return self.tensors
+        renamed = [replace(tensor, name=self.wrapped.stored_name(tensor.name)) for tensor in self.tensors]
+        return renamed + [carried(self.wrapped.files, name) for name in self.wrapped.around]
 
     @property
     def weight_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        return sum(tensor.num_bytes for tensor in self.stored)
 
     def identity(self, name: str) -> Identity:
         """What measurements must be of, for the card of a checkpoint that is not written yet; weights are read."""
@@ -104,6 +117,8 @@ class ExportPlan:
         """config.json of the new checkpoint."""
         form = self.layout.form
         config = form.config(self.original, self.layout, self.tensors)
+        if self.wrapped is not None:
+            config = self.wrapped.around_text(config)
         if self.dtype is not None:
             config.pop("torch_dtype", None)
             config["dtype"] = self.dtype
@@ -120,6 +135,7 @@ def plan_export(
     dtype: str | None = None,
     factors: FactorSource | None = None,
     companions: Companions | None = None,
+    wrapped: Wrapped | None = None,
 ) -> ExportPlan:
     """Decide what to write.
 
@@ -128,6 +144,7 @@ def plan_export(
         dtype: of the written weights, a key of DTYPES; by default each tensor keeps its own.
         factors: of matrices that the program has a rank for; by default their truncated singular values.
         companions: what goes along; by default what lies beside the model's weights.
+        wrapped: what a text decoder is to stand in; by default what it stands in already.
 
     Raises:
         ValueError: if the program does not fit the model or the form, or as `check_exportable`.
@@ -140,13 +157,14 @@ def plan_export(
         form = PROGRAM.name  # what else its config.json says is of its own program
     if original.own is not None and form != PROGRAM.name:
         raise ValueError(f"{original.name} runs a program of its own, which only the program form has; leave form out")
-    layout = lay_out(program, original.family, original.config, form)
+    wrapped = wrapped or original.wrapped
+    layout = lay_out(program, original.family, original.config, form, wrapped=wrapped)
     kept = factors if isinstance(factors, FactorCache) else FactorCache(factors or TruncatedSVD())
     tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
     companions = companions or companions_of(original.folder, original.checkpoint.file_names)
     if layout.form.shipped is not None:
         companions = companions.without_model_code()
-    return ExportPlan(original, program, layout, tensors, companions, dtype, kept)
+    return ExportPlan(original, program, layout, tensors, companions, dtype, kept, wrapped)
 
 
 def check_storage(form: str, dtype: str | None) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
-from transformers.utils import logging
 
 from surgeon.beside import Stopped
 from surgeon.checkpoint.forms import Form, PlannedTensor
-from surgeon.checkpoint.load import check_complete, open_stored
+from surgeon.checkpoint.load import check_complete, open_stored, quiet
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import NotProven
@@ -96,20 +94,6 @@ class Reference:
         return self.logits.abs().max().item()
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep `transformers` from reporting on every load."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def reference_of(
     original: Model,
     program: Program,
@@ -173,7 +157,7 @@ def original_model(
         ValueError: if a tensor is missing or has another shape than the configuration asks for.
     """
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(original.config)]
-    with _quiet():
+    with quiet():
         model = build_empty(model_class, copy.deepcopy(original.config), buffers)
     make_room(model, original.weights, program or original.program)
     match = match_names(model, original)
@@ -298,7 +282,7 @@ def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, M
     Raises:
         NotProven: if the checkpoint does not have its tensors.
     """
-    with _quiet():
+    with quiet():
         model = build_empty(*form.written_class(written))
     match = match_names(model, written)
     for what, which in (("missing", match.missing), ("unexpected", match.unexpected)):
@@ -317,7 +301,7 @@ def _only_linear(model: PreTrainedModel, match: Match, stored: Collection[str]) 
     return all(isinstance(model.get_submodule(module), nn.Linear) for module in used)
 
 
-@_quiet()
+@quiet()
 @torch.inference_mode()
 def _logits(
     model: PreTrainedModel,

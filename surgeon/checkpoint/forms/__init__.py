@@ -23,6 +23,7 @@ from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.program import PROGRAM
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, per_layer_lists
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.models.families import Family
@@ -49,13 +50,21 @@ def form_of(checkpoint: Checkpoint) -> Form:
     return next((form for form in FORMS.values() if form.marks(checkpoint.config)), PLAIN)
 
 
-def lay_out(program: Program, family: Family, config: Any, form: str = "auto", among: Collection[str] = ()) -> Layout:
+def lay_out(
+    program: Program,
+    family: Family,
+    config: Any,
+    form: str = "auto",
+    among: Collection[str] = (),
+    wrapped: Wrapped | None = None,
+) -> Layout:
     """The most portable form that holds the program exactly, or the form asked for.
 
     Args:
         config: the original's `transformers` configuration, for its widths and per-layer lists.
         form: "auto", or one of FORMS.
         among: the forms that "auto" looks at, all by default.
+        wrapped: what the layers are to stand in, if they are a text decoder's.
 
     Raises:
         ValueError: if there is no such form, or the program does not fit it, with the reason.
@@ -67,6 +76,8 @@ def lay_out(program: Program, family: Family, config: Any, form: str = "auto", a
     for one in map(FORMS.__getitem__, among or FORMS if form == "auto" else (form,)):
         try:
             layout = one.lay_out(program, family, config)
+            if wrapped is not None and (reason := one.inside(wrapped, layout)) is not None:
+                raise Inexpressible(reason)
         except Inexpressible as refusal:
             refusals.setdefault(str(refusal), []).append(one.name)
             continue

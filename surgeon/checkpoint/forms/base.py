@@ -14,6 +14,7 @@ from surgeon.checkpoint.forms.stored_layers import StoredLayer, per_layer_lists,
 from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
@@ -71,6 +72,14 @@ class Form(ABC):
         Raises:
             Inexpressible: if there are none, saying why.
         """
+
+    def inside(self, wrapped: Wrapped, layout: Layout) -> str | None:  # noqa: ARG002
+        """Why a text decoder in this form cannot stand inside its wrapper; None if it can."""
+        return (
+            None
+            if self.shipped is None
+            else (f"its modeling file makes a language model alone, not one inside a {wrapped.wrapper.name}")
+        )
 
     def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
         """For each layer of a checkpoint in this form, the original's layers that it is made of.
@@ -139,6 +148,8 @@ class Form(ABC):
         """The class that others build, in the modeling file inside the checkpoint if it has one; its configuration."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+        if (wrapped := stored.wrapped) is not None:
+            return wrapped.stock_class()
         if self.shipped is None:
             return MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.config
         model_class: Any = self.shipped.model_class(stored.config.model_type, stored.folder)

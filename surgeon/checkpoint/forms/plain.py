@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from surgeon.checkpoint.forms.base import Form, Layout
+from surgeon.checkpoint.forms.base import Form, Layout, config_beside
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import (
     Inexpressible,
@@ -50,7 +50,9 @@ class Plain(Form):
         widths = _widths(layout.layers[0], original.family, original.config)
         return super().config(original, layout, tensors) | widths
 
-    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:  # noqa: ARG002
+    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
+        if checkpoint.wrapped is not None:
+            return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
         return AutoConfig.from_pretrained(checkpoint.folder)
 
 

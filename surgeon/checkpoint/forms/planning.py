@@ -16,6 +16,7 @@ from torch import Tensor
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Sublayer
 from surgeon.models.families import Family, SublayerSpec
 from surgeon.models.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
@@ -52,6 +53,19 @@ class PlannedTensor:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def carried(files: TensorFiles, name: str) -> PlannedTensor:
+    """A tensor that is written as it is stored, byte for byte."""
+    return PlannedTensor(
+        name,
+        files.shape(name),
+        files.dtype(name),
+        rounded=False,
+        rows=lambda: iter([files.tensor(name)]),
+        sources=(name,),
+        blocks=partial(files.blocks, name),
+    )
 
 
 class TensorPlanner:

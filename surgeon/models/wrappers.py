@@ -1,0 +1,160 @@
+"""Models around a text decoder: where the decoder is, and how it stands alone. A wrapper is data, as a family is.
+
+What surgeon works on is the text decoder, as a causal language model of its own family. Vision towers, projectors and
+whatever else is around it are seen by nobody, and written again as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.errors import shown
+from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
+
+Entries = dict[str, Any]  # of a config.json
+# What names of tensors begin with, in files and in the text model alone; the first pair that fits counts.
+Prefixes = tuple[tuple[str, str], ...]
+
+_BEFORE_ALL = (("language_model.", ""),)  # as most checkpoints on the hub have it, and transformers writes it
+_INSIDE = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
+# Of the whole model, where config.json says it of the text decoder, too.
+_SHARED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _as_it_is(entries: Entries) -> Entries:
+    return entries
+
+
+def _no_layers(_: Entries) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One architecture around a text decoder.
+
+    Attributes:
+        name: as users know it.
+        model_type: as `config.json` has it.
+        decoder_type: the `model_type` of the text decoder, where its configuration does not say it.
+        text: the entry of `config.json` that is the text decoder's configuration.
+        decoder: path of the text decoder in the wrapper's class, where a causal language model has "model".
+        names: the ways in which checkpoints name tensors.
+        tied: whether embedding and head are one matrix where `config.json` does not say.
+        alone: makes the text decoder's entries those of the family that computes the same of a text.
+        fed_layers: how many of the first layers have features of images added behind them.
+        refused: why the text decoder cannot be operated on, if it cannot.
+    """
+
+    name: str
+    model_type: str
+    decoder_type: str
+    text: str = "text_config"
+    decoder: str = "model.language_model"
+    names: tuple[Prefixes, ...] = (_BEFORE_ALL, _INSIDE)
+    tied: bool = True
+    alone: Callable[[Entries], Entries] = _as_it_is
+    fed_layers: Callable[[Entries], int] = _no_layers
+    refused: str | None = None
+
+    def text_entries(self, entries: Entries) -> Entries:
+        """The `config.json` that the text decoder would have as a causal language model.
+
+        Raises:
+            ValueError: if it is not there, or cannot be operated on.
+        """
+        own = entries.get(self.text)
+        if not isinstance(own, dict):
+            raise ValueError(
+                f"the config.json of a {self.name} has its text decoder's configuration as {self.text}, "
+                f"not {shown(own)}; is it damaged?"
+            )
+        if self.refused is not None:
+            raise ValueError(f"the text decoder of a {self.name} cannot be operated on: {self.refused}")
+        given = {"model_type": self.decoder_type} | own
+        given |= {key: entries[key] for key in _SHARED if key in entries and own.get(key) is None}
+        given |= {key: value for key, value in entries.items() if key.startswith(PROGRAM_PREFIX)}
+        return self.alone(given | {"tie_word_embeddings": entries.get("tie_word_embeddings", self.tied)})
+
+    def prefixes_among(self, names: Iterable[str]) -> Prefixes:
+        """How a checkpoint with tensors of these names calls the text decoder's."""
+        there = list(names)
+        ways = (way for way in self.names if any(name.startswith(way[0][0]) for name in there))
+        return next(ways, self.names[0])
+
+    def text_path(self, path: str) -> str | None:
+        """Where a causal language model has what the wrapper's class has at a path; None if it is not of the text."""
+        if path.startswith(f"{self.decoder}."):
+            return "model" + path.removeprefix(self.decoder)
+        return path if path.startswith("lm_head.") else None
+
+    def path_inside(self, path: str) -> str:
+        """Where the wrapper's class has what a causal language model has at a path."""
+        return self.decoder + path.removeprefix("model") if path.startswith("model.") else path
+
+
+def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
+    """A name with another beginning; None if none of the prefixes is its own."""
+    return next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), None)
+
+
+def wrapper_of(entries: Entries) -> Wrapper | None:
+    """The wrapper that a config.json describes; None if it is of a causal language model."""
+    model_type = str(entries.get("model_type"))
+    return WRAPPERS.get(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
+
+
+def text_entries(entries: Entries) -> Entries:
+    """The entries of a config.json, or those of the text decoder inside.
+
+    Raises:
+        ValueError: as `Wrapper.text_entries`.
+    """
+    wrapper = wrapper_of(entries)
+    return entries if wrapper is None else wrapper.text_entries(entries)
+
+
+def _plainly_rotary(model_type: str) -> Callable[[Entries], Entries]:
+    """Of a decoder whose positions have three parts (time, height, width), which of a text are all the same."""
+
+    def alone(entries: Entries) -> Entries:
+        found = entries | {"model_type": model_type}
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(rope := found.get(key), dict):
+                kept = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+                if "mrope" in (kept.get("type"), kept.get("rope_type")):
+                    kept |= {"type": "default", "rope_type": "default"}
+                found[key] = kept
+        return found
+
+    return alone
+
+
+def _deepstack(entries: Entries) -> int:
+    return len(entries.get("vision_config", {}).get("deepstack_visual_indexes", ()))
+
+
+WRAPPERS = {
+    wrapper.model_type: wrapper
+    for wrapper in (
+        Wrapper("Mistral 3", "mistral3", "mistral"),
+        Wrapper("Gemma 3", "gemma3", "gemma3_text"),
+        Wrapper(
+            "Qwen3-VL",
+            "qwen3_vl",
+            "qwen3_vl_text",
+            tied=False,
+            alone=_plainly_rotary("qwen3"),
+            fed_layers=_deepstack,
+        ),
+        Wrapper(
+            "Llama 4",
+            "llama4",
+            "llama4_text",
+            tied=False,
+            refused="it is a mixture of experts whose attentions look at chunks of the text, which no family describes",
+        ),
+    )
+}

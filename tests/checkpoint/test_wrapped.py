@@ -1,0 +1,190 @@
+"""Text decoders inside their wrappers: edited there, with everything around them carried on as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+import surgeon
+from surgeon.checkpoint.load import load
+from surgeon.checkpoint.random_weights import open_random
+from surgeon.checkpoint.streamed import load_streamed
+from surgeon.language.program import Sublayer
+from surgeon.models.edit import edit
+from surgeon.models.families import FAMILIES
+from surgeon.models.wrappers import WRAPPERS
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
+from tests.runtime.on_ranks import logits_in_chunks
+from tests.selection import case
+from tests.tiny_models import tiny_tokenizer
+from tests.tiny_wrappers import WRAPPED, save_wrapper, tiny_wrapper
+
+TEXT = torch.randint(9, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+PRUNED = "A0 F0 A2 F2 A3 F3"
+SUPPORTED = [name for name in WRAPPED if WRAPPERS[name].decoder_type in FAMILIES or name == "qwen3_vl"]
+all_wrappers = pytest.mark.parametrize("model_type", SUPPORTED)
+one_wrapper = pytest.mark.parametrize("model_type", [case(name, default=name == "mistral3") for name in SUPPORTED])
+by_hand = pytest.mark.parametrize(
+    ("model_type", "inside"),
+    [
+        case(name, inside, default=(name, inside) in (("mistral3", False), ("qwen3_vl", True)))
+        for name in SUPPORTED
+        for inside in (False, True)
+    ],
+)
+
+
+@pytest.fixture
+def saved(model_type: str, tmp_path: Path) -> tuple[PreTrainedModel, dict[str, Any], Path]:
+    model, inputs = tiny_wrapper(model_type)
+    return model, inputs, save_wrapper(model, tmp_path / "wrapper")
+
+
+def pruned_by_hand(model: PreTrainedModel) -> Any:
+    """The same model of `transformers` without layer 1 of its text decoder."""
+    changed: Any = copy.deepcopy(model)
+    del changed.model.language_model.layers[1]
+    for index, layer in enumerate(changed.model.language_model.layers):
+        layer.self_attn.layer_idx = index
+    config = changed.config.text_config
+    config.num_hidden_layers = 3
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in (0, 2, 3)]
+    return changed
+
+
+def renamed_as_inside(folder: Path) -> None:
+    """Name the tensors as they are called in the class of `transformers`, which some checkpoints do."""
+    names = [("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")]
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        own = next((new + name.removeprefix(old) for old, new in names if name.startswith(old)), None)
+        around = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+        tensors[own or around] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def logits(model: Any, **inputs: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**inputs).logits
+    return found
+
+
+@all_wrappers
+def test_the_text_decoder_computes_what_the_whole_does_of_a_text(model_type: str, saved: Any) -> None:
+    whole, _, folder = saved
+    expected = logits(whole, input_ids=TEXT)
+    model = surgeon.open(folder)
+    assert model.family.model_type != model_type
+    assert f"inside {model.wrapped.wrapper.name}" in repr(model)
+    assert model.num_layers == 4
+    assert all("vision" not in name and "visual" not in name for name in model.checkpoint.names())
+    torch.testing.assert_close(logits(load(model), input_ids=TEXT), expected)
+    streamed: Any = load_streamed(folder)
+    assert torch.equal(streamed.lm_head.weight, whole.lm_head.weight)
+    up = streamed.model.layers.weights(8).stored(Sublayer("F", (2,)), "mlp.up_proj.weight")
+    assert torch.equal(up, whole.model.language_model.layers[2].mlp.up_proj.weight)
+    renamed_as_inside(folder)
+    torch.testing.assert_close(logits(load(folder), input_ids=TEXT), expected)
+    by_config = surgeon.open(folder / "config.json", weights=False)
+    assert replace(by_config.shapes, name="") == replace(model.shapes, name="")
+    assert open_random(folder / "config.json").parameters == model.parameters
+
+
+@by_hand
+def test_a_plain_export_is_the_wrapper_edited_by_hand(saved: Any, inside: bool, tmp_path: Path) -> None:
+    whole, inputs, folder = saved
+    if inside:
+        renamed_as_inside(folder)
+    exported = surgeon.export(folder, tmp_path / "out", program=PRUNED)
+    assert exported.form == "plain"
+    assert exported.proof.exact == 0
+    written = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    assert type(written) is type(whole)
+    assert torch.equal(logits(written, **inputs), logits(pruned_by_hand(whole), **inputs))
+    assert not torch.allclose(logits(written, **inputs), logits(whole, **inputs), atol=0.1)
+
+
+@one_wrapper
+def test_what_is_around_it_is_carried_on_byte_for_byte(saved: Any, tmp_path: Path) -> None:
+    _, _, folder = saved
+    surgeon.export(folder, tmp_path / "out", program=PRUNED)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    before, after = (json.loads((one / "config.json").read_text()) for one in (folder, tmp_path / "out"))
+    text = [one.pop("text_config") for one in (before, after)]
+    assert before == after
+    changed = {key for key in text[0] | text[1] if text[0].get(key) != text[1].get(key)}
+    assert changed <= {"num_hidden_layers", "layer_types"}
+    around = surgeon.open(folder).wrapped.around
+    assert around
+    with (
+        safe_open(folder / "model.safetensors", "pt") as one,
+        safe_open(tmp_path / "out" / "model.safetensors", "pt") as two,
+    ):
+        assert [name for name in two.keys() if name in around] == around  # noqa: SIM118
+        assert all(torch.equal(one.get_tensor(name), two.get_tensor(name)) for name in around)
+
+
+@one_wrapper
+def test_what_is_trained_goes_back_into_its_wrapper(saved: Any, tmp_path: Path) -> None:
+    whole, inputs, folder = saved
+    model, twin = edit(load(folder), PRUNED), pruned_by_hand(whole)
+    with torch.no_grad():
+        model.model.layers.get_submodule("2").mlp.up_proj.weight.mul_(2)
+        twin.model.language_model.layers[1].mlp.up_proj.weight.mul_(2)
+    surgeon.export(model, tmp_path / "out")
+    written = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(written, **inputs), logits(twin, **inputs))
+
+
+@one_wrapper
+def test_an_adapter_lies_on_the_decoder_inside(saved: Any, tmp_path: Path) -> None:
+    _, inputs, folder = saved
+    options = {"r": 2, "init_lora_weights": False, "target_modules": ["up_proj"]}
+    model: Any = get_peft_model(edit(load(folder), PRUNED), LoraConfig(**options)).eval()
+    surgeon.export(model, tmp_path / "out", adapter=True, tokenizer=tiny_tokenizer())
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "base")
+    both = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    torch.testing.assert_close(logits(both, input_ids=TEXT), logits(model, input_ids=TEXT))
+    assert not torch.allclose(logits(both, **inputs), logits(base, input_ids=inputs["input_ids"]), atol=0.1)
+
+
+@all_wrappers
+def test_a_form_with_a_modeling_file_of_its_own_is_refused(saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="language model alone, not one inside a"):
+        surgeon.export(saved[2], tmp_path / "out", program="A0 F0 [A1 A2] [F1 F2] A3 F3", form="fused")
+
+
+@one_wrapper
+def test_ranks_run_the_text_decoder(saved: Any) -> None:
+    whole, _, folder = saved
+    with Ranks(RankOptions(2)) as ranks:
+        answers = ranks.call(logits_in_chunks, make_plan(folder, 2, TEXT.shape[1], PRUNED), [TEXT])
+    expected = logits(pruned_by_hand(whole), input_ids=TEXT)
+    assert all(torch.allclose(found, expected, atol=1e-4) for found, _, _ in answers)
+
+
+def test_a_decoder_that_no_family_describes_is_refused(tmp_path: Path) -> None:
+    entries = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="text decoder of a Llama 4 cannot be operated on: it is a mixture"):
+        surgeon.open(tmp_path, weights=False)
+
+
+def test_a_wrapper_without_a_text_decoder_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3", "text_config": []}')
+    with pytest.raises(ValueError, match=r"as text_config, not \[\]"):
+        surgeon.open(tmp_path, weights=False)
