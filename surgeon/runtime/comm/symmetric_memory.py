@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from surgeon.errors import first_line
 from surgeon.runtime.comm.by_size import BySize, SideStream, SmallSum, bounds
 from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectives
 
@@ -66,31 +68,23 @@ class SymmetricSum(SmallSum):
 def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Collectives:
     """The same ranks, all on one machine, with small sums through that memory where it can be had and is faster.
 
-    Every rank of the group calls this at the same time. `SURGEON_SYMMETRIC_MEMORY=off` in the environment leaves it.
+    Every rank of the group calls this at the same time. `SURGEON_SYMMETRIC_MEMORY=off` in the environment leaves it,
+    and so does `NCCL_P2P_DISABLE=1`: GPUs would reach each other's memory.
     """
     group = inner.group
     if inner.rank not in group or len(group) == 1:
         return inner
-
-    def of_all(numbers: list[list[float]]) -> list[list[float]]:
-        total: list[list[float]] = inner.all_reduce(torch.tensor(numbers, device=device), Counts(), True)().tolist()
-        return total
-
     gpus = range(torch.cuda.device_count())
     reached = all(torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index)
-    wanted = os.environ.get("SURGEON_SYMMETRIC_MEMORY") != "off" and len(gpus) >= len(group)
-    if of_all([[float(reached and wanted)]])[0][0] < len(group):
+    if not _holds_everywhere(inner, device, allowed(os.environ) and len(gpus) >= len(group) and reached):
         return inner
-    ways, problem = list[SymmetricSum](), ""
-    try:
-        ways = ways_through_memory(inner, device)
-    except RuntimeError as error:  # the driver or the machine does not let processes share memory of GPUs
-        problem = str(error).split("\n")[0]
-    if of_all([[float(bool(ways))]])[0][0] < len(group):
-        print(f"rank {inner.rank} sums by NCCL alone: {problem or 'others have no memory to share'}", file=sys.stderr)
+    ways = ways_through_memory(inner, device)
+    if not ways:
         return inner
     taken = [[_seconds(way, inner, size, device) for way in (*ways, None)] for size in SIZES]
-    chosen = bounds(ways, dict(zip(SIZES, of_all(taken), strict=True)))  # from what all took, so that all choose alike
+    chosen = bounds(
+        ways, dict(zip(SIZES, _sums(inner, device, taken), strict=True))
+    )  # of what all took: all choose alike
 
     def connect(some: Collectives) -> Collectives:
         return with_symmetric_memory(some, device) if isinstance(some, TorchCollectives) else some
@@ -101,18 +95,60 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     return found
 
 
-def ways_through_memory(inner: TorchCollectives, device: torch.device) -> list[SymmetricSum]:
-    """The operations that the device has, with memory for one operand of the current stream and one beside it."""
-    import torch.distributed._symmetric_memory as symmetric
+def allowed(environment: Mapping[str, str]) -> bool:
+    """Whether GPUs may reach each other's memory, and may sum through it."""
+    peers = environment.get("NCCL_P2P_DISABLE", "0") == "0" and environment.get("NCCL_P2P_LEVEL") != "LOC"
+    return peers and environment.get("SURGEON_SYMMETRIC_MEMORY") != "off"
 
+
+def ways_through_memory(inner: TorchCollectives, device: torch.device, memory: Any = None) -> list[SymmetricSum]:
+    """The operations that all ranks have, with memory for one operand of the current stream and one beside it.
+
+    There are none where any rank cannot have or share such memory, which each then says. All agree after every step, so
+    that none waits in the next one for another that has failed.
+
+    Args:
+        memory: that stands for PyTorch's.
+    """
+    if memory is None:
+        import torch.distributed._symmetric_memory as memory
     members: Any = inner.process_group or dist.group.WORLD
-    name = members.group_name
-    rooms: list[Tensor] = []
-    for _ in range(2):
-        rooms.append(symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device))
-        handle: Any = symmetric.rendezvous(rooms[-1], name)
-    names = [each for each in OPERATIONS if each != "multimem" or handle.multicast_ptr]
-    return [SymmetricSum(each, len(inner.group), name, (rooms[0], rooms[1])) for each in names]
+    rooms, handles = list[Tensor](), list[Any]()
+    try:
+        for _ in range(2):
+            with _everywhere(inner, device):
+                rooms.append(memory.empty(MOST_BYTES, dtype=torch.uint8, device=device))
+        for room in rooms:
+            with _everywhere(inner, device):
+                handles.append(memory.rendezvous(room, members.group_name))
+    except RuntimeError as error:  # the driver or the machine does not let processes share memory of GPUs
+        print(f"rank {inner.rank} sums by NCCL alone: {first_line(error)}", file=sys.stderr, flush=True)
+        return []
+    cast = _holds_everywhere(inner, device, bool(handles[-1].multicast_ptr))
+    names = [each for each in OPERATIONS if cast or each != "multimem"]
+    return [SymmetricSum(each, len(inner.group), members.group_name, (rooms[0], rooms[1])) for each in names]
+
+
+@contextmanager
+def _everywhere(inner: TorchCollectives, device: torch.device) -> Iterator[None]:
+    """Do something that has to work on all ranks: where it fails on any of them, it has failed on this one."""
+    failure = None
+    try:
+        yield
+    except RuntimeError as error:
+        failure = error
+    if not _holds_everywhere(inner, device, failure is None):
+        raise failure or RuntimeError("other ranks have no memory to share")
+
+
+def _holds_everywhere(inner: TorchCollectives, device: torch.device, here: bool) -> bool:
+    return _sums(inner, device, [[float(here)]])[0][0] == len(inner.group)
+
+
+def _sums(inner: TorchCollectives, device: torch.device, numbers: list[list[float]]) -> list[list[float]]:
+    """Of all ranks' numbers."""
+    total: list[list[float]] = inner.all_reduce(torch.tensor(numbers, device=device), Counts(), True)().tolist()
+    return total
 
 
 def _seconds(way: SymmetricSum | None, inner: TorchCollectives, size: int, device: torch.device) -> float:

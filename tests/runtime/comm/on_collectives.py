@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from surgeon.runtime.comm import symmetric_memory
 from surgeon.runtime.comm.by_size import Bound, BySize, SideStream
 from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectives
 from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.comm.symmetric_memory import ways_through_memory
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
@@ -153,3 +157,48 @@ def sums_by_size(rank: Rank, sizes: list[int], dtype: torch.dtype) -> Sums:
     assert counts.all_reduces == 2 * len(sizes)
     streams.asked.append("computed meanwhile")
     return found + [wait() for wait in waits], [small.summed, middle.summed], streams.asked
+
+
+class FakeMemory:
+    """Stands for PyTorch's symmetric memory between ranks: something of it fails on one of them.
+
+    A rank alone in the rendezvous waits for the others in vain, as it does on GPUs.
+    """
+
+    def __init__(self, rank: int, fails: str) -> None:
+        self.fails = fails if rank == 1 else ""
+        self.asked: list[str] = []
+
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._ask("empty")
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def rendezvous(self, room: Tensor, group: str) -> SimpleNamespace:  # noqa: ARG002
+        dist.barrier()
+        self._ask("rendezvous")
+        return SimpleNamespace(multicast_ptr=0 if self.fails == "multicast" else 7)
+
+    def _ask(self, what: str) -> None:
+        self.asked.append(what)
+        if self.fails == f"{what} {self.asked.count(what)}":
+            raise RuntimeError(f"CUDA driver error: invalid argument in {what}\nof this machine")
+
+
+def ways_agreed_on(rank: Rank, fails: str) -> tuple[list[str], list[str]]:
+    """The ways through symmetric memory that a rank has, and what it asked of that memory."""
+    memory = FakeMemory(rank.rank, fails)
+    assert isinstance(rank.collectives, TorchCollectives)
+    ways = ways_through_memory(rank.collectives, rank.device, memory)
+    return [way.name for way in ways], memory.asked
+
+
+def asked_for_memory(rank: Rank) -> bool:
+    """Whether a rank whose GPUs reach each other tries symmetric memory, as its environment has it."""
+    collectives: Any = rank.collectives
+    asked: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+        patch.setattr(symmetric_memory, "ways_through_memory", lambda *_: asked.append(True) or [])
+        assert symmetric_memory.with_symmetric_memory(collectives, rank.device) is collectives
+    return bool(asked)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgeon.runtime.comm.by_size import Bound, bounds
-from surgeon.runtime.comm.symmetric_memory import MOST_BYTES, SymmetricSum
+from surgeon.runtime.comm.symmetric_memory import MOST_BYTES, OPERATIONS, SymmetricSum, allowed
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks
@@ -58,3 +58,22 @@ def test_pytorch_has_the_operations_as_they_are_called(name: str) -> None:
     names = [each.name for each in getattr(torch.ops.symm_mem, name).default._schema.arguments]
     assert names[:3] == ["input", "reduce_op", "group_name"]
     assert names[3:] == {"one_shot_all_reduce_out": ["out"], "two_shot_all_reduce_out": ["output"]}.get(name, [])
+
+
+@pytest.mark.parametrize(
+    ("fails", "asked"),
+    [("empty 1", 1), ("empty 2", 2), ("rendezvous 1", 3), ("rendezvous 2", 4), ("multicast", 4), ("", 4)],
+)
+def test_ranks_agree_before_they_wait_for_each_other(ranks: Ranks, fails: str, asked: int) -> None:
+    """What fails on one of two has failed on both: they ask for the same, and neither is left in a rendezvous."""
+    calls = ["empty", "empty", "rendezvous", "rendezvous"][:asked]
+    ways = {"multicast": ["one shot", "two shots"], "": list(OPERATIONS)}.get(fails, [])
+    assert ranks.call(on_collectives.ways_agreed_on, fails) == [(ways, calls)] * 2
+
+
+def test_memory_of_others_is_left_alone_where_nccl_leaves_it() -> None:
+    assert allowed({})
+    assert allowed({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"})
+    assert not allowed({"NCCL_P2P_DISABLE": "1"})
+    assert not allowed({"NCCL_P2P_LEVEL": "LOC"})
+    assert not allowed({"SURGEON_SYMMETRIC_MEMORY": "off"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from scripts.cost.cases import Case, read_cases
-from scripts.gpu import paper_racks, papers
+from scripts.gpu import paper_bench, paper_racks, papers
 from scripts.gpu.paper_bench import Settings, Shared
 from scripts.gpu.paper_specs import Place, Row, Spec
 from surgeon.checkpoint.read import read_json
 from surgeon.language.program import Program
+from tests.runtime.comm import on_collectives
 
 CASES = read_cases(read_json(papers.TABLES)["rows"])
 
@@ -159,6 +161,15 @@ def test_a_killed_run_goes_on_and_what_failed_is_tried_again(
     assert {spec.model for spec in asked[2]} == {"llama3-8b"}
     assert papers.main([*arguments, "--model", "llama-8b"]) == 1
     assert "has runs of other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("p2p", [True, False])
+def test_rows_without_peer_to_peer_do_without_it_altogether(p2p: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither NCCL nor symmetric memory reaches other GPUs then; afterwards the environment is as before."""
+    monkeypatch.delenv(paper_bench.NO_P2P, raising=False)
+    with paper_bench._started("cpu", 2, p2p) as ranks:
+        assert ranks.call(on_collectives.asked_for_memory) == [p2p] * 2
+    assert paper_bench.NO_P2P not in os.environ
 
 
 @pytest.mark.long
