@@ -89,17 +89,19 @@ AttendRaw = Callable[[int, Tensor, int, Placing, Weighting], Tensor]
 
 @dataclass
 class Pass:
-    """What all attentions share in one forward pass.
+    """What all sublayers share in one forward pass.
 
     Attributes:
         attend: over the sequences of the pass.
         angles: of its tokens.
         attend_raw: the same, where kernels norm, turn and keep in one launch.
+        waits: whether the host may wait for the device.
     """
 
     attend: Attend
     angles: AllAngles
     attend_raw: AttendRaw | None = None
+    waits: bool = True
 
 
 class Norm:
@@ -246,9 +248,9 @@ class FeedForward:
     With T tokens and a stream of h features that is (T, h), or what its maps make it.
     """
 
-    def __init__(self, tensors: Tensors, maps: Maps, spec: SublayerSpec, plan: Plan) -> None:
+    def __init__(self, tensors: Tensors, maps: Maps, plan: Plan) -> None:
         self.norm = Norm(tensors, "norm", plan)
-        self.gated = any(projection.role == "gate" for projection in spec.projections)
+        self.gated = any(name.startswith("gate.") for name in tensors)
         self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
         self.down = maps.writing("down")
         self.activation = activation(plan.activation)
@@ -263,7 +265,11 @@ class FeedForward:
 
     def __call__(self, stream: Tensor) -> Tensor:
         """(T, h) to (T, h)."""
-        wide = self.up(self.norm(stream))
+        return self.of_normed(self.norm(stream))
+
+    def of_normed(self, x: Tensor) -> Tensor:
+        """The same of the normed stream."""
+        wide = self.up(x)
         if self.gate is not None:
             return self.down(self.gate(wide))
         if self.gated:

@@ -164,7 +164,7 @@ class RankProgram:
         maps = self._maps(work, part, tensors, later, based=sublayer != part.sublayer)
         if sublayer.kind == ATTENTION:
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
-        return FeedForward(tensors, maps, spec, plan)
+        return FeedForward(tensors, maps, plan)
 
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""

@@ -139,7 +139,7 @@ class RankModel(RankProgram):
             angles: of all positions up to the last one.
             attend, attend_raw: as of a `Pass`.
         """
-        shared = Pass(attend, angles_at(angles, positions), attend_raw)
+        shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
         return self.own_logits(self.stream_after(self.embedded(tokens, positions), shared))
 
     def own_logits(self, stream: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.models.families import FAMILIES, Family
+from surgeon.models.routing import Routing
 from surgeon.runtime.batching.windows import blocks_for, power_of_two
 from surgeon.runtime.kernels.triton import used_on
 
@@ -80,6 +81,8 @@ class Plan:
         low_rank: how ranks share matrices that are two factors.
         kv: what is kept in the cache of attentions whose k and v are two factors each.
         tight: whether memory is the limit: the cache that is asked for would not fit with whole keys and values.
+        routing: how mixtures choose experts, if there are any.
+        clamped_gate: alpha and limit of experts whose gates are clamped (gpt-oss), in place of their activation.
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
         coda: what drafts tokens, if anything.
     """
@@ -111,6 +114,8 @@ class Plan:
     low_rank: LowRankMode = "auto"
     kv: KvMode = "auto"
     tight: bool = False
+    routing: Routing | None = None
+    clamped_gate: tuple[float, float] | None = None
     described: Family | None = None
     coda: CodaPlan | None = None
 

@@ -1,0 +1,211 @@
+"""The arithmetic of a mixture of experts, or of what a rank has of one.
+
+Every token goes to few of the experts. Where the host may wait for what the router says, and on CPUs, only experts that
+some token goes to are read, each once for all of its tokens. In passes that wait for nothing, as those that GPUs repeat
+from recordings, what is computed may not depend on what the router says: few tokens take copies of their own experts,
+more tokens go through all experts, with weights that are mostly 0.
+
+Shapes: T tokens of a pass, h the stream's width, E experts that are here, k experts of a token, N neurons of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from surgeon.models.routing import Routed, route
+from surgeon.models.weights import Tensors
+from surgeon.runtime.kernels.functions import GATED, Kernels, PackedExperts
+from surgeon.runtime.model.layers import FeedForward, Norm, activation, plan_kernels
+from surgeon.runtime.model.linear import is_factored, whole_map
+from surgeon.runtime.model.low_rank import Maps
+from surgeon.runtime.model.products import Panels
+from surgeon.runtime.plan.specification import Plan
+
+AT_ONCE = 512  # tokens that the kernel takes: it has room for what all of their experts make of them
+Combine = Callable[[Tensor, Tensor], Tensor]  # gates and values, (..., N) each, to (..., N)
+Which = slice | Tensor  # of the experts, to be indexed with
+
+
+class MixtureOfExperts:
+    """A mixture of experts, its norm inside, or some of its experts or neurons; the output is their part of the sum.
+
+    The router is whole wherever some of it is, and shared experts, which every token goes through, are a feed-forward.
+
+    Args:
+        tensors: matrices and biases of experts are stacked; of the router and of shared experts they are as others.
+        first: the number of the first of the experts that are here, among those that the router knows.
+
+    Attributes:
+        router: gives logits of all experts, (T, all).
+        experts: make (T, h) of tokens and of where they go.
+        shared: of normed tokens, if there are any.
+    """
+
+    def __init__(self, tensors: Tensors, plan: Plan, first: int = 0) -> None:
+        assert plan.routing is not None
+        self.norm = Norm(tensors, "norm", plan)
+        self.router = whole_map(tensors, ["router"])
+        self.routing, self.correction = plan.routing, tensors.get("router.correction")
+        self.kernels = plan_kernels(plan, self.norm.gain)
+        self.scale = plan.output_scale
+        packed = None if self.kernels is None else pack_experts(tensors, first, plan, self.kernels)
+        self.experts: KernelExperts | Experts
+        if self.kernels is not None and packed is not None:
+            self.experts = KernelExperts(self.kernels, packed)
+        else:
+            self.experts = Experts(tensors, first, combine_of(plan))
+        beside = {name.removeprefix("shared_"): one for name, one in tensors.items() if name.startswith("shared_")}
+        own_router = beside.pop("router.weight", None)
+        self.shared: FeedForward | None = None
+        if beside:
+            beside["norm.weight"] = self.norm.gain
+            self.shared = FeedForward(beside, Maps(beside, None), plan)
+        self.shared_router = None if own_router is None else own_router.t()
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels compute all that takes long."""
+        shared = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
+        experts = isinstance(self.experts, KernelExperts) and self.router.by_kernels
+        return experts and self.norm.kernels is not None and shared
+
+    def __call__(self, stream: Tensor, waits: bool = True) -> Tensor:
+        """(T, h) to (T, h).
+
+        Args:
+            waits: whether the host may wait for the device.
+        """
+        x = self.norm(stream)
+        output = self.experts(x, self.routed(self.router(x)), waits)
+        if self.shared is not None:
+            beside = self.shared.of_normed(x)
+            output = output + (beside if self.shared_router is None else beside * (x @ self.shared_router).sigmoid())
+        return output if self.scale is None else output.mul_(self.scale)
+
+    def routed(self, logits: Tensor) -> Routed:
+        """Where tokens go, by their logits, (T, all)."""
+        if isinstance(self.experts, KernelExperts):
+            return self.experts.kernels.route(logits, self.routing, self.correction)
+        return route(logits, self.routing, self.correction)
+
+
+class Experts:
+    """Some experts, on any device, whole matrices or two factors each.
+
+    Args:
+        first: the number of the first one.
+    """
+
+    def __init__(self, tensors: Tensors, first: int, combine: Combine) -> None:
+        self.gate, self.up, self.down = (Stacked(tensors, role) for role in ("gate", "up", "down"))
+        self.combine = combine
+        self.first, self.count = first, len(self.gate.matrices[0])
+
+    def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
+        """The weighted sum of what they make of tokens, (T, h); 0 of tokens that none of them gets."""
+        if waits:
+            return self._one_by_one(x, routed)
+        return self._own_copies(x, routed) if routed.experts.numel() < self.count else self._all(x, routed)
+
+    def _made(self, x: Tensor, which: Which) -> Tensor:
+        """What some experts make of tokens of their own, (E, tokens, h)."""
+        return self.down(self.combine(self.gate(x, which), self.up(x, which)), which)
+
+    def _one_by_one(self, x: Tensor, routed: Routed) -> Tensor:
+        own, output = routed.experts - self.first, torch.zeros_like(x)
+        for expert in own[(own >= 0) & (own < self.count)].unique().tolist():
+            tokens, places = (own == expert).nonzero(as_tuple=True)
+            made = self._made(x[tokens][None], slice(expert, expert + 1))[0]
+            output.index_add_(0, tokens, made * routed.weights[tokens, places, None].to(made.dtype))
+        return output
+
+    def _own_copies(self, x: Tensor, routed: Routed) -> Tensor:
+        chosen = routed.experts.shape[1]
+        own = (routed.experts - self.first).flatten()
+        weights = routed.weights.flatten().masked_fill((own < 0) | (own >= self.count), 0.0)
+        copies = x[:, None].expand(-1, chosen, -1).reshape(len(own), 1, -1)
+        made = self._made(copies, own.clamp(0, self.count - 1))[:, 0]
+        return (made * weights[:, None].to(made.dtype)).view(len(x), chosen, -1).sum(1)
+
+    def _all(self, x: Tensor, routed: Routed) -> Tensor:
+        own = routed.experts - self.first
+        here = (own >= 0) & (own < self.count)
+        weights = routed.weights.new_zeros(len(x), self.count + 1)  # the last column is of experts elsewhere
+        weights.scatter_(1, own.where(here, self.count), routed.weights)
+        made = self._made(x.expand(self.count, -1, -1), slice(None))
+        return torch.einsum("eth,te->th", made, weights[:, :-1].to(made.dtype))
+
+
+class Stacked:
+    """A linear map for each of some experts, by a matrix or by two factors.
+
+    Attributes:
+        matrices: (E, out, in) each, one after the other.
+        bias: (E, out), if there is one.
+    """
+
+    def __init__(self, tensors: Tensors, role: str) -> None:
+        names = ("first.weight", "second.weight") if is_factored(role, tensors) else ("weight",)
+        self.matrices = [tensors[f"{role}.{name}"] for name in names]
+        self.bias = tensors.get(f"{role}.bias")
+
+    def __call__(self, x: Tensor, which: Which) -> Tensor:
+        """(E, tokens, in) to (E, tokens, out), of these experts."""
+        for matrix in self.matrices:
+            x = x @ matrix[which].mT
+        return x if self.bias is None else x + self.bias[which][:, None]
+
+
+class KernelExperts:
+    """Some experts as the kernels for CPUs have them."""
+
+    def __init__(self, kernels: Kernels, packed: PackedExperts) -> None:
+        self.kernels = kernels
+        self.packed = packed
+
+    def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:  # noqa: ARG002 - there is nobody to wait for
+        """The weighted sum of what they make of tokens, (T, h); 0 of tokens that none of them gets."""
+        if len(x) <= AT_ONCE:
+            return self.kernels.mixture(x, routed, self.packed)
+        parts = zip(x.split(AT_ONCE), routed.experts.split(AT_ONCE), routed.weights.split(AT_ONCE), strict=True)
+        return torch.cat([self.kernels.mixture(own, Routed(*where), self.packed) for own, *where in parts])
+
+
+def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> PackedExperts | None:
+    """Experts as the kernels read them; None where these do not compute such ones."""
+    factored = any(is_factored(role, tensors) for role in ("gate", "up", "down"))
+    if factored or not (plan.clamped_gate or plan.activation in GATED):
+        return None
+    reading = torch.cat([tensors["gate.weight"], tensors["up.weight"]], 1)
+    biases = [tensors.get(f"{role}.bias") for role in ("gate", "up")]
+    reading_bias = None if biases[0] is None or biases[1] is None else torch.cat([biases[0], biases[1]], 1)
+    writing_bias = tensors.get("down.bias")
+    kept, lines = list[Tensor](), list[list[int]]()
+    for expert, weights in enumerate(zip(reading, tensors["down.weight"], strict=True)):
+        line = list[int]()
+        for weight, bias in zip(weights, (reading_bias, writing_bias), strict=True):
+            panels = Panels(weight, kernels).weight
+            own = None if bias is None else bias[expert].clone()
+            kept += [panels] if own is None else [panels, own]
+            line += [panels.data_ptr(), 0 if own is None else own.data_ptr()]
+        lines.append(line)
+    neurons = reading.shape[1] // 2
+    return PackedExperts(first, torch.tensor(lines), tuple(kept), neurons, plan.activation, plan.clamped_gate)
+
+
+def combine_of(plan: Plan) -> Combine:
+    """What an expert makes of gates and values before it writes."""
+    if plan.clamped_gate is not None:
+        return partial(clamped, *plan.clamped_gate)
+    act = activation(plan.activation)
+    return lambda gates, values: act(gates) * values
+
+
+def clamped(alpha: float, limit: float, gates: Tensor, values: Tensor) -> Tensor:
+    """Gates up to a limit, by a sigmoid of their alpha times, and values between limits and 1 more (gpt-oss)."""
+    gates = gates.clamp(max=limit)
+    return gates * (alpha * gates).sigmoid() * (values.clamp(-limit, limit) + 1)
