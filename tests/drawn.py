@@ -191,6 +191,13 @@ def _gemma2(draw: Draw, layers: int) -> dict[str, Any]:
     }
 
 
+def _gemma3(draw: Draw, layers: int) -> dict[str, Any]:
+    drawn = _gemma2(draw, layers)
+    del drawn["attn_logit_softcapping"]  # which the class ignores
+    kinds = ("sliding_attention", "full_attention")
+    return drawn | {"rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}}
+
+
 def _phi3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     heads = _heads(draw)
     head_dim = 32 // heads["num_attention_heads"]
@@ -258,6 +265,7 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "smollm3": _smollm3,
     "granite": _granite,
     "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
     "phi3": _phi3,
     "glm": _glm,
     "glm4": _glm,

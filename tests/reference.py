@@ -119,14 +119,19 @@ class Reference:
         if self.at(k, "self_attn.q_norm.weight") in self.w:
             q = self.norm(self.at(k, "self_attn.q_norm"), q)
             key = self.norm(self.at(k, "self_attn.k_norm"), key)
-        return self.rotate(q), self.rotate(key), v
+        return self.rotate(k, q), self.rotate(k, key), v
 
     def heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def rope(self, k: int) -> dict[str, Any]:  # noqa: ARG002
+        """What the configuration says of a layer's rotary positions."""
+        rope: dict[str, Any] = self.config.rope_parameters
+        return rope
+
+    def rotate(self, k: int, x: Tensor) -> Tensor:
         """Rotary positions on (batch, heads, tokens, head_dim), on the first part of each head's features."""
-        rope = self.config.rope_parameters
+        rope = self.rope(k)
         width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
         half = width // 2
         frequencies, scale = rotary_frequencies(rope, width)
@@ -243,7 +248,7 @@ class _Phi3(Reference):
         groups = self.config.num_key_value_heads
         sizes = [n * self.head_dim for n in (self.num_heads, groups, groups)]
         q, key, v = map(self.heads, self.linear(self.at(k, "self_attn.qkv_proj"), x).split(sizes, -1))
-        return self.rotate(q), self.rotate(key), v
+        return self.rotate(k, q), self.rotate(k, key), v
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         both = self.linear(self.at(k, "mlp.gate_up_proj"), self.norm(self.at(k, self.mlp_norm), x))
@@ -258,9 +263,9 @@ class _Glm(Reference):
         wide = self.config.intermediate_size
         return "mlp.gate_up_proj", (slice(0, wide) if role == "gate" else slice(wide, None), slice(None))
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def rotate(self, k: int, x: Tensor) -> Tensor:
         """Features 2i and 2i + 1 turn as a pair, in the first part of each head's."""
-        rope = self.config.rope_parameters
+        rope = self.rope(k)
         width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
         frequencies, scale = rotary_frequencies(rope, width)
         angles = torch.arange(x.shape[-2])[:, None] * frequencies
@@ -332,6 +337,15 @@ class _Gemma2(Reference):
         return self.norm(self.at(k, "post_feedforward_layernorm"), down)
 
 
+class _Gemma3(_Gemma2):
+    def rope(self, k: int) -> dict[str, Any]:
+        rope: dict[str, Any] = self.config.rope_parameters[self.config.layer_types[k]]
+        return rope
+
+    def cap(self, scores: Tensor) -> Tensor:
+        return scores
+
+
 class _LayerNorms(Reference):
     """Architectures with centred norms that have a shift, and MLPs without a gate."""
 
@@ -359,7 +373,7 @@ class _Opt(_LayerNorms):
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids) + self.w[self.positions + ".weight"][torch.arange(ids.shape[1]) + self.offset]
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def rotate(self, k: int, x: Tensor) -> Tensor:  # noqa: ARG002
         return x
 
 
@@ -425,7 +439,7 @@ class _GptNeoX(_LayerNorms):
         packed = self.linear(self.at(k, "attention.query_key_value"), x)
         per_head = packed.view(*x.shape[:-1], self.num_heads, 3, self.head_dim)
         q, key, v = (per_head[..., i, :].transpose(1, 2) for i in range(3))
-        return self.rotate(q), self.rotate(key), v
+        return self.rotate(k, q), self.rotate(k, key), v
 
 
 _CLASSES: dict[str, type[Reference]] = {
@@ -436,6 +450,7 @@ _CLASSES: dict[str, type[Reference]] = {
     "glm": _Glm,
     "glm4": _Glm4,
     "gemma2": _Gemma2,
+    "gemma3_text": _Gemma3,
     "gpt2": _Gpt2,
     "gpt_neo": _GptNeo,
     "gpt_neox": _GptNeoX,

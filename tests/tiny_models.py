@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -57,6 +58,18 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         _GROUPED
         | _WINDOW
         | {"head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        _GROUPED
+        | _WINDOW
+        | {"head_dim": 16, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24, "sliding_window_pattern": 2}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+            }
+        },
     ),
     "phi3": (Phi3Config, _GROUPED | _WINDOW | {"pad_token_id": 1}),
     # Layers with rotary positions and layers with windows take turns.

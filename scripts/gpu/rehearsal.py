@@ -84,7 +84,8 @@ PROGRAMS = {
     "width": "A0 F0 A1#1 F1#24 A2 F2 A3 F3",
     "repeat": "A0 F0 A1 F1 A1 F1 A3 F3",
 }
-FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox", "smollm3", "granite")
+FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
+FAMILIES += ("smollm3", "granite")
 WAYS = ("dynamic", "static", "captured")
 # What ranks do of their own, with one program each.
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {

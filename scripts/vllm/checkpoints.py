@@ -28,8 +28,9 @@ TINY = {"hidden_size": 128, "num_attention_heads": 4, "tie_word_embeddings": Fal
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},  # vLLM's own Qwen2 has a window in all layers or none
     "qwen3": {"head_dim": 64},
-    # vLLM's own Gemma2 has a tied head, whose large logits a low cap would make equal.
+    # vLLM's own Gemma2 and Gemma3 have a tied head, whose large logits a low cap would make equal.
     "gemma2": {"head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": 1e3},
+    "gemma3_text": {"head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": 1e3},
     "opt": {"word_embed_proj_dim": 128},
     "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 1]]},
     "smollm3": {"no_rope_layers": [1, 0, 0, 1], "use_sliding_window": False},

@@ -104,13 +104,18 @@ class Pass:
     waits: bool = True
 
 
+def gain_of(stored: Tensor, plan: Plan) -> Tensor:
+    """What an RMS norm multiplies with, of its stored gain."""
+    if plan.family.unit_offset:  # 1 + a small number would lose the small one's digits in 16 bits
+        return 1 + stored.to(torch.promote_types(stored.dtype, torch.float32))
+    return stored
+
+
 class Norm:
     """An RMS norm, or a layer norm where there is a shift or the family says so."""
 
     def __init__(self, tensors: Tensors, path: str, plan: Plan) -> None:
-        self.gain, self.shift = tensors[f"{path}.weight"], tensors.get(f"{path}.bias")
-        if plan.family.unit_offset:  # 1 + a small number would lose the small one's digits in 16 bits
-            self.gain = 1 + self.gain.to(torch.promote_types(self.gain.dtype, torch.float32))
+        self.gain, self.shift = gain_of(tensors[f"{path}.weight"], plan), tensors.get(f"{path}.bias")
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
         self.kernels = plan_kernels(plan, self.gain) if self.rms else None
@@ -175,8 +180,8 @@ class Attention:
         self.rebuild: Rebuild | None = None
         key_gain: Tensor | None = None
         if spec.head_norms:
-            key_gain = tensors["k_norm.weight"].expand(self.kv_heads, -1)
-            self.head_gain = tensors["q_norm.weight"].expand(self.heads, -1)
+            key_gain = gain_of(tensors["k_norm.weight"], plan).expand(self.kv_heads, -1)
+            self.head_gain = gain_of(tensors["q_norm.weight"], plan).expand(self.heads, -1)
         if {"k", "v"} <= maps.later:
             self.rebuild = Rebuild(tensors, plan, key_gain, rotary)
         elif self.head_gain is not None and key_gain is not None:

@@ -19,7 +19,7 @@ from tests.selection import case
 from tests.tiny_models import tiny_model
 
 FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
-FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4"]
+FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text"]
 THOROUGH = ("glm",)  # whose mechanisms others have, too
 
 

@@ -33,6 +33,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {},
+    "gemma3_text": {"attention_bias": True},
     "opt": {},
     "gpt_neox": {"tie_word_embeddings": False},
     "phi3": {},
@@ -78,7 +79,7 @@ PROGRAMS = {
 }
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
-SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4")
+SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 CASES = [
     (family, name)

@@ -20,7 +20,7 @@ from tests.tiny_models import disturb, tiny_model
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 NARROW = {"hidden_size": 8, "intermediate_size": 1, "num_key_value_heads": 4, "head_dim": 64}
-HEAD_DIM = {"qwen3": 24, "gemma2": 24}  # narrower than hidden / heads
+HEAD_DIM = {"qwen3": 24, "gemma2": 24, "gemma3_text": 24}  # narrower than hidden / heads
 FILLED = ("opt", "gpt2", "gpt_neo", "gpt_neox")  # no head_dim of their own
 
 
