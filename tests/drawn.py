@@ -215,6 +215,24 @@ def _glm(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     return drawn | _rope(draw, drawn["head_dim"], partly=True) | {"attention_bias": draw(st.booleans())}
 
 
+def _cohere(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    # Heads divide 32 features, as Qwen2's do.
+    heads = _heads(draw)
+    drawn = _gated(draw, (32 // heads["num_attention_heads"],)) | heads
+    del drawn["head_dim"], drawn["rms_norm_eps"]
+    return drawn | {
+        "layer_norm_eps": draw(st.sampled_from((1e-5, 1e-2))),
+        "logit_scale": draw(st.sampled_from((0.0625, 1.0))),
+        "attention_bias": draw(st.booleans()),
+    }
+
+
+def _cohere2(draw: Draw, layers: int) -> dict[str, Any]:
+    types = _layer_types(draw, layers)
+    del types["use_sliding_window"]
+    return _cohere(draw, layers) | types | {"sliding_window": draw(st.sampled_from((4, 200)))}
+
+
 def _opt(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     return _heads(draw, grouped=False) | {
         "ffn_dim": draw(st.sampled_from((16, 52))),
@@ -269,6 +287,8 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "phi3": _phi3,
     "glm": _glm,
     "glm4": _glm,
+    "cohere": _cohere,
+    "cohere2": _cohere2,
     "opt": _opt,
     "gpt2": _gpt2,
     "gpt_neo": _gpt_neo,

@@ -284,12 +284,32 @@ class _Glm4(_Glm):
         return self.norm(self.at(k, "post_mlp_layernorm"), super().feed_forward(k, x))
 
 
+class _Cohere(Reference):
+    mlp_norm, one_step = "input_layernorm", True
+    rotate = _Glm.rotate
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + self.config.layer_norm_eps) * self.gain(name)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x) * self.config.logit_scale
+
+
+class _Cohere2(_Cohere):
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().qkv(k, x) if self.window(k) is not None else _unplaced(self, k, x)
+
+
+def _unplaced(of: Reference, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values that know nothing of their positions."""
+    q, key, v = (of.heads(of.linear(of.at(k, f"self_attn.{n}_proj"), x)) for n in "qkv")
+    return q, key, v
+
+
 class _SmolLM3(Reference):
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.config.no_rope_layers[k]:
-            return super().qkv(k, x)
-        q, key, v = (self.heads(self.linear(self.at(k, f"self_attn.{n}_proj"), x)) for n in "qkv")
-        return q, key, v
+        return super().qkv(k, x) if self.config.no_rope_layers[k] else _unplaced(self, k, x)
 
 
 class _Granite(Reference):
@@ -449,6 +469,8 @@ _CLASSES: dict[str, type[Reference]] = {
     "phi3": _Phi3,
     "glm": _Glm,
     "glm4": _Glm4,
+    "cohere": _Cohere,
+    "cohere2": _Cohere2,
     "gemma2": _Gemma2,
     "gemma3_text": _Gemma3,
     "gpt2": _Gpt2,

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -81,6 +83,9 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "glm": (GlmConfig, _GROUPED | {"head_dim": 8, "pad_token_id": 1}),
     "glm4": (Glm4Config, _GROUPED | {"head_dim": 16, "pad_token_id": 1}),
+    "cohere": (CohereConfig, _GROUPED | {"tie_word_embeddings": False, "logit_scale": 0.25}),
+    # Layers with windows and rotary positions, and layers without either, take turns.
+    "cohere2": (Cohere2Config, _GROUPED | _WINDOW | {"sliding_window_pattern": 2, "logit_scale": 0.25}),
     "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1}),
     "gpt2": (GPT2Config, {"n_inner": 48}),
     "gpt_neo": (GPTNeoConfig, {"intermediate_size": 48, "window_size": 5}),

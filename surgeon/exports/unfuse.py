@@ -203,6 +203,8 @@ def _fill(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -> 
     left = set(places)
     for name, value in _values(model, weights, parts):
         if name in places:
+            if name not in left and not torch.equal(places[name], value.to(places[name])):
+                raise ValueError(_advice(weights.store.where, f"{name} would be two norms that differ"))
             places[name].copy_(value)
             left.discard(name)
         elif value.any():

@@ -80,6 +80,16 @@ class EditedLayers(nn.Module):
                 slices.setdefault(first_slice(sublayer), []).append(self.owner(sublayer))
         for first, modules in slices.items():
             share_undivided(modules, self.family.spec(first.kind))
+        if self.family.shares_norm and self.keeps_derived:
+            self._share_norms()
+
+    def _share_norms(self) -> None:
+        """Derived sublayers of one layer that are stored as one have its norm between them."""
+        path, norms = self.family.attention.norm, dict[int, nn.Module]()
+        groups = self.stored_groups
+        for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
+            norm = norms.setdefault(groups.place(sublayer), self.owner(sublayer).get_submodule(path))
+            setattr(self.owner(sublayer), path, norm)
 
     def _take_state_of(self, layers: nn.ModuleList) -> None:
         """Train or evaluate, and recompute or not, as the layers did: PyTorch makes every new module a training one."""
@@ -220,7 +230,7 @@ class EditedLayers(nn.Module):
             before, state = state, advance(state, node, machine)
             if before.pending is not None:
                 self.stream_tap(before.stream, state.stream)
-        end: Tensor = self.stream_tap(state.stream, land(state).stream)
+        end: Tensor = self.stream_tap(state.stream, land(state, machine.add).stream)
         return end
 
 
@@ -250,13 +260,24 @@ class ModelMachine(Machine):
         self.layers = layers
         self.arguments = arguments
         self.next_slot = 0  # each attention that runs takes the next cache slot
+        self._in_turn: tuple[Tensor, list[Tensor]] | None = None  # a sum, and what it is of
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
         outputs = [self.sublayer(sublayer, stream) for sublayer in step.sublayers]
         total = outputs[0]
         for output in outputs[1:]:
             total = total + output.to(total.device)
-        return Partial(total.to(stream.device))
+        total = total.to(stream.device)
+        if self.layers.family.adds_in_turn:
+            self._in_turn = total, outputs
+        return Partial(total)
+
+    def add(self, stream: Tensor, output: Tensor) -> Tensor:
+        """The sum, rounded as the decoder does it."""
+        total, outputs = self._in_turn or (None, [])
+        for one in outputs if output is total else [output]:
+            stream = stream + one.to(stream.device)
+        return stream
 
     def reduce(self, partial: Partial) -> Pending:
         return lambda: partial.part

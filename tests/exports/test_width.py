@@ -33,6 +33,13 @@ UNIFORM = " ".join(f"A{k}#1 F{k}#20" for k in range(4))
         ("llama", "A0#1@q4 F0 A1 F1", "program", "vLLM needs surgeon's plugin, because its layers are of other widths"),
         ("gpt2", UNIFORM, "fused", "not plain, because all heads of GPT-2 together are as wide as the stream"),
         ("gemma2", "A0#1 F0 A1 F1", "program", "Gemma2 norms what a sublayer adds"),
+        ("cohere", "[A0#1 F0#9] [A1#1 F1#9]", "plain", "all of one width"),
+        (
+            "cohere",
+            "[A1 F0] [A0 F1]",
+            "fused",
+            "not plain, because A1 F0 would be one layer, whose sublayers have one norm",
+        ),
     ],
 )
 def test_the_most_portable_form(family: str, program: str, form: str, reason: str) -> None:
@@ -55,7 +62,7 @@ def test_a_configuration_that_cannot_say_it(tmp_path: Path) -> None:
     assert relative_error(logits_of(surgeon.load(tmp_path / "fused")), plain_logits(model, program)) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gpt_neox", "cohere"])
 def test_what_is_trained_comes_back(family: str, tmp_path: Path) -> None:
     """By adapters, merged and exported; in full, through the modeling file inside; and into a model edited anew."""
     save_source(tmp_path / "source", family, 4, dropout=0.0)

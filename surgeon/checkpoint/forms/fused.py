@@ -107,6 +107,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         return 0.0 if attribute is None else getattr(config, attribute)
 
     windowed, rotates, rope = family.windowed(config), family.rotates(config), None
+    some_rotate = family.rotary_layers is not None or family.rotary_in_windows
     if family.rotary:
         rope = dict(config.rope_parameters)
         if not family.partly_rotary:
@@ -134,7 +135,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
             "sliding_attention" if windowed[layer.sources[0]] else "full_attention" for layer in layout.layers
         ],
         "sliding_window": getattr(config, family.window) if family.window else None,
-        "rotary_layers": [rotates[layer.sources[0]] for layer in layout.layers] if family.rotary_layers else None,
+        "rotary_layers": [rotates[layer.sources[0]] for layer in layout.layers] if some_rotate else None,
         "hidden_act": getattr(config, family.activation),
         "gated": family.gated,
         "up_bias": biases["up"],

@@ -93,8 +93,8 @@ class TensorPlanner:
         last = [name for name in outside if name not in first]
         planned = [self._copied(name) for name in first]
         for index, layer in enumerate(layers):
-            computed = chain.from_iterable(map(self._sublayer_tensors, layer.sublayers))
-            planned += [self.planned(f"{self.prefix}{index}.{path}", compute) for path, compute in computed]
+            computed = dict(chain.from_iterable(map(self._sublayer_tensors, layer.sublayers)))  # one norm may be both's
+            planned += [self.planned(f"{self.prefix}{index}.{path}", compute) for path, compute in computed.items()]
         return planned + [self._copied(name) for name in last]
 
     def _copied(self, name: str) -> PlannedTensor:

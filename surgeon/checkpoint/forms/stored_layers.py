@@ -34,6 +34,11 @@ class StoredLayer:
         return all(len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward))
 
     @property
+    def layers_of_each(self) -> set[tuple[int, ...]]:
+        """The layers that each of its sublayers is made of."""
+        return {sublayer.layers for sublayer in self.sublayers}
+
+    @property
     def sources(self) -> list[int]:
         """The original's layers that it is made of, the attention's first one first."""
         return list(dict.fromkeys(layer for sublayer in self.sublayers for layer in sublayer.layers))

@@ -6,6 +6,7 @@ parallelism can divide every one of them; config.json says which norm, activatio
 and `per_layer_config` how wide the layers are that differ from the rest.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_ro
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-NORMS: Any = {"rms": LlamaRMSNorm, "layer": nn.LayerNorm}
+NORMS: Any = {"rms": LlamaRMSNorm, "layer": nn.LayerNorm, "centred": partial(nn.LayerNorm, bias=False)}
 MASKS: Any = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 

@@ -123,7 +123,7 @@ class Family:
         embedding, final_norm, head: paths from the causal language model.
         stored_head: what checkpoints call the head, where that is not its path.
         attention, mlp: where a layer keeps its two sublayers.
-        norm_kind: "rms" (a gain) or "layer" (a gain and a shift).
+        norm_kind: "rms" (a gain), "layer" (a gain and a shift) or "centred" (a layer norm with a gain alone).
         unit_offset: whether norms multiply by 1 + their stored gain (Gemma2).
         norm_epsilon: the config attribute that holds the norms' epsilon, or the number itself.
         activation: the config attribute that names the MLP's activation.
@@ -137,11 +137,14 @@ class Family:
         positions_from_mask: whether positions count what the attention mask lets through, unless they are given.
         rotary_layers: the config attribute that says of each layer whether it has rotary positions; all have where
             there is none.
+        rotary_in_windows: whether the layers with rotary positions are those with a window (Cohere2).
         dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
         module_dropout: the same where the sublayers' own modules do it.
         attention_dropout: the same of attention weights.
         embedding_dropout: the same of the stream before the first layer, if any.
         steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX).
+        adds_in_turn: whether a layer of one step adds attention's output to the stream and then the MLP's, not both at
+            once: what differs is rounding.
         softcap: the config attribute with the bound c of output logits that are c * tanh(logits / c), if any.
         attention_softcap: the same for the scores of attentions.
         window: the config attribute with how many tokens an attention looks at, itself the last of them, if any.
@@ -175,7 +178,7 @@ class Family:
     head: str
     attention: SublayerSpec
     mlp: SublayerSpec
-    norm_kind: Literal["rms", "layer"]
+    norm_kind: Literal["rms", "layer", "centred"]
     norm_epsilon: str | float
     activation: str
     intermediate: str
@@ -187,12 +190,14 @@ class Family:
     position_offset: int = 0
     positions_from_mask: bool = False
     rotary_layers: str | None = None
+    rotary_in_windows: bool = False
     stored_head: str | None = None
     dropout: str | None = None
     module_dropout: str | None = None
     attention_dropout: str = "attention_dropout"
     embedding_dropout: str | None = None
     steps_per_layer: int = 2
+    adds_in_turn: bool = False
     unit_offset: bool = False
     softcap: str | None = None
     attention_softcap: str | None = None
@@ -218,6 +223,11 @@ class Family:
     def spec(self, kind: str) -> SublayerSpec:
         """The description of a sublayer of kind "A" or "F"."""
         return self.attention if kind == "A" else self.mlp
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether a layer's two sublayers have one norm between them (Cohere)."""
+        return self.attention.norm == self.mlp.norm
 
     def epsilon(self, config: Any) -> float:
         """The norms' epsilon under this config."""
@@ -268,6 +278,8 @@ class Family:
 
     def rotates(self, config: Any) -> list[bool]:
         """Which layers' attentions have rotary positions."""
+        if self.rotary_in_windows:
+            return self.windowed(config)
         if self.rotary_layers is None or getattr(config, self.rotary_layers) is None:
             return [self.rotary] * int(config.num_hidden_layers)
         return list(map(bool, getattr(config, self.rotary_layers)))

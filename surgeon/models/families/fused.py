@@ -20,7 +20,7 @@ def _variant(family: Family, config: Any) -> Family:
     return replace(
         family,
         name=family.name if base is None else base.name,
-        norm_kind="layer" if config.norm == "layer" else "rms",
+        norm_kind=config.norm,
         attention=replace(family.attention, head_norms=head_norms),
         mlp=family.mlp if config.gated else replace(family.mlp, projections=family.mlp.projections[1:]),
         gated=config.gated,

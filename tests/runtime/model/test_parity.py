@@ -43,6 +43,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite": {"attention_bias": True, "mlp_bias": True},
     "glm": {},
     "glm4": {},
+    "cohere": {"attention_bias": True},
+    "cohere2": {},
 }
 DENSE = Program.dense(4)
 PROGRAMS = {
@@ -80,6 +82,7 @@ PROGRAMS = {
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
+SHORT += ("cohere", "cohere2")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 CASES = [
     (family, name)

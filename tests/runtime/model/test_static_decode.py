@@ -70,6 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {},
     "gpt_neox": {},
     "smollm3": {},
+    "cohere2": {},
     "granite": {},
     "gpt2": {},
     "gemma2": {},

@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {},
     "gpt_neox": {},
     "smollm3": {},
+    "cohere2": {},
 }
 PROGRAMS = {
     "dense": "A0 F0 A1 F1",
