@@ -41,6 +41,7 @@ from scripts.bench.rooflines import Rooflines
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
 from surgeon.runtime.kernels.functions import Kernels, Runs, kernels
+from surgeon.runtime.model.layers import Weighting
 
 PROMPT, NEW = 64, 24
 CACHE_BYTES = 1 << 30  # keys and values of as many layers as lie in so many are measured
@@ -106,7 +107,7 @@ def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
         for _ in range(1 + options.rounds):
             began = perf_counter()
             for pair in pairs:
-                own.attend(queries, pair, read, None, None)
+                own.attend(queries, pair, read, Weighting())
             then = perf_counter()
             for whole in wholes:
                 scaled_dot_product_attention(queries[:, :, None], *whole, enable_gqa=heads != kv_heads)

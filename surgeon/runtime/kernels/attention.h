@@ -14,6 +14,7 @@ constexpr int kWide = 4;           // vectors of an output that are summed at on
 struct Heads {
     const float *query;  // (group, dim)
     int64_t group, dim;
+    const float *sinks;  // (group), or null
 };
 
 // Scores of four keys that lie one behind the other, (4, dim), for one head.
@@ -63,10 +64,11 @@ static inline void score(
     }
 }
 
-// Scores, a whole number of vectors, to weights whose sum is 1; those from `count` on become 0.
-static inline void soften(float *scores, int64_t count, int64_t filled, float softcap) {
+// Scores, a whole number of vectors, to weights whose sum is 1; those from `count` on become 0. A sink, if not null, is one
+// more score, whose weight nobody has.
+static inline void soften(float *scores, int64_t count, int64_t filled, float softcap, const float *sink) {
     if (softcap > 0) cap(scores, softcap, count);
-    const float most = greatest(scores, count);
+    const float highest = greatest(scores, count), most = sink ? std::max(highest, *sink) : highest;
     for (int64_t at = count; at < filled; ++at) scores[at] = most;
     Vector total{};
     for (int64_t at = 0; at < filled; at += kLanes) {
@@ -76,7 +78,7 @@ static inline void soften(float *scores, int64_t count, int64_t filled, float so
     }
     float rest = 0;
     for (int64_t at = count; at < filled; ++at) rest += scores[at];
-    const float inverse = 1.0f / (sum(total) - rest);
+    const float inverse = 1.0f / (sum(total) - rest + (sink ? std::exp(*sink - most) : 0.0f));
     for (int64_t at = 0; at < filled; at += kLanes) store(scores + at, load(scores + at) * inverse);
 }
 
@@ -147,7 +149,8 @@ static inline void attend_one(
         const int64_t first = text.runs[run].first * dim;
         score(heads, text.keys + first, text.values + first, text.runs[run].tokens, scale, scores + at, filled);
     }
-    for (int64_t head = 0; head < heads.group; ++head) soften(scores + head * filled, count, filled, softcap);
+    for (int64_t head = 0; head < heads.group; ++head)
+        soften(scores + head * filled, count, filled, softcap, heads.sinks ? heads.sinks + head : nullptr);
     std::fill(output, output + heads.group * dim, 0.0f);
     for (int64_t run = 0, at = 0; run < text.count_runs; at += text.runs[run++].tokens)
         for (int64_t begin = 0; begin < text.runs[run].tokens; begin += kTogether) {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,25 @@ def kernels() -> Kernels | None:
 def kernels_for(tensor: Tensor) -> Kernels | None:
     """The kernels, if they compute with tensors like this one: float32 on CPUs."""
     return kernels() if tensor.device.type == "cpu" and tensor.dtype == torch.float32 else None
+
+
+class Scoring(Protocol):
+    """How an attention makes weights of its scores.
+
+    Attributes:
+        scale: of the products of queries and keys; None for 1 / sqrt(D).
+        softcap: the bound of scores, if any.
+        sinks: one more score of each head, (H,), whose weight no value has, if any.
+    """
+
+    @property
+    def scale(self) -> float | None: ...
+
+    @property
+    def softcap(self) -> float | None: ...
+
+    @property
+    def sinks(self) -> Tensor | None: ...
 
 
 class Runs(NamedTuple):
@@ -244,27 +263,27 @@ class Kernels:
             *(places.data_ptr(), pair.data_ptr(), pair.stride(0)),
         )
 
-    def attend(self, queries: Tensor, pair: Tensor, read: Runs, scale: float | None, softcap: float | None) -> Tensor:
+    def attend(self, queries: Tensor, pair: Tensor, read: Runs, scoring: Scoring) -> Tensor:
         """Attended values, (texts, H * D), of one token of each, (texts, H, D), over a cache, (2 * K, places, D)."""
         texts, heads, dim = queries.shape
         y = queries.new_empty(texts, heads * dim)
         self.library.call(
             *("attend", queries.data_ptr(), queries.stride(0), texts, heads, len(pair) // 2, dim),
             *(pair.data_ptr(), pair.stride(0), read.runs.data_ptr(), read.ends.data_ptr()),
-            *(dim**-0.5 if scale is None else scale, softcap or 0.0, y.data_ptr()),
+            *(dim**-0.5 if scoring.scale is None else scoring.scale, scoring.softcap or 0.0),
+            *(_address(scoring.sinks), y.data_ptr()),
         )
         return y
 
-    def attend_text(
-        self, queries: Tensor, pair: Tensor, text: TextKeys, scale: float | None, softcap: float | None
-    ) -> Tensor:
+    def attend_text(self, queries: Tensor, pair: Tensor, text: TextKeys, scoring: Scoring) -> Tensor:
         """Attended values, (T, H * D), of consecutive tokens of a text, (T, H, D), over a cache, (2 * K, places, D)."""
         tokens, heads, dim = queries.shape
         y = queries.new_empty(tokens, heads * dim)
         self.library.call(
             *("attend_text", queries.data_ptr(), queries.stride(0), tokens, heads, len(pair) // 2, dim),
             *(pair.data_ptr(), pair.stride(0), text.runs.data_ptr(), len(text.runs), text.first_key, text.start),
-            *(text.window or 0, dim**-0.5 if scale is None else scale, softcap or 0.0, y.data_ptr()),
+            *(text.window or 0, dim**-0.5 if scoring.scale is None else scoring.scale, scoring.softcap or 0.0),
+            *(_address(scoring.sinks), y.data_ptr()),
         )
         return y
 

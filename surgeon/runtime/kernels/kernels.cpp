@@ -97,10 +97,12 @@ EXPORTED void keep(
 }
 
 // Attended values, (texts, heads, dim), of one token of each text. Queries are `stride` numbers apart; keys and behind
-// them values are (2 * kv_heads, places, dim), `plane` numbers a head; text t reads runs[ends[t - 1]] to runs[ends[t]].
+// them values are (2 * kv_heads, places, dim), `plane` numbers a head; text t reads runs[ends[t - 1]] to runs[ends[t]]. Sinks,
+// (heads), may be null.
 EXPORTED void attend(
     const float *queries, int64_t stride, int64_t texts, int64_t heads, int64_t kv_heads, int64_t dim,
-    const float *cache, int64_t plane, const Run *runs, const int64_t *ends, float scale, float softcap, float *y) {
+    const float *cache, int64_t plane, const Run *runs, const int64_t *ends, float scale, float softcap,
+    const float *sinks, float *y) {
     const int64_t group = kv_heads ? heads / kv_heads : 0, tasks = texts * kv_heads;
     const auto text = [&](int64_t task) {
         const int64_t own = task / kv_heads, head = task % kv_heads, first = own ? ends[own - 1] : 0;
@@ -108,7 +110,8 @@ EXPORTED void attend(
     };
     pool().share(tasks, [&](int64_t task) {
         const int64_t head = task % kv_heads, next = task + pool().threads();
-        const Heads own{queries + task / kv_heads * stride + head * group * dim, group, dim};
+        const float *query = queries + task / kv_heads * stride + head * group * dim;
+        const Heads own{query, group, dim, sinks ? sinks + head * group : nullptr};
         attend_one(own, text(task), next < tasks ? text(next) : Text{}, scale, softcap, y + task * group * dim);
     });
 }
@@ -118,14 +121,14 @@ EXPORTED void attend(
 EXPORTED void attend_text(
     const float *queries, int64_t stride, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
     const float *cache, int64_t plane, const Run *runs, int64_t count_runs, int64_t first_key, int64_t start,
-    int64_t window, float scale, float softcap, float *y) {
+    int64_t window, float scale, float softcap, const float *sinks, float *y) {
     static thread_local std::vector<int64_t> places;
     places.clear();
     for (int64_t run = 0; run < count_runs; ++run)
         for (int64_t at = 0; at < runs[run].tokens; ++at) places.push_back(runs[run].first + at);
     attend_prompt(Prompt{
         queries, stride, tokens, heads, kv_heads, dim, cache, plane, places.data(), first_key, start, window, scale,
-        softcap, y});
+        softcap, sinks, y});
 }
 
 // x + y, of `count` numbers.

@@ -26,7 +26,7 @@ RECORDABLE: dict[str, list[Any]] = {
     "route": [POINTER, SIZE, SIZE, POINTER] + [SIZE] * 3 + [NUMBER] + [SIZE] * 3 + [POINTER, POINTER],
     "mixture": [POINTER, SIZE, SIZE, POINTER, POINTER] + [SIZE] * 3 + [POINTER] + [SIZE] * 3 + [NUMBER] * 2 + [POINTER],
     "keep": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE],
-    "attend": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER, POINTER, NUMBER, NUMBER, POINTER],
+    "attend": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER, POINTER] + [NUMBER] * 2 + [POINTER] * 2,
     "add": [POINTER, POINTER, SIZE, POINTER],
     "scale": [POINTER, NUMBER, SIZE, POINTER],
     "copy_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE],
@@ -39,7 +39,7 @@ RECORDABLE: dict[str, list[Any]] = {
 }
 OTHERS: dict[str, list[Any]] = {
     "set_threads": [SIZE],
-    "attend_text": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER] + [SIZE] * 4 + [NUMBER, NUMBER, POINTER],
+    "attend_text": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER] + [SIZE] * 4 + [NUMBER] * 2 + [POINTER] * 2,
     "highest": [POINTER, SIZE, SIZE, POINTER, POINTER],
     "replay": [POINTER, SIZE, POINTER],
 }

@@ -27,6 +27,7 @@ struct Prompt {
     int64_t first_key, start;  // the latter the first query's position
     int64_t window;            // keys that a token looks at, itself the last; 0 for all up to itself
     float scale, softcap;
+    const float *sinks;  // of heads, (heads): scores of keys that have no values; or null
     float *y;  // (tokens, heads, dim)
 };
 
@@ -55,6 +56,10 @@ public:
 
     void attend() {
         room_.reserve(prompt_.dim, panels_);
+        for (int64_t row = 0; prompt_.sinks && row < rows_; ++row) {
+            room_.highest[row] = prompt_.sinks[head_ * group_ + (first_ + row) % group_];
+            room_.total[row] = 1.0f;
+        }
         pack_queries();
         const int64_t last = position(rows_ - 1);
         const int64_t from = prompt_.window ? position(0) + 1 - prompt_.window : 0;
@@ -200,7 +205,7 @@ private:
     void write() {
         for (int64_t row = 0; row < rows_; ++row) {
             float *to = prompt_.y + offset(row, prompt_.heads * prompt_.dim);
-            // The highest score has the weight 1; without one none was a number, or all were -inf.
+            // The highest score, or sink, has the weight 1; without one none was a number, or all were -inf.
             const float inverse = room_.total[row] >= 0.5f ? 1.0f / room_.total[row] : NAN;
             for (int64_t column = 0; column < prompt_.dim; column += kPanel) {
                 const float *sums = room_.sums.data() + (column + row) * kPanel;

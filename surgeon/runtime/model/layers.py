@@ -7,7 +7,7 @@ the stream's width, R the ranks of k and v together where both are two factors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -69,11 +69,13 @@ class Weighting:
         scale: what products are multiplied by; None for 1 / sqrt(D).
         window: how many tokens a token looks at, itself the last of them; None for all up to itself.
         softcap: the bound c of scores that are c * tanh(score / c); None without one.
+        sinks: one more score of each head, whose weight no value has (gpt-oss), (H,) of float32; None without them.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 Angles = tuple[Tensor, Tensor]  # cosine and signed sine, (tokens, 1, up to D) each
@@ -174,7 +176,8 @@ class Attention:
         self.head_dim = plan.head_dim
         self.heads = count_outputs(tensors, "q") // plan.head_dim
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
-        self.weighting = Weighting(plan.attention_scale, window, plan.attention_softcap)
+        sinks = tensors["sinks"].float().contiguous() if "sinks" in tensors else None
+        self.weighting = Weighting(plan.attention_scale, window, plan.attention_softcap, sinks)
         self.epsilon = plan.epsilon
         self.head_gain: Tensor | None = None
         self.rebuild: Rebuild | None = None
@@ -347,6 +350,8 @@ def attention(
 ) -> Tensor:
     """Attended values, (B, H, Q, D), of queries (B, H, Q, D) over keys and values (B, K, N, D).
 
+    The heads of a KV group may be given as queries of one head each: (B, K, H / K, D).
+
     Args:
         weighting: its window is in the mask, or in which keys are given.
         mask: (Q, N) or (B, 1, 1, N), true where a query looks at a key, or numbers to add to scores; None for
@@ -355,25 +360,32 @@ def attention(
     """
     kv_heads, head_dim = keys.shape[1], queries.shape[-1]
     grouped = queries.shape[1] > kv_heads
-    if weighting.softcap is None and grouped and mask is not None and len(queries) == 1:
+    plain = weighting.softcap is None and weighting.sinks is None
+    if plain and grouped and mask is not None and len(queries) == 1:
         # On GPUs a mask and grouped heads together would leave only the way that keeps all scores: KV heads are texts.
         alone = Weighting(weighting.scale)
         keys, values = (one[0][:, None].expand(-1, queries.shape[1] // kv_heads, -1, -1) for one in (keys, values))
         return attention(queries[0].unflatten(0, (kv_heads, -1)), keys, values, alone, mask).flatten(0, 1)[None]
-    if weighting.softcap is None:
+    if plain:
         return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=causal, scale=weighting.scale, enable_gqa=grouped
         )
     scale = head_dim**-0.5 if weighting.scale is None else weighting.scale
     together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # the heads of a KV group as if they were queries
-    scores = softcap((together @ keys.transpose(-1, -2)) * scale, weighting.softcap)
+    scores = (together @ keys.transpose(-1, -2)) * scale
+    scores = scores if weighting.softcap is None else softcap(scores, weighting.softcap)
     scores = scores.unflatten(2, (-1, queries.shape[2]))
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         mask = mask.unsqueeze(-3)  # the same for all heads of a KV group
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if weighting.sinks is not None:
+        per_head = weighting.sinks.numel() == queries.shape[1]  # else heads of a KV group are given as its queries
+        sinks = weighting.sinks.view(kv_heads, -1, 1 if per_head else queries.shape[2], 1).to(scores.dtype)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    weights = weights[..., : keys.shape[2]]
     attended: Tensor = (weights.flatten(2, 3) @ values).unflatten(2, (-1, queries.shape[2])).flatten(1, 2)
     return attended
 

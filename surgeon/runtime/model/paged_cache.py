@@ -128,7 +128,7 @@ class PagedCache:
     def attend(self, slot: int, queries: Tensor, texts: TextBlocks, weighting: Weighting) -> Tensor:
         """Attended values, (B, H * D), of one token of each text, (B, H, D), by the kernels for GPUs."""
         assert self.triton is not None
-        rule = weighting.scale, weighting.window, weighting.softcap
+        rule = weighting.scale, weighting.window, weighting.softcap, weighting.sinks
         return self.triton.attend(queries, self.pairs[slot], texts, BLOCK_TOKENS, *rule)
 
     def counters(self, texts: int) -> Tensor:

@@ -109,7 +109,7 @@ class _Singles:
             return self._cache.attend(slot, own, self._blocks(self._cache.group_of[slot]), weighting)
         if self._cache.kernels is not None and slot not in self._cache.rebuilds:
             read = self._read(self._cache.group_of[slot], weighting.window)
-            return self._cache.kernels.attend(own, self._cache.pairs[slot], read, weighting.scale, weighting.softcap)
+            return self._cache.kernels.attend(own, self._cache.pairs[slot], read, weighting)
         # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
         grouped = own.view(count, 1, kv_heads, heads // kv_heads, head_dim).unbind()
         attended = [
@@ -162,9 +162,7 @@ class _Chunk:
             window = None
         if self._cache.kernels is not None and slot not in self._cache.rebuilds:
             text = self._text(self._cache.group_of[slot], window)
-            return self._cache.kernels.attend_text(
-                queries[own], self._cache.pairs[slot], text, weighting.scale, weighting.softcap
-            )
+            return self._cache.kernels.attend_text(queries[own], self._cache.pairs[slot], text, weighting)
         if self._whole:
             all_keys, all_values = self._fresh(slot, kept[own])
         else:

@@ -151,7 +151,7 @@ class RecordedDecode(Way):
             with recording.paused():
                 read = inputs.read(rows, (group, weighting.window))
             self._kernels.keep(kept, inputs.numbers[PLACE + group], pair)
-            return self._kernels.attend(queries, pair, read, weighting.scale, weighting.softcap)
+            return self._kernels.attend(queries, pair, read, weighting)
 
         with phase.apart() as sent, model.groups_recorded(recording), recording.during():
             logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend)

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from surgeon.models.routing import Routed, Routing, route
 from surgeon.runtime.kernels.functions import Kernels, PackedExperts, Runs, TextKeys, kernels, kernels_for
-from surgeon.runtime.model.layers import rotate_
+from surgeon.runtime.model.layers import Weighting, rotate_
 
 DRAWS = 25
 
@@ -102,6 +102,13 @@ def test_gate(own: Kernels, name: str, scale: float) -> None:
     assert close(gate(wide), expected)
 
 
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of keys, of scores (..., keys) and one more score of each row, (...), that takes its share of them."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sinks.double().expand(scores.shape[:-1])[..., None]], -1).softmax(-1)[..., :-1]
+
+
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_attend(own: Kernels, seed: int) -> None:
     """Texts of any lengths in any runs of a cache, grouped heads, scales and bounds of scores."""
@@ -109,17 +116,19 @@ def test_attend(own: Kernels, seed: int) -> None:
     texts, kv_heads, group, dim = draw(1, 6), draw(1, 3), draw(1, 4), draw(1, 80)
     pair, wide = torch.randn(2 * kv_heads, 400, dim), torch.randn(texts, kv_heads * group + 2, dim)
     scale, softcap = (None, 0.3)[draw(0, 1)], (None, 2.0)[draw(0, 1)]
+    sinks = torch.randn(kv_heads * group) if draw(0, 2) == 0 else None
     runs = [[(first := draw(0, 300), draw(1, 400 - first)) for _ in range(draw(1, 4))] for _ in range(texts)]
     read = Runs(torch.tensor([run for one in runs for run in one]), torch.tensor([len(one) for one in runs]).cumsum(0))
     queries = wide[:, : kv_heads * group]
-    found = own.attend(queries, pair, read, scale, softcap).view(texts, kv_heads, group, dim)
+    found = own.attend(queries, pair, read, Weighting(scale, None, softcap, sinks)).view(texts, kv_heads, group, dim)
     for text, own_runs in enumerate(runs):
         places = torch.cat([torch.arange(first, first + count) for first, count in own_runs])
         keys, values = pair.double()[:, places].chunk(2)
         scores = queries[text].double().view(kv_heads, group, dim) @ keys.mT * (dim**-0.5 if scale is None else scale)
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
-        assert close(found[text], scores.softmax(-1) @ values)
+        by_key = with_sinks(scores, None if sinks is None else sinks.view(kv_heads, group))
+        assert close(found[text], by_key @ values)
 
 
 @pytest.mark.parametrize("seed", range(2 * DRAWS))
@@ -132,13 +141,16 @@ def test_attend_text(own: Kernels, seed: int) -> None:
     window = draw(1, 200) if draw(0, 1) else None
     first_key = 0 if window is None else max(0, start + 1 - window)
     scale, softcap = (None, 0.3)[draw(0, 1)], (None, 2.0)[draw(0, 1)]
+    sinks = torch.randn(kv_heads * group) if draw(0, 2) == 0 else None
     pair, wide = torch.randn(2 * kv_heads, 500, dim), torch.randn(tokens, kv_heads * group + 1, dim)
     ends = sorted({start + tokens, *(draw(first_key + 1, start + tokens) for _ in range(3))})
     counts = [end - begin for begin, end in zip([first_key, *ends[:-1]], ends, strict=True)]
     firsts = torch.randperm(500)[: len(counts)].clamp(max=500 - max(counts)).tolist()  # they may overlap
     text = TextKeys(torch.tensor(list(zip(firsts, counts, strict=True))), first_key, start, window)
     queries = wide[:, : kv_heads * group]
-    found = own.attend_text(queries, pair, text, scale, softcap).view(tokens, kv_heads, group, dim)
+    found = own.attend_text(queries, pair, text, Weighting(scale, None, softcap, sinks)).view(
+        tokens, kv_heads, group, dim
+    )
     places = torch.cat([torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)])
     keys, values = pair.double()[:, places].chunk(2)
     by_head = queries.double().view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
@@ -147,7 +159,8 @@ def test_attend_text(own: Kernels, seed: int) -> None:
         scores = softcap * (scores / softcap).tanh()
     ago = torch.arange(start, start + tokens)[:, None] - torch.arange(first_key, start + tokens)
     seen = (ago >= 0) & (ago < (window or 1000))
-    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values[:, None]
+    by_head = None if sinks is None else sinks.view(kv_heads, group, 1)
+    expected = with_sinks(scores.masked_fill(~seen, -torch.inf), by_head) @ values[:, None]
     assert close(found, expected.permute(2, 0, 1, 3))
 
 
@@ -157,7 +170,7 @@ def test_attend_to_scores_far_apart(own: Kernels) -> None:
     pair[0] = -100.0
     pair[0, 5] = 100.0
     read = Runs(torch.tensor([[0, 37]]), torch.tensor([1]))
-    assert torch.allclose(own.attend(queries, pair, read, None, None)[0], pair[1, 5])
+    assert torch.allclose(own.attend(queries, pair, read, Weighting())[0], pair[1, 5])
 
 
 @pytest.mark.parametrize("step", [30.0, -30.0])
@@ -165,7 +178,7 @@ def test_tokens_of_a_text_to_scores_far_apart(own: Kernels, step: float) -> None
     """Scores that rise or fall by thousands over the keys; what has been summed is made smaller or stays."""
     pair, queries = torch.randn(2, 200, 8), torch.rand(200, 1, 8) + 0.1
     pair[0] = torch.arange(200)[:, None] * step
-    found = own.attend_text(queries, pair, TextKeys(torch.tensor([[0, 200]]), 0, 0, None), None, None)
+    found = own.attend_text(queries, pair, TextKeys(torch.tensor([[0, 200]]), 0, 0, None), Weighting())
     scores = queries.double()[:, 0] @ pair[0].double().t() * 8**-0.5
     seen = torch.ones(200, 200, dtype=torch.bool).tril()
     expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ pair[1].double()
@@ -188,8 +201,8 @@ def test_what_is_no_number_stays_none(own: Kernels) -> None:
         assert not gate(wide).isfinite().all()
         queries = torch.full((1, 1, 16), wrong)
         pair, runs = torch.ones(2, 8, 16), torch.tensor([[0, 8]])
-        assert not own.attend(queries, pair, Runs(runs, torch.tensor([1])), None, None).isfinite().any()
-        assert not own.attend_text(queries, pair, TextKeys(runs, 0, 7, None), None, None).isfinite().any()
+        assert not own.attend(queries, pair, Runs(runs, torch.tensor([1])), Weighting()).isfinite().any()
+        assert not own.attend_text(queries, pair, TextKeys(runs, 0, 7, None), Weighting()).isfinite().any()
     wide = torch.ones(1, 64)
     wide[0, 3] = nan
     gate = own.gate_of("gelu_new")

@@ -44,19 +44,38 @@ def test_softcap() -> None:
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("looks", ["behind a mask", "causally"])
-def test_attention_of_grouped_heads(group: int, cap: float | None, looks: str) -> None:
+def test_attention_of_grouped_heads(group: int, cap: float | None, sunk: bool, looks: str) -> None:
     """Of a part of a prompt behind a mask, and of a whole one; a mask and `enable_gqa` never come together."""
     tokens, keys = (3, 7) if looks == "behind a mask" else (5, 5)
     queries, *given = torch.randn(1, 2 * group, tokens, 4), torch.randn(1, 2, keys, 4), torch.randn(1, 2, keys, 4)
     mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
     scores = 0.3 * queries @ given[0].repeat_interleave(group, 1).mT
     scores = scores if cap is None else cap * (scores / cap).tanh()
-    expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ given[1].repeat_interleave(group, 1)
+    sinks = torch.randn(2 * group) if sunk else None
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(1, -1, tokens, 1)], -1)
+    expected = scores.softmax(-1)[..., :keys] @ given[1].repeat_interleave(group, 1)
     causal = looks == "causally"
     with NoMaskBesideGroups():
-        found = attention(queries, *given, Weighting(0.3, None, cap), None if causal else mask, causal)
+        found = attention(queries, *given, Weighting(0.3, None, cap, sinks), None if causal else mask, causal)
     torch.testing.assert_close(found, expected)
+
+
+def test_sinks_of_heads_that_are_given_as_queries() -> None:
+    """As one token of several texts is, whose heads of a KV group look at the same keys."""
+    queries, keys, values, sinks = (
+        torch.randn(2, 3, 4, 8),
+        torch.randn(2, 3, 5, 8),
+        torch.randn(2, 3, 5, 8),
+        torch.randn(12),
+    )
+    scores = torch.cat([queries @ keys.mT * 8**-0.5, sinks.view(3, 4, 1).expand(2, -1, -1, -1)], -1)
+    torch.testing.assert_close(
+        attention(queries, keys, values, Weighting(sinks=sinks)), scores.softmax(-1)[..., :5] @ values
+    )
 
 
 class NoMaskBesideGroups(TorchFunctionMode):

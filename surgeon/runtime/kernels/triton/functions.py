@@ -88,11 +88,12 @@ class TritonKernels:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attended values, (B, H * D), of one token of each text, (B, H, D), over a cache, (2 * K, places, D).
 
         Args:
-            scale, window, softcap: as of `Weighting`.
+            scale, window, softcap, sinks: as of `Weighting`.
         """
         count, heads, dim = queries.shape
         kv_heads = len(pair) // 2
@@ -107,7 +108,7 @@ class TritonKernels:
             "attend",
             (count, kv_heads, parts),
             (
-                *(queries, pair, *texts, out, sums, totals),
+                *(queries, pair, *texts, out, sums, totals, totals if sinks is None else sinks),
                 *(dim**-0.5 if scale is None else scale, softcap or 0.0, window or 0),
                 *(queries.stride(0), pair.stride(0), texts.tables.stride(0), texts.newest.stride(0)),
             ),
@@ -121,6 +122,7 @@ class TritonKernels:
             PARTS=parts,
             WINDOWED=window is not None,
             CAPPED=softcap is not None,
+            SUNK=sinks is not None,
             IN_FLOAT32=self._interpreted or pair.dtype == torch.float32,  # the interpreter multiplies no bfloat16
         )
         return out

@@ -26,6 +26,7 @@ def attend(
     out,  # (B, H, D)
     sums,  # (B, K, PARTS, GROUP, D): weighted values of a part
     totals,  # (B, K, PARTS, 2, GROUP): the highest score of a part, and the sum of its weights
+    sinks,  # (H,): one more score of each head, if there are any
     scale,
     softcap,
     window,
@@ -43,6 +44,7 @@ def attend(
     PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SUNK: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
     """Attention of one token of each text over its keys in the cache (Flash-Decoding): a text, a KV head, a part.
@@ -66,6 +68,10 @@ def attend(
         keys, values = pair + head * head_stride, pair + (KV_HEADS + head) * head_stride
         best = tl.full([HEADS_PADDED], -float("inf"), tl.float32)
         total = tl.zeros([HEADS_PADDED], tl.float32)
+        if SUNK:
+            sink = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=0.0)
+            best = tl.where(part == 0, sink, best)
+            total = tl.where(part == 0, 1.0, total)
         attended = tl.zeros([HEADS_PADDED, DIM_PADDED], tl.float32)
         for start in range(first, end, TOKENS):
             at = start + tl.arange(0, TOKENS)

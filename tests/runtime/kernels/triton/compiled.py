@@ -46,7 +46,16 @@ def main(capability: int, dtype: str) -> None:
     compiled(
         source.attend,
         capability,
-        {**cache, "tables": "i64", "newest": "i64", "arrived": "i32", "out": dtype, "sums": "fp32", "totals": "fp32"},
+        {
+            **cache,
+            "tables": "i64",
+            "newest": "i64",
+            "arrived": "i32",
+            "out": dtype,
+            "sums": "fp32",
+            "totals": "fp32",
+            "sinks": "fp32",
+        },
         KV_HEADS=8,
         GROUP=4,
         HEADS_PADDED=LEAST,
@@ -57,6 +66,7 @@ def main(capability: int, dtype: str) -> None:
         PARTS=33,
         WINDOWED=True,
         CAPPED=True,
+        SUNK=True,
         IN_FLOAT32=dtype == "fp32",
     )
     compiled(

@@ -49,6 +49,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     window=st.sampled_from([None, None, 1, 5, 33, 400]),
     cap=st.sampled_from([None, 2.0]),
     scale=st.sampled_from([None, 0.3]),
+    sunk=st.booleans(),
     programs=st.sampled_from([1, 8, 24]),
 )
 def test_attend(
@@ -60,6 +61,7 @@ def test_attend(
     window: int | None,
     cap: float | None,
     scale: float | None,
+    sunk: bool,
     programs: int,
 ) -> None:
     """Texts of any lengths in any blocks; of places that no text has nothing is seen, and no part is left counted."""
@@ -69,7 +71,7 @@ def test_attend(
     tables = order.view(len(starts), width)
     written = drawn(2 * kv_heads, len(starts) * width * BLOCK, dim, dtype=dtype)
     pair, queries = torch.full_like(written, torch.nan), drawn(len(starts), kv_heads * group, dim, dtype=dtype)
-    expected = []
+    sinks, expected = drawn(kv_heads * group, dtype=torch.float32), []
     for table, length, query in zip(tables, lengths, queries, strict=True):
         at = torch.arange(length, device=DEVICE)
         places = table[at // BLOCK] * BLOCK + at % BLOCK
@@ -80,10 +82,12 @@ def test_attend(
             scores = cap * (scores / cap).tanh()
         if window is not None:
             scores[..., : max(0, length - window)] = -torch.inf
-        expected.append((scores.softmax(-1) @ values).flatten())
+        if sunk:
+            scores = torch.cat([scores, sinks.double().view(kv_heads, group, 1)], -1)
+        expected.append((scores.softmax(-1)[..., :length] @ values).flatten())
     arrived = torch.zeros(len(starts) * kv_heads, dtype=torch.int32, device=DEVICE)
     texts = TextBlocks(tables, torch.tensor(starts, device=DEVICE), arrived)
-    found = kernels(programs).attend(queries, pair, texts, BLOCK, scale, window, cap)
+    found = kernels(programs).attend(queries, pair, texts, BLOCK, scale, window, cap, sinks if sunk else None)
     assert found.dtype == dtype
     assert close(found, torch.stack(expected))
     assert not arrived.any()
