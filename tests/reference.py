@@ -229,6 +229,49 @@ class Reference:
         return other
 
 
+class _Mixture(Reference):
+    """Mixtures of experts, and dense layers among them."""
+
+    router, normalised = "mlp.gate", True
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        if self.at(k, f"{self.router}.weight") not in self.w:
+            return super().feed_forward(k, x)
+        normed = self.norm(self.at(k, self.mlp_norm), x).flatten(0, -2)
+        total = torch.zeros_like(normed)
+        for token, shares in enumerate(self.shares(self.linear(self.at(k, self.router), normed))):
+            for expert, share in enumerate(shares.tolist()):
+                if share:
+                    total[token] += share * self.expert(k, expert, normed[token])
+        return total.view(x.shape)
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """What each expert's output is multiplied with, (tokens, experts): zero for all but the best ones."""
+        every = logits.softmax(-1)
+        least = every.sort(-1, descending=True).values[:, : self.config.num_experts_per_tok].min(-1, True).values
+        best = every * (every >= least)
+        return best / best.sum(-1, True) if self.normalised else best
+
+    def expert(self, k: int, expert: int, x: Tensor) -> Tensor:
+        both = self.w[self.at(k, "mlp.experts.gate_up_proj")][expert] @ x
+        gate, up = both.chunk(2)
+        return self.w[self.at(k, "mlp.experts.down_proj")][expert] @ (self.activation(gate) * up)
+
+    def experts(self, k: int, kept: tuple[int, ...]) -> Reference:
+        """A copy in which a layer has these of its experts."""
+        other = self.copied()
+        for name in ("gate.weight", "gate.bias", "experts.gate_up_proj", "experts.down_proj"):
+            if (path := self.at(k, f"mlp.{name}")) in self.w:
+                other.w[path] = self.w[path][list(kept)]
+        return other
+
+
+class _Qwen3Moe(_Mixture):
+    @property
+    def normalised(self) -> bool:  # type: ignore[override]
+        return bool(self.config.norm_topk_prob)
+
+
 class _Phi3(Reference):
     def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
         groups, wide = self.config.num_key_value_heads * self.head_dim, self.config.intermediate_size
@@ -463,6 +506,8 @@ class _GptNeoX(_LayerNorms):
 
 
 _CLASSES: dict[str, type[Reference]] = {
+    "mixtral": _Mixture,
+    "qwen3_moe": _Qwen3Moe,
     "smollm3": _SmolLM3,
     "granite": _Granite,
     "opt": _Opt,

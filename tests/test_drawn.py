@@ -26,7 +26,7 @@ from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, restore
-from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families import family_of
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
@@ -34,6 +34,7 @@ from surgeon.runtime.worker.ranks import Ranks
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error
 from tests.drawn import DTYPES, Case, cases
 from tests.runtime.on_ranks import logits_in_chunks
+from tests.tiny_models import DENSE_FAMILIES
 
 TOLERANCE = 1e-4
 
@@ -44,7 +45,7 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_all_paths_agree(family: str, ranks: Ranks, drawn_settings: settings) -> None:
     @drawn_settings
     @given(case=cases(family))

@@ -24,14 +24,19 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
+from surgeon.models.families import FAMILIES
+
+DENSE_FAMILIES = [name for name, family in FAMILIES.items() if family.mixture is None]
 VOCABULARY = 97
 HIDDEN = 32
 HEADS = 4
@@ -54,6 +59,14 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (MistralConfig, _GROUPED | _WINDOW),
     "qwen2": (Qwen2Config, _GROUPED | _WINDOW | {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen3": (Qwen3Config, _GROUPED | {"head_dim": 16}),  # wider than hidden / heads, as Qwen3's often are
+    # Layer 2 is dense, as wide as all experts together, and has other matrices.
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        _GROUPED
+        | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"mlp_only_layers": [2], "norm_topk_prob": False},
+    ),
+    "mixtral": (MixtralConfig, _GROUPED | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # Caps and scale such that leaving one of them out shows.
     "gemma2": (
         Gemma2Config,

@@ -95,6 +95,7 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     avoid_cudnn_attention()
     stored = open_stored(model)
     family, dtype = stored.family, stored.compute_dtype(device)
+    family.require_no_mixture("its layers are not read one by one yet: it has to fit into memory")
     if form_of(stored.checkpoint).shipped is not None:
         raise ValueError(f"{stored.folder} is an edited model, which has to fit into memory")
     config = copy.deepcopy(stored.config)  # which becomes the model's own
@@ -124,7 +125,7 @@ def streamed_layers(model: PreTrainedModel) -> StreamedLayers | None:
 def _without_layers(stored: StoredModel, dtype: torch.dtype) -> nn.Module:
     """The same model with no decoder layers: embeddings, final norm and head, loaded as `transformers` loads them."""
     shallow = copy.deepcopy(stored.config)
-    for key, value in stored.family.per_layer_entries(stored.config, []).items():
+    for key, value in stored.family.attention_entries(stored.config, []).items():
         setattr(shallow, key, value)
     shallow.num_hidden_layers = 0
     return from_files(AutoModelForCausalLM, stored, config=shallow, dtype=dtype)

@@ -24,8 +24,9 @@ def plan_on_paper(
             ranks, or texts are longer than the model's positions.
     """
     check_layers(program, shapes.layers)
+    shapes.family.require_no_mixture("its costs are not predicted yet")
     for sublayer in set(program.sublayers()):
-        spec = shapes.family.spec(sublayer.kind)
+        spec = shapes.family.spec(sublayer.kind, sublayer.layers[0])
         if sublayer.piece is not None:
             require_sliceable(spec, shapes.family)
         for role, _ in sublayer.ranks:

@@ -172,7 +172,7 @@ class RankWork:
         return all(map(self._normed, step.sublayers))
 
     def _normed(self, sublayer: Sublayer) -> bool:
-        return self.plan.family.spec(sublayer.kind).post_norm is not None
+        return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).post_norm is not None
 
 
 @dataclass(frozen=True)

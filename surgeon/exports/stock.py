@@ -72,7 +72,7 @@ def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | Non
     """A layer with the weights of a group's sublayers; those that the program does not have are as they were."""
     made, weights = nn.Module(), edited.weights()
     for kind in KINDS:
-        spec, owner = edited.family.spec(kind), edited.layer(group.layers[0])
+        spec, owner = edited.family.spec(kind, group.layers[0]), edited.layer(group.layers[0])
         count = group.count if kind in group.used else None
         pieces = [None] if count is None else [(index, count) for index in range(count)]
         sublayers = [group.sublayer(kind, piece) for piece in pieces]

@@ -242,7 +242,9 @@ def _sublayers(
     blocks = weights.units(fused)["kv_heads"] // count if fused.kind == ATTENTION else 1
     for index in range(count):
         tensors = {name: _part(name, tensor, index, count, blocks) for name, tensor in whole.items()}
-        for path, value in packed(tensors, own.spec(fused.kind), weights.unit_width(fused.kind)).items():
+        for path, value in packed(
+            tensors, own.spec(fused.kind, fused.layers[0]), weights.unit_width(fused.kind)
+        ).items():
             yield f"{own.layers}.{first + index}.{path}", value
 
 

@@ -6,6 +6,7 @@ add to it. Everything surgeon does to a model is an edit of that list, written i
     A4  F4            attention and feed-forward of layer 4 (layers count from 0), each with its own norm inside
     A4~A5             one sublayer with the averaged weights of layers 4 and 5
     A4#3  F4#344      narrowed: 3 of the KV groups (a KV head with the heads that share it), 344 of the neurons
+    F4!e0,e3          of a mixture's experts those with these numbers; the router chooses among them
     A4/8:0            slice 0 of 8 of the heads (for F, of the neurons) that there are
     F4@up64,down96    two factors in place of a matrix: up of rank 64, down of rank 96, the others whole
     [A4 A5]           a step whose sublayers read the same x; the sum of their outputs is added
@@ -29,13 +30,24 @@ FEED_FORWARD = "F"
 KINDS = (ATTENTION, FEED_FORWARD)
 # What each kind's matrices are called, in the order in which a program's text names them.
 ROLES = {ATTENTION: ("q", "k", "v", "o"), FEED_FORWARD: ("gate", "up", "down")}
+SHARED = ("shared_gate", "shared_up", "shared_down")  # of experts beside a mixture's, which every token goes through
+NO_AVERAGE = (
+    "experts of different layers are not averaged, as each layer's router numbers them by itself; leave some of them "
+    "out (F4!e0,e3), or average attentions alone"
+)
+NO_WIDTH = "the neurons of a mixture's experts stay; leave out whole experts (F4!e0,e3)"
 UNITS = {ATTENTION: "KV groups", FEED_FORWARD: "neurons"}  # what a narrowed sublayer has fewer of
-WRITING = ("o", "down")  # these write to the stream: a slice has some of their inputs, of the others some outputs
+EXPERTS = "experts"  # what a mixture may have fewer of, too
+WRITING = (
+    "o",
+    "down",
+    "shared_down",
+)  # these write to the stream: a slice has some of their inputs, of the others some outputs
 
 
 @dataclass(frozen=True, order=True)
 class Sublayer:
-    """One sublayer: its kind, layer (or the layers whose weights are averaged), width, which slice, and of which ranks.
+    """One sublayer: its kind, layer (or the layers whose weights are averaged), experts, width, slice, and ranks.
 
     Attributes:
         kind: "A" for attention, "F" for feed-forward.
@@ -46,6 +58,9 @@ class Sublayer:
         width: how many of its layer's KV groups (each a KV head with all heads that share it), or of its neurons, it
             has; None for all. A slice is of these, and factors are of what they leave of a matrix. Which they are is
             not said: as the values of factors, that is weights.
+        experts: the numbers of those it has of a mixture's experts, ascending, among those that its layer is stored
+            with; None for all. Its router has their rows only, and takes as many of them for a token as the layer's
+            does, or all. Shared experts, which no router chooses, stay.
     """
 
     kind: str
@@ -53,6 +68,7 @@ class Sublayer:
     piece: tuple[int, int] | None = None
     ranks: tuple[tuple[str, int], ...] = ()
     width: int | None = None
+    experts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -68,9 +84,20 @@ class Sublayer:
                 f"{self} cannot be: {UNITS[self.kind]} are chosen in each layer by itself, and an average would mix "
                 "some that have nothing to do with each other; narrow single layers"
             )
+        self._check_experts()
         self._check_ranks()
         in_order = sorted(self.ranks, key=lambda entry: ROLES[self.kind].index(entry[0]))
         object.__setattr__(self, "ranks", tuple(in_order))  # one text, and one hash, for equal sublayers
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        if self.kind != FEED_FORWARD:
+            raise ValueError(f"attention has no experts: A{self.layers[0]} cannot keep some of them")
+        if not self.experts or min(self.experts) < 0 or list(self.experts) != sorted(set(self.experts)):
+            raise ValueError(f"a mixture keeps one or more of its experts, in ascending order, not {self.experts}")
+        if len(self.layers) > 1:
+            raise ValueError(f"{self} cannot be: {NO_AVERAGE}")
 
     def _check_ranks(self) -> None:
         roles = [role for role, _ in self.ranks]
@@ -85,6 +112,8 @@ class Sublayer:
 
     def __str__(self) -> str:
         text = "~".join(f"{self.kind}{layer}" for layer in self.layers)
+        if self.experts is not None:
+            text += "!" + ",".join(f"e{expert}" for expert in self.experts)
         if self.width is not None:
             text += f"#{self.width}"
         if self.piece is not None:
@@ -103,8 +132,10 @@ class Sublayer:
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
-        """What it has less of than its layer: how many KV groups or neurons, and its ranks, by name."""
-        return self.ranks if self.width is None else ((UNITS[self.kind], self.width), *self.ranks)
+        """What it has less of than its layer: how many experts, KV groups or neurons, and its ranks, by name."""
+        experts = () if self.experts is None else ((EXPERTS, len(self.experts)),)
+        width = () if self.width is None else ((UNITS[self.kind], self.width),)
+        return (*experts, *width, *self.ranks)
 
     def rank(self, role: str) -> int | None:
         """The rank of a matrix that is the product of two factors; None for a whole one."""
@@ -113,15 +144,33 @@ class Sublayer:
     def parameters(self, shapes: LayerShapes) -> int:
         """How many parameters it has in a model whose layers have these shapes.
 
-        Norms stay whole in slices; a bias that is added to the stream belongs to slice 0.
+        Norms and routers stay whole in slices; a bias that is added to the stream belongs to slice 0.
 
         Raises:
-            ValueError: if features do not divide into the slices, a rank is above that of its matrix, or it has more
-                KV groups or neurons than the layers.
+            ValueError: if features do not divide into the slices, a rank is above that of its matrix, it has more
+                KV groups or neurons than the layers, or experts that its layer does not have.
         """
-        return shapes.norms.get(self.kind, 0) + sum(
-            self._matrix_parameters(role, shapes) for role in ROLES[self.kind] if role in shapes.matrices
-        )
+        return self._parameters(shapes, shapes.experts(self))
+
+    def active_parameters(self, shapes: LayerShapes) -> int:
+        """How many of them take part in what is computed for one token: of a mixture, those of `top_k` experts.
+
+        Raises:
+            ValueError: as `parameters`.
+        """
+        mixture = shapes.of(self).mixture
+        experts = shapes.experts(self)
+        return self._parameters(shapes, experts if mixture is None else min(experts, mixture.top_k))
+
+    def _parameters(self, shapes: LayerShapes, counted: int) -> int:
+        """Those of so many experts, and of all else."""
+        own = shapes.of(self)
+        one = sum(self._matrix_parameters(role, own) for role in ROLES[self.kind] if role in own.matrices)
+        beside = own.norms.get(self.kind, 0)
+        if own.mixture is not None and self.kind == FEED_FORWARD:
+            beside += own.mixture.router * shapes.experts(self) + own.mixture.shared_router
+            beside += sum(self._matrix_parameters(role, own) for role in SHARED if role in own.matrices)
+        return beside + counted * one
 
     def weight_bytes(self, shapes: LayerShapes, number_bytes: int) -> int:
         """How much room its parameters take, at so many bytes each; errors as `parameters`."""
@@ -151,28 +200,50 @@ class LayerShapes:
     """The shapes of a model's layers, from which a program's parameters follow.
 
     Attributes:
-        matrices: (out_features, in_features) by role.
+        matrices: (out_features, in_features) by role; of a mixture, those of one expert.
         biases: how many numbers a bias has, by role; a role without one may be left out.
         norms: parameters of the norms of a sublayer, by kind.
         units: how many KV groups an attention has, and neurons a feed-forward, by kind; what may be narrowed needs it.
+        mixture: what else a feed-forward of experts has.
+        others: those of layers that differ (dense ones among mixtures), by their numbers.
     """
 
     matrices: Mapping[str, tuple[int, int]]
     biases: Mapping[str, int] = field(default_factory=dict)
     norms: Mapping[str, int] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
+    mixture: MixtureShapes | None = None
+    others: Mapping[int, LayerShapes] = field(default_factory=dict)
+
+    def of(self, sublayer: Sublayer) -> LayerShapes:
+        """Those of a sublayer's (first) layer."""
+        return self.others.get(sublayer.layers[0], self)
+
+    def experts(self, sublayer: Sublayer) -> int:
+        """How many experts a sublayer has; 1 where it is no mixture.
+
+        Raises:
+            ValueError: if it is to have experts that its layer does not have, or is an average of mixtures.
+        """
+        mixture = self.of(sublayer).mixture if sublayer.kind == FEED_FORWARD else None
+        require_experts(sublayer, None if mixture is None else mixture.experts)
+        if mixture is None:
+            return 1
+        return mixture.experts if sublayer.experts is None else len(sublayer.experts)
 
     def matrix(self, sublayer: Sublayer, role: str) -> tuple[int, int]:
         """(out_features, in_features) of a matrix of a sublayer before it is sliced.
 
         Raises:
-            ValueError: if it has more KV groups or neurons than the layers.
+            ValueError: if it has more KV groups or neurons than the layers, or is a mixture and narrowed.
         """
         outputs, inputs = self.matrices[role]
         if sublayer.width is None:
             return outputs, inputs
         width, units = sublayer.width, self.units[sublayer.kind]
         require_width(sublayer, units)
+        if sublayer.kind == FEED_FORWARD and self.mixture is not None:
+            raise ValueError(f"{sublayer}: {NO_WIDTH}")
         return (outputs, inputs * width // units) if role in WRITING else (outputs * width // units, inputs)
 
     def narrowed(self, kind: str, width: int) -> LayerShapes:
@@ -180,6 +251,45 @@ class LayerShapes:
         like = Sublayer(kind, (0,), width=width)
         left = {role: self.matrix(like, role) for role in ROLES[kind] if role in self.matrices}
         return LayerShapes({**self.matrices, **left}, norms=self.norms, units={**self.units, kind: width})
+
+
+@dataclass(frozen=True)
+class MixtureShapes:
+    """What a feed-forward of experts has besides the matrices of each of them.
+
+    Attributes:
+        experts: how many the router chooses among.
+        top_k: how many of them it takes for a token.
+        router: how many numbers the router has for each of them.
+        shared_router: how many numbers weigh what the shared experts give, if any do.
+    """
+
+    experts: int
+    top_k: int
+    router: int
+    shared_router: int = 0
+
+
+def require_experts(sublayer: Sublayer, experts: int | None) -> None:
+    """Refuse experts that a layer does not have, and averages of mixtures.
+
+    Args:
+        experts: how many its layer has; None where it is no mixture.
+
+    Raises:
+        ValueError: with what the layer has.
+    """
+    if experts is not None and len(sublayer.layers) > 1:
+        raise ValueError(f"{sublayer} cannot be: {NO_AVERAGE}")
+    if sublayer.experts is None:
+        return
+    if experts is None:
+        raise ValueError(f"{sublayer}: the feed-forward of layer {sublayer.layers[0]} is no mixture of experts")
+    if sublayer.experts[-1] >= experts:
+        raise ValueError(
+            f"{sublayer}: the experts of layer {sublayer.layers[0]} are 0 to {experts - 1}, so that it has no "
+            f"{sublayer.experts[-1]}"
+        )
 
 
 def require_width(sublayer: Sublayer, units: int) -> None:
@@ -303,8 +413,8 @@ class Program:
         return Program(_renamed(self.nodes, rename))
 
     def whole(self) -> Program:
-        """The same program of all KV groups and neurons, and with a matrix in the place of every two factors."""
-        return self.renamed(lambda sublayer: replace(sublayer, ranks=(), width=None))
+        """The same program of all experts, KV groups and neurons, with a matrix in the place of every two factors."""
+        return self.renamed(lambda sublayer: replace(sublayer, ranks=(), width=None, experts=None))
 
     def parameters(self, shapes: LayerShapes) -> int:
         """How many parameters its sublayers have, those that occur several times counted once.
@@ -313,6 +423,10 @@ class Program:
             ValueError: as `Sublayer.parameters`.
         """
         return sum(sublayer.parameters(shapes) for sublayer in set(self.sublayers()))
+
+    def active_parameters(self, shapes: LayerShapes) -> int:
+        """How many of them take part in what is computed for one token; errors as `parameters`."""
+        return sum(sublayer.active_parameters(shapes) for sublayer in set(self.sublayers()))
 
     def weight_bytes(self, shapes: LayerShapes, number_bytes: int) -> int:
         """How much room they take, at so many bytes each; errors as `parameters`."""
@@ -400,8 +514,9 @@ def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
 
 
 _RANK = r"[a-z]+\d{1,9}"
-_PARTS, _WIDTH, _PIECE = r"[AF]\d{1,9}(?:~[AF]\d{1,9})*", r"(?:#\d{1,9})?", r"(?:/\d{1,9}:\d{1,9})?"
-_TOKEN = re.compile(rf"\s*([\[\]{{}}|>]|{_PARTS}{_WIDTH}{_PIECE}(?:@{_RANK}(?:,{_RANK})*)?|$)")
+_PARTS, _EXPERTS = r"[AF]\d{1,9}(?:~[AF]\d{1,9})*", r"(?:!e\d{1,9}(?:,e\d{1,9})*)?"
+_WIDTH, _PIECE = r"(?:#\d{1,9})?", r"(?:/\d{1,9}:\d{1,9})?"
+_TOKEN = re.compile(rf"\s*([\[\]{{}}|>]|{_PARTS}{_EXPERTS}{_WIDTH}{_PIECE}(?:@{_RANK}(?:,{_RANK})*)?|$)")
 _DEEPEST = 50  # forks in each other
 
 
@@ -474,7 +589,8 @@ class _Parser:
             raise ValueError(f"expected a sublayer such as A4 or F4 before character {self.place}, found {found}")
         named, _, ranks = self.advance().partition("@")
         wide, _, piece = named.partition("/")
-        whole, _, width = wide.partition("#")
+        chosen, _, width = wide.partition("#")
+        whole, _, experts = chosen.partition("!")
         parts = whole.split("~")
         if len({part[0] for part in parts}) > 1:
             raise ValueError(
@@ -489,4 +605,5 @@ class _Parser:
             (int(index), int(count)) if piece else None,
             tuple((pair[1], int(pair[2])) for pair in pairs if pair is not None),
             int(width) if width else None,
+            tuple(int(expert[1:]) for expert in experts.split(",")) if experts else None,
         )

@@ -79,7 +79,7 @@ class EditedLayers(nn.Module):
             if sublayer.piece is not None:
                 slices.setdefault(first_slice(sublayer), []).append(self.owner(sublayer))
         for first, modules in slices.items():
-            share_undivided(modules, self.family.spec(first.kind))
+            share_undivided(modules, self.family.spec(first.kind, first.layers[0]))
         if self.family.shares_norm and self.keeps_derived:
             self._share_norms()
 
@@ -133,11 +133,13 @@ class EditedLayers(nn.Module):
         return module
 
     def is_derived(self, sublayer: Sublayer) -> bool:
-        """Whether the sublayer has weights that no layer has: an average, some units of it, a slice, or factors."""
+        """Whether it has weights that no layer has: an average, some experts or units of it, a slice, or factors."""
         if len(sublayer.layers) > 1 or sublayer.piece is not None:
             return True
         kind, (layer,) = sublayer.kind, sublayer.layers
         if sublayer.width is not None and sublayer.width != self._held_width(kind, layer):
+            return True
+        if sublayer.experts is not None and sublayer.experts != self._held_experts(layer):
             return True
         return self._held_ranks(kind, layer) != sublayer.ranks
 
@@ -146,6 +148,10 @@ class EditedLayers(nn.Module):
         if (kind, layer) not in self._widths_held:
             self._widths_held[kind, layer] = EditedLayers.view_weights(self).stored_width(kind, layer)
         return self._widths_held[kind, layer]
+
+    def _held_experts(self, layer: int) -> tuple[int, ...]:
+        """The numbers of the experts that a layer itself has."""
+        return tuple(range(EditedLayers.view_weights(self).stored_experts(layer) or 0))
 
     def _held_ranks(self, kind: str, layer: int) -> tuple[tuple[str, int], ...]:
         """The ranks of the factors that a layer itself has in place of matrices."""
@@ -182,7 +188,7 @@ class EditedLayers(nn.Module):
 
     def describe_in(self, config: Any) -> None:
         """Make the configuration's per-layer entries describe the program's attentions."""
-        entries = self.family.per_layer_entries(config, self.slot_layers)
+        entries = self.family.attention_entries(config, self.slot_layers)
         entries["num_hidden_layers"] = len(self.slot_layers)
         self.config_before = {key: getattr(config, key) for key in entries}
         for key, value in entries.items():
@@ -295,7 +301,7 @@ class ModelMachine(Machine):
         return self.layers.owner(sublayer)
 
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
-        owner, spec = self.owner(sublayer), self.layers.family.spec(sublayer.kind)
+        owner, spec = self.owner(sublayer), self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         if sublayer.kind == ATTENTION:
             slot = self.slot_of(sublayer)
             call = partial(_attention, owner, spec, slot, self.arguments[slot])
@@ -337,7 +343,8 @@ def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tenso
 
 def _through(owner: nn.Module, paths: Iterable[str], stream: Tensor) -> Tensor:
     for path in paths:
-        stream = owner.get_submodule(path)(stream)
+        output = owner.get_submodule(path)(stream)
+        stream = output[0] if isinstance(output, tuple) else output  # a mixture may give its router's choice, too
     return stream
 
 

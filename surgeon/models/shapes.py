@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Sublayer
+from surgeon.language.program import LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
+from surgeon.models.families.base import NEURONS
 from surgeon.models.weights import unit_bounds
 from surgeon.models.weights.layout import Units, narrowed
 
@@ -37,6 +37,7 @@ class ModelShapes:
         positions: the longest text the model takes.
         windows: how many tokens each layer's attention looks at, None for all; nothing if all look at all.
         dtype: that its weights are stored in, as far as the configuration says.
+        layer_shapes: the matrices of the layers, without biases and norms.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ModelShapes:
     tied: bool
     layers: int
     positions: int
+    layer_shapes: LayerShapes
     windows: tuple[int | None, ...] = ()
     dtype: str = "bfloat16"
 
@@ -74,6 +76,7 @@ class ModelShapes:
             tied=bool(config.tie_word_embeddings),
             layers=int(config.num_hidden_layers),
             positions=int(config.max_position_embeddings),
+            layer_shapes=family.layer_shapes(config),
             windows=attention_windows(config, family, int(config.num_hidden_layers)),
             dtype=str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch."),
         )
@@ -98,25 +101,18 @@ class ModelShapes:
         Raises:
             ValueError: if it is to have more of them than the layers.
         """
-        counts: Units = {"heads": self.heads, "kv_heads": self.kv_heads, "neurons": self.neurons}
-        named = {projection.unit for projection in self.family.spec(sublayer.kind).projections}
-        return narrowed(sublayer, {unit: count for unit, count in counts.items() if unit in named})
+        counts: Units = {}
+        for projection in self.family.spec(sublayer.kind, sublayer.layers[0]).projections:
+            features = self.layer_shapes.of(sublayer).matrices[projection.role][1 - int(projection.reads_stream)]
+            counts[projection.unit] = features // (1 if projection.unit in NEURONS else self.head_dim)
+        return narrowed(sublayer, counts)
 
     def matrix(self, sublayer: Sublayer, role: str) -> MatrixShape:
-        """A matrix of a sublayer, or of a slice of one, whether it is one matrix or the product of two factors."""
-        projection: Projection = self.family.spec(sublayer.kind).projection(role)
+        """A matrix of a sublayer (of one of its experts), or of a slice of one, whether it is one or two factors."""
+        projection: Projection = self.family.spec(sublayer.kind, sublayer.layers[0]).projection(role)
         first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
-        divided = (end - first) * (1 if projection.unit == "neurons" else self.head_dim)
+        divided = (end - first) * (1 if projection.unit in NEURONS else self.head_dim)
         return MatrixShape((divided, self.hidden) if projection.reads_stream else (self.hidden, divided))
-
-    @cached_property
-    def layer_shapes(self) -> LayerShapes:
-        """The matrices of a layer, without biases and norms."""
-        found = {}
-        for kind in KINDS:
-            for projection in self.family.spec(kind).projections:
-                found[projection.role] = self.matrix(Sublayer(kind, (0,)), projection.role).shape
-        return LayerShapes(found, units={ATTENTION: self.kv_heads, FEED_FORWARD: self.neurons})
 
     @property
     def position_rows(self) -> int:

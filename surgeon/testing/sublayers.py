@@ -67,6 +67,10 @@ class Sublayers(Protocol):
         """
         ...
 
+    def experts(self, k: int, kept: tuple[int, ...]) -> Sublayers:
+        """A copy in which layer k's mixture has these of its experts; asked for of models with mixtures only."""
+        ...
+
 
 class OwnSublayers:
     """`Sublayers` of a `transformers` model, from its own modules, for tokens of one shape.
@@ -142,7 +146,7 @@ class OwnSublayers:
 
     @torch.no_grad()
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
-        spec: SublayerSpec = self.family.mlp
+        spec: SublayerSpec = self.family.spec("F", k)
         return self._scaled(self._through(k, (spec.norm, *spec.modules), x))
 
     def _scaled(self, output: Tensor) -> Tensor:
@@ -152,7 +156,8 @@ class OwnSublayers:
 
     def _through(self, k: int, paths: Iterable[str], x: Tensor) -> Tensor:
         for path in paths:
-            x = self.layers[k].get_submodule(path)(x)
+            output = self.layers[k].get_submodule(path)(x)
+            x = output[0] if isinstance(output, tuple) else output
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -174,7 +179,7 @@ class OwnSublayers:
     def narrowed(self, k: int, kind: str, count: int) -> OwnSublayers:
         other, whole = OwnSublayers(self.model, self.ids), Sublayer(kind, (k,))
         weights = ModelWeights(ModuleStore(other.model), self.family, self.family.head_dim(self.model.config))
-        projections = self.family.spec(kind).projections
+        projections = self.family.spec(kind, k).projections
         (writing,) = (one for one in projections if not one.reads_stream)
         reading = [weights.matrix(whole, one.role).whole() for one in projections if one.reads_stream]
         by_unit = [matrix.unflatten(0, (weights.stored_width(kind, k), -1)) for matrix in reading]
@@ -188,6 +193,23 @@ class OwnSublayers:
         columns[left_out] = 0
         stored = other.layers[k].get_parameter(f"{writing.path}.weight")
         stored.copy_(columns.flatten(0, 1) if writing.transposed else columns.flatten(0, 1).T)
+        return other
+
+    @torch.no_grad()
+    def experts(self, k: int, kept: tuple[int, ...]) -> OwnSublayers:
+        other, spec = OwnSublayers(self.model, self.ids), self.family.spec("F", k)
+        assert spec.mixture is not None
+        parent, _, name = spec.modules[0].rpartition(".")
+        config: Any = copy.deepcopy(self.model.config)
+        count = getattr(config, spec.mixture.count)
+        setattr(config, spec.mixture.count, len(kept))
+        config.num_experts_per_tok = min(config.num_experts_per_tok, len(kept))
+        whole = other.layers[k].get_submodule(spec.modules[0])
+        fewer = type(whole)(config)
+        for path, tensor in fewer.state_dict().items():
+            own = whole.state_dict()[path]
+            tensor.copy_(own[list(kept)] if len(own) == count else own)
+        setattr(other.layers[k].get_submodule(parent), name, fewer.eval())
         return other
 
 
@@ -275,6 +297,12 @@ def narrow(program: Program) -> Program:
     return program.renamed(lambda one: replace(one, width=widths.get(one)))
 
 
+def fewer_experts(program: Program) -> Program:
+    """Two experts of layer 1's mixture, and one of layer 3's."""
+    kept = {Sublayer("F", (1,)): (0, 3), Sublayer("F", (3,)): (2,)}
+    return program.renamed(lambda one: replace(one, experts=kept.get(one)))
+
+
 Edit = tuple[Callable[[Program], Program], Callable[[Sublayers, Tensor], Tensor]]
 # By name: what is made of the dense program, and the stream that it has to end with.
 EDITS: dict[str, Edit] = {
@@ -292,5 +320,9 @@ EDITS: dict[str, Edit] = {
     "narrow": (
         narrow,
         lambda s, x: sequential(s.narrowed(1, "A", 1).narrowed(2, "A", 1).narrowed(2, "F", 5), x, [0, 1, 2, 3]),
+    ),
+    "experts": (
+        fewer_experts,
+        lambda s, x: sequential(s.experts(1, (0, 3)).experts(3, (2,)), x, [0, 1, 2, 3]),
     ),
 }

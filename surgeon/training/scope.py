@@ -112,12 +112,12 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
         yield model
     elif scope == "edited":
         for sublayer in edited_in(model, program):
-            spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)
+            spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
             yield from (owner.get_submodule(path) for path in (spec.norm, *spec.modules))
     else:
         yield model.get_submodule(layers.family.final_norm)
         for sublayer in dict.fromkeys(layers.program.sublayers()):
-            spec, owner = layers.family.spec(sublayer.kind), layers.owner(sublayer)
+            spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
             norms = (spec.norm, spec.post_norm, *spec.head_norms)
             yield from (owner.get_submodule(path) for path in norms if path is not None)
 
@@ -128,6 +128,6 @@ def called_classes(model: PreTrainedModel) -> list[str]:
     called = (
         layers.owner(sublayer).get_submodule(path)
         for sublayer in layers.program.sublayers()
-        for path in layers.family.spec(sublayer.kind).modules
+        for path in layers.family.spec(sublayer.kind, sublayer.layers[0]).modules
     )
     return sorted({type(module).__name__ for module in called if any(True for _ in module.parameters())})

@@ -81,7 +81,7 @@ class ProgramForCausalLM(nn.Module):
 
     def _width(self, attention: Sublayer) -> tuple[int, int, int | None]:
         """How many heads and KV heads this rank has of an attention, and how many tokens it looks at."""
-        spec, units = self.plan.family.spec(attention.kind), self.source.units(attention)
+        spec, units = self.plan.family.spec(attention.kind, attention.layers[0]), self.source.units(attention)
         bounds = (unit_bounds(units[spec.projection(role).unit], attention.piece) for role in "qk")
         heads, kv_heads = (end - first for first, end in bounds)
         return heads, kv_heads, self.plan.window(attention)

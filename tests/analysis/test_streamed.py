@@ -21,9 +21,9 @@ from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.language.operations import ladder, merge, pair, parallel, prune, shuffle
 from surgeon.language.program import Program, steps_of
 from surgeon.memory import resident_bytes
-from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families import family_of
 from tests.selection import case
-from tests.tiny_models import VOCABULARY, save_checkpoint, tiny_model
+from tests.tiny_models import DENSE_FAMILIES, VOCABULARY, save_checkpoint, tiny_model
 
 IDS = torch.randint(2, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
 
@@ -44,7 +44,11 @@ def numbers(model: Any, dense: Program, edited: list[Program], **options: Any) -
 
 @pytest.mark.parametrize(
     ("family", "spilled"),
-    [case(f, spilled, default=(at + spilled) % 3 == 0) for at, f in enumerate(FAMILIES) for spilled in (False, True)],
+    [
+        case(f, spilled, default=(at + spilled) % 3 == 0)
+        for at, f in enumerate(DENSE_FAMILIES)
+        for spilled in (False, True)
+    ],
 )
 def test_numbers_equal_those_in_memory(
     family: str, spilled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

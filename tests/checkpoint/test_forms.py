@@ -13,9 +13,9 @@ import surgeon
 from surgeon.checkpoint.forms import FORMS, StoredLayer, form_of, lay_out, per_layer_lists
 from surgeon.cli.export import export
 from surgeon.language.program import Program, Sublayer
-from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families import family_of
 from tests.selection import NORMED_BEHIND
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 PACKAGE = Path(surgeon.__file__).parent
 LLAMA = tiny_model("llama", num_layers=6).config
@@ -111,7 +111,7 @@ def test_models_that_cannot_be_fused_exactly_get_the_program_form(
     assert layout("A0 F0 A2 F2", config).form.name == "plain"
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NORMED_BEHIND)))
+@pytest.mark.parametrize("family", sorted(set(DENSE_FAMILIES) - set(NORMED_BEHIND)))
 def test_every_family_without_norms_behind_its_sublayers_can_be_fused(family: str) -> None:
     config = tiny_model(family, num_layers=6).config
     steps = family_of(config).steps_per_layer

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families import family_of
 from tests.checkpoint.helpers import (
     BIASES,
     IDS,
@@ -24,8 +24,9 @@ from tests.checkpoint.helpers import (
     weights_of,
 )
 from tests.selection import NORMED_BEHIND, one_in
+from tests.tiny_models import DENSE_FAMILIES
 
-FUSABLE = sorted(set(FAMILIES) - set(NORMED_BEHIND))
+FUSABLE = sorted(set(DENSE_FAMILIES) - set(NORMED_BEHIND))
 PAIR_AND_TRIPLET = "A0 F0 [A1 A2] [F1 F2] [A3 A4 A5] [F5 F3 F4]"
 IN_ONE_STEP = "[A0 F0] [A1 A2 F1 F2] [A3 F5 A4 F3 A5 F4]"
 # Attention windows in the layers of the pair only.

@@ -24,7 +24,7 @@ from surgeon.models.families import FAMILIES, family_of
 from surgeon.models.weights import ModelWeights, ModuleStore
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.selection import one_in
-from tests.tiny_models import TEXT, save_checkpoint, tiny_model
+from tests.tiny_models import DENSE_FAMILIES, TEXT, save_checkpoint, tiny_model
 
 TRACKS = "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1/2:0 F1/2:0 [A1/2:1 F1/2:1] A2 F2"
 UNSLICED = "{A0 F0 | F1 A1} >A2 >F2"
@@ -60,7 +60,7 @@ def projections_of(layer: nn.Module, family: str) -> list[nn.Module]:
     return [layer.get_submodule(path) for path in sorted(paths)]
 
 
-@pytest.mark.parametrize("family", one_in(2, FAMILIES, 0))
+@pytest.mark.parametrize("family", one_in(2, DENSE_FAMILIES, 0))
 def test_programs_equal_a_plain_computation(family: str) -> None:
     model = tiny_model(family, 3, **BIASED.get(family, {}))
     for program in (*PROGRAMS, tracks_of(family)):
@@ -83,7 +83,7 @@ def test_programs_equal_a_plain_computation(family: str) -> None:
     assert relative_error(logits_of(running), plain_logits(model, program)) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_dropout_and_positions_without_attention(family: str) -> None:
     """In training it drops what the stock model drops; without attentions the cache counts tokens all the same."""
     model = tiny_model(family, 2)
@@ -105,7 +105,7 @@ def layers_of(running: Any) -> list[nn.Module]:
     return list(replaced.children())
 
 
-@pytest.mark.parametrize("family", one_in(2, FAMILIES, 1))
+@pytest.mark.parametrize("family", one_in(2, DENSE_FAMILIES, 1))
 def test_checkpoints_load_as_they_were_exported(family: str, tmp_path: Path) -> None:
     program = MERGED[FAMILIES[family].mlp.post_norm is not None]
     model = save_source(tmp_path / "source", family, num_layers=3)
@@ -124,7 +124,7 @@ def test_checkpoints_load_as_they_were_exported(family: str, tmp_path: Path) -> 
     assert relative_error(logits_of(type(written).from_pretrained(tmp_path / "target", config=config)), expected) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_it_slices_as_surgeon_does(family: str) -> None:
     model, stock = tiny_model(family, 1), FAMILIES[family]
     weights = ModelWeights(ModuleStore(model), stock, stock.head_dim(model.config))

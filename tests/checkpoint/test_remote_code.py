@@ -20,7 +20,7 @@ from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, family_of
 from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 SHIPPED = {form.name: form.shipped for form in FORMS.values() if form.shipped is not None}
 WITHOUT_SURGEON = """
@@ -106,7 +106,7 @@ def test_modeling_files_name_no_architecture(form: str) -> None:
     assert not {node.value for node in nodes if isinstance(node, ast.Constant)} & set(FAMILIES)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DENSE_FAMILIES)
 def test_config_json_describes_the_family(model_type: str) -> None:
     config = tiny_model(model_type, 1).config
     family = family_of(config)
@@ -136,7 +136,7 @@ def test_what_describes_no_architecture_is_refused() -> None:
 
 @pytest.mark.parametrize("form", list(SHIPPED))
 def test_modeling_files_have_the_classes_that_configurations_name(form: str) -> None:
-    for model_type in FAMILIES:
+    for model_type in DENSE_FAMILIES:
         for name in SHIPPED[form].auto_map(model_type).values():
             assert isinstance(
                 getattr(sys.modules[SHIPPED[form].model_class(model_type).__module__], name.partition(".")[2]), type

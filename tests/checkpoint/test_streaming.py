@@ -24,10 +24,10 @@ from surgeon.exports.on_demand import WeightsOnDemand
 from surgeon.exports.prove import original_model, reference_of
 from surgeon.language.program import Program
 from surgeon.memory import resident_bytes
-from surgeon.models.families import FAMILIES
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import logits_of, relative_error, run_export, save_source, weights_of
 from tests.selection import NORMED_BEHIND, one_in
+from tests.tiny_models import DENSE_FAMILIES
 
 DERIVED = "A0 F0 A1~A2 F1~F2 {A3/2:0 F3/2:0 | A3/2:1 F3/2:1}"
 
@@ -45,7 +45,7 @@ def streamed_logits(folder: Path) -> Tensor:
         return logits_of(model)
 
 
-@pytest.mark.parametrize("family", one_in(3, FAMILIES, 1))
+@pytest.mark.parametrize("family", one_in(3, DENSE_FAMILIES, 1))
 def test_every_family_runs_with_its_weights_in_their_files(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from surgeon.models.families import FAMILIES, family_of
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.tiny_models import tiny_model
 
-DIVIDED = sorted(name for name, family in FAMILIES.items() if not family.attention.counts)
+DIVIDED = sorted(name for name, family in FAMILIES.items() if family.mixture is None and not family.attention.counts)
 EVERYWHERE = "A0@q5,k3,v4,o6 F0@gate7,up9,down9 A1@q5,k3,v4,o6 F1@gate7,up9,down9"
 MIXED = "A0 F0@gate9 A1@q5,k3,o6 F1@gate7,down9"
 WHOLE = "A0 F0 A1 F1"

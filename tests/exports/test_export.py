@@ -17,7 +17,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.exports import prove
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program, layer_nodes
-from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families import family_of
 from surgeon.opened import open_model
 from surgeon.testing import FormContract
 from tests.checkpoint.helpers import (
@@ -34,6 +34,7 @@ from tests.checkpoint.helpers import (
 )
 from tests.reference import Reference
 from tests.selection import one_in
+from tests.tiny_models import DENSE_FAMILIES
 
 PRUNED = "A0 F0 A2 F2 A3 F3 A5 F5"
 SHUFFLED = "A0 F0 A3 F3 A1 F1 A2 F4"
@@ -91,7 +92,7 @@ def test_logits_equal_a_plain_computation(tmp_path: Path, form: str, program: st
     assert ("lm_head.weight" in weights_of(tmp_path / "target")) is not tied
 
 
-@pytest.mark.parametrize("family", one_in(2, FAMILIES, 0))
+@pytest.mark.parametrize("family", one_in(2, DENSE_FAMILIES, 0))
 def test_every_family_has_the_plain_form(tmp_path: Path, family: str) -> None:
     """Pruned and shuffled, loaded in the stock class: windows and attention types go with their layers."""
     model = save_source(tmp_path / "source", family, 4)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.language.program import ROLES, Fork, LayerShapes, Node, Program, Step, Sublayer, layer_nodes
+from surgeon.language.program import ROLES, Fork, LayerShapes, MixtureShapes, Node, Program, Step, Sublayer, layer_nodes
 
 
 @st.composite
@@ -18,7 +20,8 @@ def sublayers(draw: st.DrawFn) -> Sublayer:
     width = draw(st.sampled_from((None, None, 1, 12))) if len(layers) == 1 else None
     chosen = draw(st.integers(0, 15))
     ranks = tuple((role, 3**place) for place, role in enumerate(ROLES[kind]) if chosen >> place & 1)
-    return Sublayer(kind, layers, piece, ranks[::-1], width)
+    experts = draw(st.sampled_from((None, None, (0,), (1, 3, 127)))) if kind == "F" and len(layers) == 1 else None
+    return Sublayer(kind, layers, piece, ranks[::-1], width, experts)
 
 
 steps = st.builds(Step, st.lists(sublayers(), min_size=1, max_size=3).map(tuple), st.booleans())
@@ -295,3 +298,63 @@ def test_notebooks_show_a_program_as_its_text_and_as_a_picture() -> None:
     assert all(f">{sublayer}</span>" in html for sublayer in program.sublayers())
     assert html.count("dashed") == 2
     assert "4 steps and forks, 4 one after the other" in html
+
+
+MIXTURE = LayerShapes(
+    {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "gate": (12, 8), "up": (12, 8), "down": (8, 12)},
+    units={"A": 2, "F": 12},
+    mixture=MixtureShapes(experts=4, top_k=2, router=8),
+    others={1: LayerShapes({"gate": (20, 8), "up": (20, 8), "down": (8, 20)}, units={"F": 20})},
+)
+
+
+@pytest.mark.parametrize("text", ["A0 F0!e0,e3", ">[F0!e2/2:1@gate4 F3!e0,e1,e2]", "{F1!e0 | F1!e1@down2}"])
+def test_experts_are_text(text: str) -> None:
+    assert str(Program.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("sublayer", "reason"),
+    [
+        ({"experts": ()}, "keeps one or more of its experts"),
+        ({"experts": (3, 0)}, "in ascending order"),
+        ({"experts": (0, 0)}, "in ascending order"),
+        ({"kind": "A", "experts": (0,)}, "attention has no experts"),
+        ({"layers": (0, 1), "experts": (0,)}, "experts of different layers are not averaged"),
+    ],
+)
+def test_experts_that_cannot_be(sublayer: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Sublayer(**{"kind": "F", "layers": (0,)} | sublayer)
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters", "active"),
+    [
+        ("F0", 4 * 288 + 32, 2 * 288 + 32),
+        ("F0!e0,e3", 2 * 288 + 16, 2 * 288 + 16),
+        ("F0!e2", 288 + 8, 288 + 8),
+        ("F0/2:1", 4 * 144 + 32, 2 * 144 + 32),
+        ("F0@gate3", 4 * (192 + 60) + 32, 2 * (192 + 60) + 32),
+        ("F1", 480, 480),
+        ("A0 F0 F0", 192 + 4 * 288 + 32, 192 + 2 * 288 + 32),
+    ],
+)
+def test_parameters_of_mixtures(text: str, parameters: int, active: int) -> None:
+    program = Program.parse(text)
+    assert program.parameters(MIXTURE) == parameters
+    assert program.active_parameters(MIXTURE) == active
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("F0!e4", "the experts of layer 0 are 0 to 3, so that it has no 4"),
+        ("F1!e0", "the feed-forward of layer 1 is no mixture"),
+        ("F0~F2", "experts of different layers are not averaged"),
+        ("F0#3", "the neurons of a mixture's experts stay"),
+    ],
+)
+def test_mixtures_that_cannot_be(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Program.parse(text).parameters(MIXTURE)

@@ -114,7 +114,7 @@ class _OnDemand(EditedLayers):
         weights = self.weights()
         if self.averages is None:
             self.averages = RunningAverages(weights)
-        spec, layer = self.family.spec(sublayer.kind), self.layer(sublayer.layers[0])
+        spec, layer = self.family.spec(sublayer.kind, sublayer.layers[0]), self.layer(sublayer.layers[0])
         return module_with(self.averages.tensors(sublayer), layer, spec, weights.head_dim)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:

@@ -70,7 +70,7 @@ class Matrices:
 
     def projection(self, matrix: Matrix) -> Projection:
         """Where a matrix lies in its layer."""
-        return self.family.spec(matrix.sublayer.kind).projection(matrix.role)
+        return self.family.spec(matrix.sublayer.kind, matrix.sublayer.layers[0]).projection(matrix.role)
 
     def module(self, matrix: Matrix) -> nn.Module:
         """The linear module that holds a matrix, perhaps with others packed beside it."""

@@ -172,7 +172,7 @@ class _Tapping(ModelMachine):
             return super().sublayer(sublayer, stream)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
-        owner, spec = super().owner(sublayer), self.layers.family.spec(sublayer.kind)
+        owner, spec = super().owner(sublayer), self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         for matrix in self.watched:
             module = owner.get_submodule(spec.projection(matrix.role).path)
             hook = module.register_forward_pre_hook(partial(_show, matrix, self.seen))

@@ -156,7 +156,7 @@ class FusedPlanner(TensorPlanner):
         return torch.cat([gain.expand(times, -1) for gain, times in zip(gains, turns, strict=True)])
 
     def _norm_part(self, sublayer: Sublayer, part: str, weights: ModelWeights) -> Tensor:
-        return self.part(sublayer, f"{self.family.spec(sublayer.kind).norm}.{part}", weights)
+        return self.part(sublayer, f"{self.family.spec(sublayer.kind, sublayer.layers[0]).norm}.{part}", weights)
 
     def _in_turn(self, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int) -> Tensor:
         """Heads (or neurons) of several sublayers along one dimension, a block of each in turn."""

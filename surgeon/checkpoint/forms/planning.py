@@ -106,7 +106,7 @@ class TensorPlanner:
 
     def _sublayer_tensors(self, sublayer: Sublayer) -> Iterator[tuple[str, Compute]]:
         """A sublayer's tensors by path from the layer, and how each is computed."""
-        spec = self.family.spec(sublayer.kind)
+        spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         # Modules in which some matrix is stored as two factors are taken apart; the others are stored as they are.
         apart = {
             path: packed for path, packed in modules_of(spec).items() if any(sublayer.rank(one.role) for one in packed)
@@ -143,7 +143,7 @@ class TensorPlanner:
 
     def paths(self, sublayer: Sublayer) -> list[str]:
         """Paths from the layer of the sublayer's tensors, without buffers."""
-        spec = self.family.spec(sublayer.kind)
+        spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         prefix = f"{self.prefix}{sublayer.layers[0]}."
         names = [name.removeprefix(prefix) for name in self.source.names() if name.startswith(prefix)]
         known = _roots(self.family.attention) + _roots(self.family.mlp)

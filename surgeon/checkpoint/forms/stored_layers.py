@@ -110,7 +110,10 @@ def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any
     """
     units = family.units(config)
     for sublayer in sublayers:
-        own = {projection.unit: units[projection.unit] for projection in family.spec(sublayer.kind).projections}
+        own = {
+            projection.unit: units[projection.unit]
+            for projection in family.spec(sublayer.kind, sublayer.layers[0]).projections
+        }
         reason = indivisible(sublayer, narrowed(sublayer, own))
         if reason is not None:
             raise ValueError(reason)

@@ -7,14 +7,17 @@ that adding an architecture is adding one description. See CONTRIBUTING.md, "Add
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, LayerShapes
+from surgeon.language.program import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes
+from surgeon.models.routing import Routing
 
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
 
-Unit = Literal["heads", "kv_heads", "neurons"]
+Unit = Literal["heads", "kv_heads", "neurons", "shared_neurons"]
+NEURONS = ("neurons", "shared_neurons")  # units of one feature each
 LOCAL = ("sliding_attention", "local")  # what configs call layers whose attention has a window
 
 
@@ -37,7 +40,7 @@ class Projection:
     the description.
 
     Attributes:
-        role: q, k, v, o, gate, up or down.
+        role: q, k, v, o, gate, up or down; of a mixture's shared experts shared_gate, shared_up or shared_down.
         path: of the module, from the layer ("self_attn.q_proj").
         unit: what its divided dimension consists of.
         reads_stream: True where it reads the normed stream (its output features are divided among slices, by rows of
@@ -45,6 +48,9 @@ class Projection:
             belongs to one slice only).
         interleaved: packed head by head (GPT-NeoX: q, k and v of head 0, then of head 1), not as whole projections.
         transposed: the weight is stored as (in_features, out_features), as in GPT-2's Conv1D.
+        stacked: it is one matrix for each expert of a mixture; `path` is that of a parameter, (experts, ...), and its
+            bias is at `path` with "_bias" behind it.
+        stored: where files have the matrices of experts one by one, the path of one, "{}" standing for its number.
     """
 
     role: str
@@ -53,11 +59,58 @@ class Projection:
     reads_stream: bool = True
     interleaved: bool = False
     transposed: bool = False
+    stacked: bool = False
+    stored: str | None = None
 
     @property
     def divided_dim(self) -> int:
-        """The dimension of the stored weight along which heads or neurons lie."""
+        """The dimension of the stored weight, of one expert's where they are stacked, along which units lie."""
         return int(self.reads_stream == self.transposed)
+
+    @property
+    def weight(self) -> str:
+        """The path of the parameter."""
+        return self.path if self.stacked else f"{self.path}.weight"
+
+    @property
+    def bias(self) -> str:
+        """The path of its bias, if it has one."""
+        return f"{self.path}_bias" if self.stacked else f"{self.path}.bias"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a feed-forward that is a mixture of experts has beside their matrices.
+
+    Attributes:
+        router: path of the module whose weight has a row for each expert.
+        experts: path of the module whose parameters are the experts' stacked matrices.
+        count: the config attribute with how many experts a layer has.
+        routing: of a config: how the router chooses.
+        counts: attributes (from the layer) that count experts.
+        top_k: attributes (from the layer) that say how many a token goes to.
+        correction: path of the vector that is added to scores where experts are chosen (`route`), if any.
+        shared_router: path of the module whose sigmoid weighs what the shared experts give, if any.
+        shared: of a config: how many neurons the shared experts have together, if there are any.
+    """
+
+    router: str
+    experts: str
+    count: str
+    routing: Callable[[Any], Routing]
+    counts: tuple[str, ...]
+    top_k: tuple[str, ...]
+    correction: str | None = None
+    shared_router: str | None = None
+    shared: Callable[[Any], int] | None = None
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """Paths of the parameters that every slice has the whole of, by name: a row, or a number, for each expert."""
+        found = {"router.weight": f"{self.router}.weight", "router.bias": f"{self.router}.bias"}
+        if self.correction is not None:
+            found["router.correction"] = self.correction
+        return found if self.shared_router is None else found | {"shared_router.weight": f"{self.shared_router}.weight"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +127,8 @@ class SublayerSpec:
             parts of a sublayer that has one cannot be added, so it is never sliced or fused.
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
         cache_slot: path of the attribute that says which slot of the cache the attention uses.
+        width: the config attribute with how many neurons it has, where that is not the family's `intermediate`.
+        mixture: what else it has where its feed-forward is a mixture of experts.
     """
 
     norm: str
@@ -83,6 +138,8 @@ class SublayerSpec:
     post_norm: str | None = None
     counts: tuple[str, ...] = ()
     cache_slot: str = "self_attn.layer_idx"
+    width: str | None = None
+    mixture: Mixture | None = None
 
     def projection(self, role: str) -> Projection:
         """The linear map with this role.
@@ -123,6 +180,8 @@ class Family:
         embedding, final_norm, head: paths from the causal language model.
         stored_head: what checkpoints call the head, where that is not its path.
         attention, mlp: where a layer keeps its two sublayers.
+        layer_specs: the same of single layers that differ from the others, by kind and layer; a `variant` gives them.
+        stored_names: what files call modules of a layer, by pairs: how a path begins in the model, and in files.
         norm_kind: "rms" (a gain), "layer" (a gain and a shift) or "centred" (a layer norm with a gain alone).
         unit_offset: whether norms multiply by 1 + their stored gain (Gemma2).
         norm_epsilon: the config attribute that holds the norms' epsilon, or the number itself.
@@ -165,6 +224,7 @@ class Family:
             What the architecture's configuration does not have is left out.
         follow: config entries that describe layers in another way than one list item per layer, rewritten so that
             layer i is described as layer `sources[i]` was.
+        follow_mlp: config entries that say how layers' feed-forwards differ (dense ones among mixtures), likewise.
         follow_width: config entries that say the stream's width once more, for a stream of another width.
         unsupported: says why a config of this family cannot be operated on, or returns None.
         unfusable: says why its layers cannot be stored side by side in one, or returns None.
@@ -203,6 +263,8 @@ class Family:
     attention_softcap: str | None = None
     window: str | None = None
     window_layers: str | None = None
+    layer_specs: tuple[tuple[str, int, SublayerSpec], ...] = ()
+    stored_names: tuple[tuple[str, str], ...] = ()
     layer_counts: tuple[str, ...] = ("num_hidden_layers",)
     layer_lists: tuple[str, ...] = ("layer_types",)
     heads_fill_stream: bool = False
@@ -216,13 +278,40 @@ class Family:
     variant: Callable[[Family, Any], Family] = _unvaried
     unfused: Callable[[Any], dict[str, Any]] = _nothing_else
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
+    follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
     unsupported: Callable[[Any], str | None] = _no_obstacle
     unfusable: Callable[[Any], str | None] = _no_obstacle
 
-    def spec(self, kind: str) -> SublayerSpec:
-        """The description of a sublayer of kind "A" or "F"."""
-        return self.attention if kind == "A" else self.mlp
+    def spec(self, kind: str, layer: int | None = None) -> SublayerSpec:
+        """The description of a sublayer of kind "A" or "F" in a layer; without one, in most of them."""
+        own = None if layer is None else self._layer_specs.get((kind, layer))
+        return own or (self.attention if kind == ATTENTION else self.mlp)
+
+    @cached_property
+    def _layer_specs(self) -> dict[tuple[str, int], SublayerSpec]:
+        return {(kind, layer): spec for kind, layer, spec in self.layer_specs}
+
+    def specs(self) -> list[SublayerSpec]:
+        """All descriptions of sublayers that some layer has, each once."""
+        return list(dict.fromkeys((self.attention, self.mlp, *(spec for _, _, spec in self.layer_specs))))
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """What most layers' feed-forwards have as mixtures of experts, if they are."""
+        return self.mlp.mixture
+
+    def require_no_mixture(self, what: str) -> None:
+        """Refuse mixtures where experts are not known.
+
+        Args:
+            what: that has no place for them.
+
+        Raises:
+            ValueError: if most layers are mixtures.
+        """
+        if self.mixture is not None:
+            raise ValueError(f"{self.name} is a mixture of experts, and {what}")
 
     @property
     def shares_norm(self) -> bool:
@@ -235,30 +324,47 @@ class Family:
             return float(getattr(config, self.norm_epsilon))
         return self.norm_epsilon
 
-    def units(self, config: Any) -> dict[Unit, int]:
-        """How many heads, KV heads and neurons a layer has under this config."""
-        heads = int(config.num_attention_heads)
-        return {
+    def units(self, config: Any, layer: int | None = None) -> dict[Unit, int]:
+        """How many heads, KV heads and neurons (of each expert) a layer has under this config."""
+        heads, spec = int(config.num_attention_heads), self.spec(FEED_FORWARD, layer)
+        neurons = getattr(config, spec.width or self.intermediate)
+        units: dict[Unit, int] = {
             "heads": heads,
             "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-            "neurons": int(getattr(config, self.intermediate) or 4 * config.hidden_size),  # as GPT-2 fills it in
+            "neurons": int(neurons or 4 * config.hidden_size),  # as GPT-2 fills it in
         }
+        if spec.mixture is not None and spec.mixture.shared is not None:
+            units["shared_neurons"] = spec.mixture.shared(config)
+        return units
 
     def unit_width(self, config: Any, unit: Unit) -> int:
         """How many features of a projection one head or neuron has."""
-        return 1 if unit == "neurons" else self.head_dim(config)
+        return 1 if unit in NEURONS else self.head_dim(config)
 
     def layer_shapes(self, config: Any) -> LayerShapes:
         """The shapes of a layer's matrices under this config; biases and norms are left out."""
-        units, hidden = self.units(config), int(config.hidden_size)
+        others = {layer: self._shapes_of(config, layer) for _, layer, _ in self.layer_specs}
+        return replace(self._shapes_of(config, None), others=others)
+
+    def _shapes_of(self, config: Any, layer: int | None) -> LayerShapes:
+        units, hidden = self.units(config, layer), int(config.hidden_size)
+        attention, mlp = self.spec(ATTENTION, layer), self.spec(FEED_FORWARD, layer)
         shapes = {}
-        for projection in (*self.attention.projections, *self.mlp.projections):
+        for projection in (*attention.projections, *mlp.projections):
             divided = units[projection.unit] * self.unit_width(config, projection.unit)
             shapes[projection.role] = (divided, hidden) if projection.reads_stream else (hidden, divided)
-        return LayerShapes(shapes, units={ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]})
+        counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
+        return LayerShapes(shapes, units=counts, mixture=self._mixture_shapes(config, mlp.mixture))
 
-    def per_layer_entries(self, config: Any, sources: Sequence[int]) -> dict[str, Any]:
-        """The entries of a `transformers` config that describe single layers, for other layers in their place.
+    def _mixture_shapes(self, config: Any, mixture: Mixture | None) -> MixtureShapes | None:
+        if mixture is None:
+            return None
+        hidden = int(config.hidden_size)
+        shared = 0 if mixture.shared_router is None else hidden
+        return MixtureShapes(int(getattr(config, mixture.count)), mixture.routing(config).top_k, hidden, shared)
+
+    def attention_entries(self, config: Any, sources: Sequence[int]) -> dict[str, Any]:
+        """The entries of a `transformers` config that describe single attentions, for others in their place.
 
         Args:
             sources: for each new layer, the layer whose description it gets.
@@ -266,6 +372,17 @@ class Family:
         lists = {key: getattr(config, key, None) for key in self.layer_lists}
         entries = {key: [values[k] for k in sources] for key, values in lists.items() if values is not None}
         return entries | self.follow(config, sources)
+
+    def per_layer_entries(
+        self, config: Any, sources: Sequence[int], feed_forwards: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """All entries of a `transformers` config that describe single layers, for other layers in their place.
+
+        Args:
+            sources: for each new layer, the layer whose description it gets.
+            feed_forwards: that of its feed-forward, where this is of other layers.
+        """
+        return self.attention_entries(config, sources) | self.follow_mlp(config, feed_forwards or sources)
 
     def windowed(self, config: Any) -> list[bool]:
         """Which layers' attentions look at a window only."""

@@ -18,9 +18,10 @@ from surgeon.models.weights.layout import (
     modules_of,
     own_path,
     require_sliceable,
+    taken_apart,
     unit_features,
 )
-from surgeon.models.weights.modules import FactoredLinear, recount, replaced_modules
+from surgeon.models.weights.modules import recount, recount_experts, replaced_modules
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights, norm_paths
 
@@ -37,7 +38,7 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
             there are fewer heads or neurons than are to be kept, a rank is above that of its matrix, or a module has
             parameters that its architecture does not.
     """
-    spec = weights.family.spec(sublayer.kind)
+    spec = weights.spec(sublayer)
     if sublayer.piece is not None:
         require_sliceable(spec, weights.family)
         reason = indivisible(sublayer, weights.units(sublayer))
@@ -54,6 +55,7 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
     whole = weights.stored_width(sublayer.kind, sublayer.layers[0])
     _, slices = sublayer.piece or (0, 1)
     recount(shell, spec, (sublayer.width or whole) // slices, whole)
+    recount_experts(shell, spec)
     _dispatch_as(owner.get_submodule(spec.norm), shell)
     return shell
 
@@ -78,9 +80,11 @@ def share_undivided(slices: Sequence[nn.Module], spec: SublayerSpec) -> None:
 def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
     """Whether every slice of a sublayer has the whole of the parameter at a path from its layer.
 
-    Of norms it has, and of one factor in two: the one that is on the stream's side of its matrix.
+    Of norms and routers it has, and of one factor in two: the one that is on the stream's side of its matrix.
     """
     if path.startswith(tuple(f"{norm}." for norm in norm_paths(spec).values())):
+        return True
+    if spec.mixture is not None and path in spec.mixture.whole.values():
         return True
     return any(
         path == f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight" for one in spec.projections
@@ -112,13 +116,15 @@ def _dispatch_as(like: nn.Module, shell: nn.Module) -> None:
 
 def _fix_output_biases(shell: nn.Module, spec: SublayerSpec) -> None:
     """Make the biases that are added to the stream numbers that training leaves as they are: another slice has them."""
-    for path in (own_path(one, spec) for one in spec.projections if not one.reads_stream):
-        module = shell.get_submodule(path)
-        linear = module.second if isinstance(module, FactoredLinear) else module
-        bias = linear._parameters.get("bias")
-        if bias is not None:
-            del linear.bias
-            linear.register_buffer("bias", bias.detach(), persistent=False)
+    parameters = dict(shell.named_parameters())
+    for one in spec.projections:
+        own = own_path(one, spec)
+        for path in () if one.reads_stream else (one.bias, f"{own}.bias", f"{own}.second.bias"):
+            if path in parameters:
+                module, _, name = path.rpartition(".")
+                owner = shell.get_submodule(module)
+                delattr(owner, name)
+                owner.register_buffer(name, parameters[path].detach(), persistent=False)
 
 
 def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim: int) -> nn.Module:
@@ -143,13 +149,12 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
     Projections are packed and transposed as in a layer, but for those with a rank. A bias that another slice holds is
     zero.
     """
-    spec = weights.family.spec(sublayer.kind)
+    spec = weights.spec(sublayer)
     by_role = weights.by_role(sublayer)
-    whole = replace(sublayer, piece=None)
-    for projection in spec.projections if sublayer.piece is not None else ():
-        bias = f"{projection.role}.bias"
-        if bias not in by_role and (elsewhere := weights.bias(whole, projection.role)) is not None:
-            by_role[bias] = torch.zeros_like(elsewhere)
+    if sublayer.piece is not None:
+        elsewhere = weights.written(replace(sublayer, piece=(0, sublayer.piece[1])))
+        biases = {name: tensor for name, tensor in elsewhere.items() if name.endswith(".bias")}
+        by_role |= {name: torch.zeros_like(tensor) for name, tensor in biases.items() if name not in by_role}
     return packed(by_role, spec, weights.unit_width(sublayer.kind))
 
 
@@ -164,17 +169,22 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
         for part in ("weight", "bias"):
             if f"{name}.{part}" in tensors:
                 found[f"{path}.{part}"] = tensors[f"{name}.{part}"].clone()
-    for path, projections in modules_of(spec).items():
-        if any(f"{one.role}.first.weight" in tensors for one in projections):
-            for one in projections:
-                found |= _on_its_own(one.role, own_path(one, spec), tensors)
+    for name, path in {} if spec.mixture is None else spec.mixture.whole.items():
+        if name in tensors:
+            found[path] = tensors[name].clone()
+    apart = taken_apart(spec, lambda role: f"{role}.first.weight" in tensors)
+    for one in apart:
+        found |= _on_its_own(one.role, own_path(one, spec), tensors)
+    for projections in modules_of(spec).values():
+        if projections[0] in apart:
             continue
         own = [tensors[f"{projection.role}.weight"] for projection in projections]
-        stored = [one.T if projections[0].transposed else one for one in own]
-        found[f"{path}.weight"] = _in_place(stored, projections, spec, width, projections[0].divided_dim)
+        like, stacks = projections[0], int(projections[0].stacked)
+        stored = [one.mT if like.transposed else one for one in own]
+        found[like.weight] = _in_place(stored, projections, spec, width, like.divided_dim + stacks)
         biases = [tensors[f"{one.role}.bias"] for one in projections if f"{one.role}.bias" in tensors]
         if biases:
-            found[f"{path}.bias"] = _in_place(biases, projections, spec, width, 0)
+            found[like.bias] = _in_place(biases, projections, spec, width, stacks)
     return found
 
 
@@ -212,6 +222,9 @@ def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str
         if inside == path or inside.startswith(f"{path}.")
     }
     module = owner.get_submodule(path)
+    memo |= {
+        id(buffer): tensors[name].to(buffer) for name, buffer in module.named_buffers(prefix=path) if name in tensors
+    }
     for name, parameter in module.named_parameters(prefix=path):
         if name in tensors:
             memo[id(parameter)] = nn.Parameter(tensors[name])

@@ -6,6 +6,7 @@ that needs a matrix asks for its role; these are the indices that lead from one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -34,10 +35,25 @@ def own_path(projection: Projection, spec: SublayerSpec) -> str:
 
     A module is taken apart when one of its matrices is stored as two factors. Then each projection in it has
     `first.weight` and `second.weight` below this path, or `weight` if it is still whole, (out_features, in_features)
-    all of them; its bias is `second.bias`, or `bias`.
+    all of them; its bias is `second.bias`, or `bias`. Of matrices that are stacked, so are the factors; a mixture's
+    experts are taken apart together.
     """
     packed = modules_of(spec)[projection.path]
+    if projection.stacked:
+        return f"{projection.path.rpartition('.')[0]}.{projection.role}"
     return projection.path if len(packed) == 1 else f"{projection.path}.{projection.role}"
+
+
+def taken_apart(spec: SublayerSpec, factored: Callable[[str], bool]) -> list[Projection]:
+    """The projections that lie in modules taken apart, because something in them is stored as two factors.
+
+    Args:
+        factored: whether the matrix of a role is.
+    """
+    modules: dict[str, list[Projection]] = {}
+    for one in spec.projections:
+        modules.setdefault(one.path.rpartition(".")[0] if one.stacked else one.path, []).append(one)
+    return [one for inside in modules.values() if any(factored(each.role) for each in inside) for one in inside]
 
 
 def unit_features(projection: Projection, spec: SublayerSpec, units: Units, width: int) -> Tensor:

@@ -42,6 +42,7 @@ class Dense:
         dim: along which `features` lie in it.
         features: the indices of those that belong to the matrix, ascending; None for all.
         transposed: stored as (in_features, out_features).
+        index: of the matrix among those that are stacked in the tensor, if they are.
     """
 
     store: Store
@@ -49,11 +50,12 @@ class Dense:
     dim: int = 0
     features: Tensor | None = None
     transposed: bool = False
+    index: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
-        sizes = list(self.store.shape(self.name))
+        sizes = list(self.store.shape(self.name)[0 if self.index is None else 1 :])
         if self.features is not None:
             sizes[self.dim] = len(self.features)
         first, second = reversed(sizes) if self.transposed else sizes
@@ -66,7 +68,9 @@ class Dense:
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
         """All values, in another dtype if one is given."""
-        if self.features is None:
+        if self.index is not None:
+            stored = self._of_stack()
+        elif self.features is None:
             stored = self.store.tensor(self.name)
         else:
             stored = read_features(self.store, self.name, self.features, self.dim)
@@ -75,6 +79,8 @@ class Dense:
 
     def rows(self, first: int, end: int) -> Tensor:
         """Rows first..end-1."""
+        if self.index is not None:
+            return self.whole()[first:end]
         rows_dim = int(self.transposed)
         if self.features is None:
             stored = self.store.part(self.name, rows_dim, first, end)
@@ -84,6 +90,11 @@ class Dense:
             part = self.store.part(self.name, rows_dim, first, end)
             stored = part.index_select(self.dim, self.features.to(part.device))
         return stored.T if self.transposed else stored
+
+    def _of_stack(self) -> Tensor:
+        assert self.index is not None
+        stored = self.store.part(self.name, 0, self.index, self.index + 1)[0]
+        return stored if self.features is None else stored.index_select(self.dim, self.features.to(stored.device))
 
 
 @dataclass(frozen=True)

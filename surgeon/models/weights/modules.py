@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -16,6 +16,8 @@ from surgeon.models.families import Projection, SublayerSpec
 from surgeon.models.weights.layout import modules_of, own_path, units_in
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights
+
+_GROUPED_BYTES = 16  # torch's products of many matrices at once need rows of a multiple of this
 
 
 class FactoredLinear(nn.Module):
@@ -36,6 +38,77 @@ class FactoredLinear(nn.Module):
         """The product with the first factor, then with the second."""
         output: Tensor = self.second(self.first(x))
         return output
+
+
+class Experts(nn.Module):
+    """A mixture's experts with two factors in place of some matrices, called as the architecture's own are.
+
+    Args:
+        like: the architecture's own module, whose gate and activation it has.
+        projections: of the experts, in the order in which the architecture packs them.
+        tensors: stacked matrices, factors and biases by role, (experts, ...).
+    """
+
+    def __init__(self, like: nn.Module, projections: Sequence[Projection], tensors: Tensors) -> None:
+        super().__init__()
+        bare = copy.copy(like)
+        bare._parameters = {}  # its matrices are not kept alive
+        self.like = [bare]  # in a list, so that it is not registered
+        self.projections = projections
+        for one in projections:
+            self.add_module(
+                one.role,
+                Stacked(
+                    {
+                        name.removeprefix(f"{one.role}."): tensor
+                        for name, tensor in tensors.items()
+                        if name.startswith(f"{one.role}.")
+                    }
+                ),
+            )
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighed sum of what the chosen experts give, (tokens, hidden).
+
+        Args:
+            hidden_states: (tokens, hidden).
+            top_k_index, top_k_weights: (tokens, chosen).
+        """
+        total = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, place = torch.where(top_k_index == expert)
+            output = self._expert(expert, hidden_states[tokens]) * top_k_weights[tokens, place, None]
+            total = total.index_add(0, tokens, output.to(total.dtype))
+        return total
+
+    def _expert(self, expert: int, x: Tensor) -> Tensor:
+        *reading, writing = (self.get_submodule(one.role) for one in self.projections)
+        outputs = [module(x, expert) for module in reading]
+        together = torch.stack(outputs, -1).flatten(-2) if self.projections[0].interleaved else torch.cat(outputs, -1)
+        written: Tensor = writing(self.like[0]._apply_gate(together), expert)  # type: ignore[operator]
+        return written
+
+
+class Stacked(nn.Module):
+    """One linear map for each expert: a stacked matrix or two stacked factors, and a stacked bias."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()
+        if "first.weight" in tensors:
+            self.first = Stacked({"weight": tensors["first.weight"]})
+            self.second = Stacked(
+                {name.removeprefix("second."): one for name, one in tensors.items() if "first" not in name}
+            )
+        else:
+            self.weight = nn.Parameter(tensors["weight"])
+            self.bias = nn.Parameter(tensors["bias"]) if "bias" in tensors else None
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        """What an expert's map makes of an input, (..., in) to (..., out)."""
+        if hasattr(self, "first"):
+            output: Tensor = self.second(self.first(x, expert), expert)
+            return output
+        return nn.functional.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
 
 
 class TakenApart(nn.Module):
@@ -69,8 +142,13 @@ def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, hea
         tensors: of the sublayer, by path from the layer.
         head_dim: the width of one head.
     """
-    replaced = {}
+    replaced: dict[str, nn.Module] = {}
+    if spec.mixture is not None and not any(one.weight in tensors for one in spec.projections if one.stacked):
+        path = spec.mixture.experts
+        replaced[path] = _experts(spec, tensors, owner.get_submodule(path)).train(owner.training)
     for path, packed in modules_of(spec).items():
+        if packed[0].stacked:
+            continue
         own = owner.get_submodule(path)
         if f"{path}.weight" not in tensors:
             replaced[path] = _taken_apart(packed, spec, tensors, head_dim)
@@ -93,7 +171,7 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
     layers = f"{weights.family.layers}."
     for index in range(weights.count_layers()) if weights.has_factors() else ():
         layer = model.get_submodule(f"{layers}{index}")
-        for spec in map(weights.family.spec, KINDS):
+        for spec in (weights.family.spec(kind, index) for kind in KINDS):
             for path in modules_of(spec):
                 inside = f"{weights.names.layers}{index}."
                 stored = [name for name in weights.store.names() if name.startswith(f"{inside}{path}.")]
@@ -110,7 +188,7 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
 
 def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config: Any) -> None:
     """Give a layer's modules the shapes that one of its sublayers is stored in."""
-    spec, family = weights.family.spec(sublayer.kind), weights.family
+    spec, family = weights.spec(sublayer), weights.family
     for path in modules_of(spec):
         module = layer.get_submodule(path)
         for name, parameter in module.named_parameters():
@@ -121,7 +199,7 @@ def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config:
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
     assert sublayer.width is not None
-    recount(layer, spec, sublayer.width, units_in(sublayer.kind, family.units(config)))
+    recount(layer, spec, sublayer.width, units_in(sublayer.kind, family.units(config, sublayer.layers[0])))
 
 
 def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> None:
@@ -140,6 +218,34 @@ def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> Non
 def _taken_apart(packed: list[Projection], spec: SublayerSpec, tensors: Tensors, head_dim: int) -> nn.Module:
     parts = {one.role: _linear(own_path(one, spec), tensors) for one in packed}
     return TakenApart(parts, head_dim if packed[0].interleaved else None) if len(parts) > 1 else parts[packed[0].role]
+
+
+def recount_experts(layer: nn.Module, spec: SublayerSpec) -> None:
+    """Have a mixture's modules count the experts that its router has rows for, and choose no more than there are."""
+    if spec.mixture is None:
+        return
+    experts = len(layer.get_parameter(f"{spec.mixture.router}.weight"))
+    for path in (*spec.mixture.counts, *spec.mixture.top_k):
+        module, _, name = path.rpartition(".")
+        owner = layer.get_submodule(module)
+        if hasattr(owner, name):  # experts that are taken apart count nothing
+            chosen = path in spec.mixture.top_k
+            setattr(owner, name, min(getattr(owner, name), experts) if chosen else experts)
+    stacked: Any = layer.get_submodule(spec.mixture.experts)
+    if any(part.shape[-1] * part.element_size() % _GROUPED_BYTES for part in stacked.parameters(recurse=False)):
+        stacked.config = copy.copy(stacked.config)  # which all layers have in common
+        stacked.config._experts_implementation = "eager"
+
+
+def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> Experts:
+    stacked = [one for one in spec.projections if one.stacked]
+    by_role = {
+        f"{one.role}.{name.removeprefix(f'{own_path(one, spec)}.')}": tensor
+        for one in stacked
+        for name, tensor in tensors.items()
+        if name.startswith(f"{own_path(one, spec)}.")
+    }
+    return Experts(like.like[0] if isinstance(like, Experts) else like, stacked, by_role)
 
 
 def _linear(path: str, tensors: Tensors, transposed: bool = False) -> nn.Module:

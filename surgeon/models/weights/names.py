@@ -1,7 +1,7 @@
-"""What a home of weights calls the tensors of its model, which differs from their paths in the model in three places.
+"""What a home of weights calls the tensors of its model, which differs from their paths in the model in four places.
 
-A bare decoder is stored without the causal language model's own prefix, a few architectures store their head under
-another name, and of tied embeddings one is enough: either of the two.
+A bare decoder is stored without the causal language model's own prefix, a few architectures store their head, or a
+module of their layers, under another name, and of tied embeddings one is enough: either of the two.
 """
 
 from __future__ import annotations
@@ -57,6 +57,16 @@ class Names:
         """The name of the tensor at a path where nothing else stands for it."""
         head, stored = f"{self.family.head}.", self.family.stored_head
         if not path.startswith(head):
-            return path.removeprefix(self._left_out)
+            name = path.removeprefix(self._left_out)
+            return self._renamed(name) if self.family.stored_names and name not in self.store else name
         renamed = f"{stored}.{path.removeprefix(head)}"
         return path if stored is None or renamed not in self.store else renamed
+
+    def _renamed(self, name: str) -> str:
+        """The name that files have for a layer's tensor, if they have it under another one."""
+        number, _, inside = name.removeprefix(f"{self.family.layers}.").partition(".")
+        for own, stored in self.family.stored_names:
+            renamed = name.removesuffix(inside) + stored + inside.removeprefix(own)
+            if number.isdecimal() and inside.startswith(own) and renamed in self.store:
+                return renamed
+        return name

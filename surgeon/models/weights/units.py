@@ -146,7 +146,7 @@ def magnitudes(kind: str, layer: int, weights: LayerWeights) -> Tensor:
     """
     whole, count = Sublayer(kind, (layer,)), weights.stored_width(kind, layer)
     total = torch.zeros(count, dtype=torch.float64)
-    for projection in weights.family.spec(kind).projections:
+    for projection in weights.family.spec(kind, layer).projections:
         matrix = weights.matrix(whole, projection.role).whole().detach()
         if matrix.is_meta:
             return total

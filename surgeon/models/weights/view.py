@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgeon.language.program import ATTENTION, ROLES, Sublayer
+from surgeon.language.program import ATTENTION, FEED_FORWARD, NO_WIDTH, ROLES, Sublayer, require_experts
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factored, Factorised, FactorSource
@@ -53,7 +53,7 @@ class ModelWeights:
         self.factors = factors or TruncatedSVD()
         # How layers are stored is found out once: what derives many sublayers asks for it again and again.
         self._known_units: dict[tuple[str, int], Units] = {}
-        self._known_own: dict[tuple[int, str], Dense | Factored | None] = {}
+        self._known_own: dict[tuple[int, str, int], Dense | Factored | None] = {}
         self._known_places: dict[tuple[int, str], Tensor] = {}
         self._known_orders: dict[tuple[str, int], Tensor] = {}
 
@@ -84,9 +84,13 @@ class ModelWeights:
         """How many heads and KV heads, or neurons, a sublayer has before it is sliced; its layer's shapes say so.
 
         Raises:
-            ValueError: if layers to be averaged differ in width, a shape is not a multiple of the head's width, or the
-                sublayer is to have more of them than its layer.
+            ValueError: if layers to be averaged differ in width or are mixtures, a shape is not a multiple of the
+                head's width, or the sublayer is to have more of them, or other experts, than its layer.
         """
+        if sublayer.kind == FEED_FORWARD:
+            require_experts(sublayer, experts := self.stored_experts(sublayer.layers[0]))
+            if experts is not None and sublayer.width is not None:
+                raise ValueError(f"{sublayer}: {NO_WIDTH}")
         counts = [self._units_of(sublayer.kind, layer) for layer in sublayer.layers]
         if any(count != counts[0] for count in counts):
             raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width ({counts})")
@@ -96,16 +100,38 @@ class ModelWeights:
         """How many KV groups, or neurons, a layer is stored with."""
         return units_in(kind, self._units_of(kind, layer))
 
+    def stored_experts(self, layer: int) -> int | None:
+        """How many experts a layer is stored with; None where it is no mixture."""
+        mixture = self.family.spec(FEED_FORWARD, layer).mixture
+        return None if mixture is None else self.shape(f"{self._layer(layer)}{mixture.router}.weight")[0]
+
+    def each_expert(self, sublayer: Sublayer) -> tuple[Sublayer, ...]:
+        """A mixture's experts one by one, as sublayers that have one each.
+
+        Raises:
+            ValueError: if it is no mixture, an average of some, or has experts that its layer does not have.
+        """
+        stored = self.stored_experts(sublayer.layers[0])
+        if stored is None:
+            raise ValueError(f"{sublayer} is no mixture of experts")
+        require_experts(sublayer, stored)
+        chosen = range(stored) if sublayer.experts is None else sublayer.experts
+        return tuple(replace(sublayer, experts=(expert,)) for expert in chosen)
+
     def matrix(self, sublayer: Sublayer, role: str) -> WeightMatrix | Factored | Factorised:
         """One matrix of a sublayer, not read yet: of its layer, the average of its layers, or a slice of either.
 
-        Where the sublayer has a rank of the role, it is `Factored` if its layer is stored so, else `Factorised`.
+        Where the sublayer has a rank of the role, it is `Factored` if its layer is stored so, else `Factorised`. A
+        mixture has one of each expert, and is asked for those of `each_expert`.
         """
-        projection = self.family.spec(sublayer.kind).projection(role)
+        projection = self.spec(sublayer).projection(role)
+        if projection.stacked and len(sublayer.experts or ()) != 1:
+            raise ValueError(f"{sublayer} has one {role} for each of its experts; name one of them (F4!e0)")
         rank = sublayer.rank(role)
         if rank is None or (len(sublayer.layers) == 1 and rank == self.stored_rank(sublayer, role)):
             kept = self._kept(sublayer, projection)
-            parts = tuple(self._of_layer(layer, sublayer.kind, projection, kept) for layer in sublayer.layers)
+            (expert,) = sublayer.experts if projection.stacked and sublayer.experts else (0,)
+            parts = tuple(self._of_layer(layer, sublayer.kind, projection, kept, expert) for layer in sublayer.layers)
             return parts[0] if len(parts) == 1 else Averaged(parts)
         of = self.matrix(replace(sublayer, piece=None, ranks=()), role)
         features = None if sublayer.piece is None else torch.arange(*self._bounds(sublayer, projection))
@@ -118,18 +144,18 @@ class ModelWeights:
 
     def is_taken_apart(self, sublayer: Sublayer, role: str) -> bool:
         """Whether a sublayer's (first) layer stores a matrix elsewhere than its architecture does."""
-        projection = self.family.spec(sublayer.kind).projection(role)
+        projection = self.spec(sublayer).projection(role)
         return self._own(sublayer.layers[0], sublayer.kind, projection) is not None
 
     def stored_rank(self, sublayer: Sublayer, role: str) -> int | None:
         """The rank of the two factors that a layer stores in place of a matrix; None where it is stored whole."""
-        projection = self.family.spec(sublayer.kind).projection(role)
-        path = f"{self._layer(sublayer.layers[0])}{own_path(projection, self.family.spec(sublayer.kind))}.first.weight"
-        return self.shape(path)[0] if path in self else None
+        projection = self.spec(sublayer).projection(role)
+        path = f"{self._layer(sublayer.layers[0])}{own_path(projection, self.spec(sublayer))}.first.weight"
+        return self.shape(path)[int(projection.stacked)] if path in self else None
 
     def stored_ranks(self, sublayer: Sublayer) -> tuple[tuple[str, int], ...]:
         """All of a sublayer's ranks as its (first) layer is stored, as a sublayer has them."""
-        has = [projection.role for projection in self.family.spec(sublayer.kind).projections]
+        has = [projection.role for projection in self.spec(sublayer).projections]
         ranks = ((role, self.stored_rank(sublayer, role)) for role in ROLES[sublayer.kind] if role in has)
         return tuple((role, rank) for role, rank in ranks if rank is not None)
 
@@ -139,17 +165,25 @@ class ModelWeights:
         Args:
             dtype: to average layers in and to return; by default as it is stored.
         """
-        projection = self.family.spec(sublayer.kind).projection(role)
-        paths = [self._bias_path(layer, sublayer.kind, projection) for layer in sublayer.layers]
+        projection = self.spec(sublayer).projection(role)
+        (expert,) = sublayer.experts if projection.stacked and sublayer.experts else (0,)
+        paths = [self._bias_path(layer, sublayer.kind, projection, expert) for layer in sublayer.layers]
         if paths[0] not in self or not (projection.reads_stream or holds_output_bias(sublayer)):
             return None
+        stacked = expert if len(self.shape(paths[0])) == 2 else None
         if not projection.reads_stream:
-            return mean((self.tensor(path) for path in paths), dtype)
+            return mean((self._one_of(path, stacked) for path in paths), dtype)
         kept = self._kept(sublayer, projection)
         places = (self._places(layer, sublayer.kind, projection)[kept] for layer in sublayer.layers)
+        if stacked is not None:
+            return mean((self._one_of(path, stacked)[at] for path, at in zip(paths, places, strict=True)), dtype)
         names = (self.names.of(path) for path in paths)
         found = (read_features(self.store, name, at, 0) for name, at in zip(names, places, strict=True))
         return mean(found, dtype)
+
+    def _one_of(self, path: str, index: int | None) -> Tensor:
+        """A tensor, or one of those that are stacked in it."""
+        return self.tensor(path) if index is None else self.tensor(path, (index, index + 1))[0]
 
     def stored(self, sublayer: Sublayer, path: str) -> Tensor:
         """A tensor of a layer as that stores it, by its path from the layer; of a narrowed sublayer, what it has of it.
@@ -157,7 +191,7 @@ class ModelWeights:
         Args:
             sublayer: of one layer, unsliced.
         """
-        spec, (layer,) = self.family.spec(sublayer.kind), sublayer.layers
+        spec, (layer,) = self.spec(sublayer), sublayer.layers
         whole, (module, _, what) = f"{self._layer(layer)}{path}", path.rpartition(".")
         packed = modules_of(spec).get(module, [])
         is_whole = sublayer.width in (None, self.stored_width(sublayer.kind, layer)) or not packed
@@ -175,7 +209,7 @@ class ModelWeights:
             dtype: as in `bias`.
         """
         found = {}
-        for what, path in norm_paths(self.family.spec(sublayer.kind)).items():
+        for what, path in norm_paths(self.spec(sublayer)).items():
             for part in ("weight", "bias"):
                 paths = [f"{self._layer(layer)}{path}.{part}" for layer in sublayer.layers]
                 if part == "weight" or paths[0] in self:
@@ -184,6 +218,9 @@ class ModelWeights:
 
     def sublayer(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """All that it takes to compute a sublayer, or a slice of one; nothing else is read.
+
+        A mixture's matrices and biases are stacked, (experts, out, in) and (experts, out), two factors as well; its
+        router has a row for each expert that the sublayer has ("router.weight", "router.bias", "router.correction").
 
         A bias that is added to the stream comes with slice 0 only, so that slices add up. The norm behind a sublayer is
         of its whole output, and comes with every slice. Where layers' heads take turns (in the fused form), gains of
@@ -204,18 +241,42 @@ class ModelWeights:
 
     def by_role(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """The same, with gains of heads as they are stored."""
-        found = self.norms(sublayer, dtype)
-        for projection in self.family.spec(sublayer.kind).projections:
-            found |= self._projection_tensors(sublayer, projection.role, dtype)
+        found = self.norms(sublayer, dtype) | self._router(sublayer, dtype)
+        for projection in self.spec(sublayer).projections:
+            found |= self._projection_tensors(sublayer, projection, dtype)
         return found
 
     def written(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """What it writes to the stream with, of all that `by_role` gives."""
-        spec = self.family.spec(sublayer.kind)
-        (role,) = (projection.role for projection in spec.projections if not projection.reads_stream)
-        return self._projection_tensors(sublayer, role, dtype)
+        found: Tensors = {}
+        for projection in self.spec(sublayer).projections:
+            if not projection.reads_stream:
+                found |= self._projection_tensors(sublayer, projection, dtype)
+        return found
 
-    def _projection_tensors(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None) -> Tensors:
+    def spec(self, sublayer: Sublayer) -> SublayerSpec:
+        """The description of a sublayer."""
+        return self.family.spec(sublayer.kind, sublayer.layers[0])
+
+    def _router(self, sublayer: Sublayer, dtype: torch.dtype | None) -> Tensors:
+        """What chooses among a mixture's experts: the rows, or numbers, of those that the sublayer has."""
+        mixture, found = self.spec(sublayer).mixture, {}
+        if mixture is None:
+            return {}
+        chosen = [one.experts[0] for one in self.each_expert(sublayer) if one.experts]
+        for name, path in mixture.whole.items():
+            if (place := f"{self._layer(sublayer.layers[0])}{path}") in self:
+                tensor = self.tensor(place) if name.startswith("shared") else self.tensor(place)[chosen]
+                found[name] = tensor if dtype is None else tensor.to(dtype)
+        return found
+
+    def _projection_tensors(self, sublayer: Sublayer, projection: Projection, dtype: torch.dtype | None) -> Tensors:
+        if not projection.stacked:
+            return self._matrix_tensors(sublayer, projection.role, dtype)
+        each = [self._matrix_tensors(one, projection.role, dtype) for one in self.each_expert(sublayer)]
+        return {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    def _matrix_tensors(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None) -> Tensors:
         matrix = self.matrix(sublayer, role)
         if sublayer.rank(role) is None:
             found = {f"{role}.weight": matrix.whole(dtype)}
@@ -230,7 +291,7 @@ class ModelWeights:
     def _gains_in_turn(self, gains: Tensor, sublayer: Sublayer, role: str) -> Tensor:
         """A gain for each head of a slice of a fused layer, of gains for one KV group of each turn."""
         units = self.units(sublayer)
-        count = units[self.family.spec(sublayer.kind).projection(role).unit]
+        count = units[self.spec(sublayer).projection(role).unit]
         first, end = unit_bounds(count, sublayer.piece)
         per_head = gains.repeat_interleave(count // units["kv_heads"], dim=0)
         return per_head.repeat(count // len(per_head), 1)[first:end]
@@ -249,18 +310,18 @@ class ModelWeights:
 
     def _layer_units(self, kind: str, layer: int) -> Units:
         units: Units = {}
-        width, spec = self.unit_width(kind), self.family.spec(kind)
+        width, spec = self.unit_width(kind), self.family.spec(kind, layer)
         for projection in spec.projections:
             own = self._own(layer, kind, projection)
             if own is not None:
                 size = own.shape[1 - int(projection.reads_stream)]
                 units[projection.unit] = self._counted(size, width, f"{self._layer(layer)}{projection.path}")
         # Projections on their own first: what they say is needed to tell packed ones apart.
-        for path, packed in sorted(modules_of(spec).items(), key=lambda item: len(item[1])):
+        for packed in sorted(modules_of(spec).values(), key=len):
             if self._own(layer, kind, packed[0]) is not None:
                 continue
-            name = f"{self._layer(layer)}{path}.weight"
-            count = self.shape(name)[packed[0].divided_dim]
+            name = f"{self._layer(layer)}{packed[0].weight}"
+            count = self.shape(name)[packed[0].divided_dim + int(packed[0].stacked)]
             known = sum(units.get(projection.unit, 0) for projection in packed)
             missing = [projection.unit for projection in packed if projection.unit not in units]
             rest = count // width - known
@@ -277,31 +338,40 @@ class ModelWeights:
             raise ValueError(f"{name} has {features} features, which does not fit heads of {width}")
         return features // width
 
-    def _own(self, layer: int, kind: str, projection: Projection) -> Dense | Factored | None:
-        """A projection's own matrix, where its module is taken apart; None where the module is its architecture's."""
-        key = layer, projection.role
+    def _own(self, layer: int, kind: str, projection: Projection, expert: int = 0) -> Dense | Factored | None:
+        """A projection's own matrix, where it has tensors of its own: in a module that is taken apart, or of an expert.
+
+        None where it lies in the module as its architecture has it.
+        """
+        key = layer, projection.role, expert
         if key not in self._known_own:
-            self._known_own[key] = self._find_own(layer, kind, projection)
+            self._known_own[key] = self._find_own(layer, kind, projection, expert)
         return self._known_own[key]
 
-    def _find_own(self, layer: int, kind: str, projection: Projection) -> Dense | Factored | None:
-        spec = self.family.spec(kind)
-        path = f"{self._layer(layer)}{own_path(projection, spec)}"
+    def _find_own(self, layer: int, kind: str, projection: Projection, expert: int) -> Dense | Factored | None:
+        spec = self.family.spec(kind, layer)
+        path, index = f"{self._layer(layer)}{own_path(projection, spec)}", expert if projection.stacked else None
         if f"{path}.first.weight" in self:
-            first, second = (Dense(self.store, self.names.of(f"{path}.{one}.weight")) for one in ("first", "second"))
+            first, second = (
+                Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index) for one in ("first", "second")
+            )
             return Factored(first, second)
-        if len(modules_of(spec)[projection.path]) > 1 and f"{path}.weight" in self:
-            return Dense(self.store, self.names.of(f"{path}.weight"))
+        if (len(modules_of(spec)[projection.path]) > 1 or projection.stacked) and f"{path}.weight" in self:
+            return Dense(self.store, self.names.of(f"{path}.weight"), index=index)
+        if projection.stored is not None:
+            alone = f"{self._layer(layer)}{projection.stored.format(expert)}.weight"
+            return Dense(self.store, self.names.of(alone)) if alone in self else None
         return None
 
-    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Kept) -> Dense | Factored:
-        """What a layer has of a matrix: these of the matrix's own features."""
-        own = self._own(layer, kind, projection)
+    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int) -> Dense | Factored:
+        """What a layer has of a matrix, of an expert's if it is a mixture: these of the matrix's own features."""
+        own = self._own(layer, kind, projection, expert)
         places = self._places(layer, kind, projection)[kept]
         if own is None:
-            name, dim = self.names.of(f"{self._layer(layer)}{projection.path}.weight"), projection.divided_dim
-            features = None if len(places) == self.store.shape(name)[dim] else places
-            return Dense(self.store, name, dim, features, projection.transposed)
+            name, dim = self.names.of(f"{self._layer(layer)}{projection.weight}"), projection.divided_dim
+            features = None if len(places) == self.store.shape(name)[dim + int(projection.stacked)] else places
+            index = expert if projection.stacked else None
+            return Dense(self.store, name, dim, features, projection.transposed, index)
         dim = 1 - int(projection.reads_stream)
         features = None if len(places) == own.shape[dim] else places
         if isinstance(own, Dense):
@@ -310,11 +380,13 @@ class ModelWeights:
             return Factored(own.first, replace(own.second, features=features))
         return Factored(replace(own.first, dim=1, features=features), own.second)
 
-    def _bias_path(self, layer: int, kind: str, projection: Projection) -> str:
-        own, prefix = self._own(layer, kind, projection), self._layer(layer)
+    def _bias_path(self, layer: int, kind: str, projection: Projection, expert: int) -> str:
+        own, prefix = self._own(layer, kind, projection, expert), self._layer(layer)
         if own is None:
-            return f"{prefix}{projection.path}.bias"
-        path = f"{prefix}{own_path(projection, self.family.spec(kind))}"
+            return f"{prefix}{projection.bias}"
+        path = f"{prefix}{own_path(projection, self.family.spec(kind, layer))}"
+        if projection.stored is not None and f"{path}.weight" not in self and isinstance(own, Dense):
+            return f"{prefix}{projection.stored.format(expert)}.bias"
         return f"{path}.second.bias" if isinstance(own, Factored) else f"{path}.bias"
 
     def _bounds(self, sublayer: Sublayer, projection: Projection) -> Bounds:
@@ -340,7 +412,7 @@ class ModelWeights:
         (layer,) = sublayer.layers
         key = sublayer.kind, layer
         if key not in self._known_orders:
-            turns = [path for path in self.family.spec(sublayer.kind).head_norms if self.family.head_norm_turns]
+            turns = [path for path in self.spec(sublayer).head_norms if self.family.head_norm_turns]
             if any(self.shape(f"{self._layer(layer)}{path}.weight")[0] > 1 for path in turns):
                 raise ValueError(f"{sublayer}: its layer holds heads of several layers, which cannot be narrowed")
             self._known_orders[key] = unit_source(self.factors).order(*key, self).cpu()
@@ -352,7 +424,9 @@ class ModelWeights:
         if key not in self._known_places:
             units, width = self._units_of(kind, layer), self.unit_width(kind)
             if self._own(layer, kind, projection) is None:
-                self._known_places[key] = unit_features(projection, self.family.spec(kind), units, width).flatten()
+                self._known_places[key] = unit_features(
+                    projection, self.family.spec(kind, layer), units, width
+                ).flatten()
             else:
                 self._known_places[key] = torch.arange(units[projection.unit] * width)
         return self._known_places[key]

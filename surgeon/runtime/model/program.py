@@ -113,7 +113,10 @@ class RankProgram:
         there = {key: made for sublayers in alike for key, made in sublayers if not key[0].ranks}
         for work in self.work:
             for sublayer in dict.fromkeys(work.step.sublayers):
-                if self.plan.family.spec(sublayer.kind).post_norm is not None and sublayer not in self.norms:
+                if (
+                    self.plan.family.spec(sublayer.kind, sublayer.layers[0]).post_norm is not None
+                    and sublayer not in self.norms
+                ):
                     tensors = self._here(source.norms(sublayer, torch_dtype(self.plan)))
                     self.norms[sublayer] = Norm(tensors, "post_norm", self.plan)
             if not work.whole and work.step not in self.outputs:
@@ -148,12 +151,13 @@ class RankProgram:
         return summed_in_rank_space(step, self.plan.hidden, all(one in self.norms for one in step.sublayers))
 
     def _projections(self, sublayer: Sublayer) -> tuple[Projection, ...]:
-        return self.plan.family.spec(sublayer.kind).projections
+        return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).projections
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Attention | FeedForward:
         """What computes a part, with its weights."""
         plan, sublayer = self.plan, computed_of(self.plan, work, part)
-        spec, tensors = plan.family.spec(sublayer.kind), self._here(source.sublayer(sublayer, torch_dtype(plan)))
+        spec, tensors = plan.family.spec(sublayer.kind, sublayer.layers[0]), source.sublayer(sublayer, torch_dtype(plan))
+        tensors = self._here(tensors)
         if sublayer.kind == ATTENTION and plan.family.rotary_neighbours and plan.rotaries:
             tensors = in_halves(tensors, plan.rotaries[0].width, plan.head_dim)
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part

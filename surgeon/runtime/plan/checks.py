@@ -78,12 +78,13 @@ def make_plan(
         raise ValueError(
             f"{stored.folder} holds quantised weights, which ranks cannot share; use the model it was made from"
         )
+    family.require_no_mixture("ranks do not divide experts yet")
     layers = source.count_layers()
     given = Program.parse(program) if isinstance(program, str) else program
     parsed = stored.program if given is None else given
     check_layers(parsed, layers)
     for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
-        require_sliceable(family.spec(sliced.kind), family)
+        require_sliceable(family.spec(sliced.kind, sliced.layers[0]), family)
     _check_shapes(parsed, source, config)
     check_division(parsed, source.units, ranks)
 
@@ -162,7 +163,7 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
     hidden = int(config.hidden_size)
     for sublayer in set(program.sublayers()):
         units = source.units(sublayer)
-        for projection in source.family.spec(sublayer.kind).projections:
+        for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
             role, rank = projection.role, sublayer.rank(projection.role)
             outputs, inputs = source.matrix(replace(sublayer, piece=None, ranks=()), role).shape
             size = f"{outputs} x {inputs}"
@@ -188,7 +189,7 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
     if family.position_embedding:
         shapes[f"{family.position_embedding}.weight"] = (None, hidden)
     for sublayer in set(program.sublayers()):
-        spec = family.spec(sublayer.kind)
+        spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
             shapes[f"{prefix}{spec.norm}.weight"] = (hidden,)
             turns = (None,) if family.head_norm_turns else ()

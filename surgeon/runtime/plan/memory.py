@@ -176,14 +176,16 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
         parts = [(work, part) for work in rank_work(program, rank, plan.ranks) for part in work.parts]
         numbers = rows * plan.hidden
         for sublayer in {part.sublayer for _, part in parts}:
-            for projection in source.family.spec(sublayer.kind).projections:
+            for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
                 outputs, inputs = source.matrix(sublayer, projection.role).shape
                 factors = sublayer.rank(projection.role)
                 numbers += outputs * inputs if factors is None else factors * (outputs + inputs)
         weights.append(numbers * plan.dtype_bytes)
         own, copied, rebuilt, read = list[int](), 0, 0, 0
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
-            (unit,) = (p.unit for p in source.family.spec(attention.kind).projections if p.role == "k")
+            (unit,) = (
+                p.unit for p in source.family.spec(attention.kind, attention.layers[0]).projections if p.role == "k"
+            )
             first, end = unit_bounds(source.units(attention)[unit], attention.piece)
             keys_values, columns = 2 * (end - first) * plan.head_dim, plan.kept_factors(attention, end - first)
             own.append((keys_values if columns is None else sum(columns)) * block)

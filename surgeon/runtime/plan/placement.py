@@ -73,7 +73,7 @@ def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
     Base is for sublayers of which every matrix is two factors; others are shared as in every other way.
     """
     whole = work.step.sublayers[part.index]
-    roles = {projection.role for projection in plan.family.spec(whole.kind).projections}
+    roles = {projection.role for projection in plan.family.spec(whole.kind, whole.layers[0]).projections}
     as_base = plan.low_rank == "base" and len(part.sharers) > 1 and {role for role, _ in whole.ranks} == roles
     return whole if as_base else part.sublayer
 

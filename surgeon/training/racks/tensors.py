@@ -75,7 +75,7 @@ def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:
     layers = found.layers[: 1 + max(layer for one in program.sublayers() for layer in one.layers)]
     for (kind, place), (layer,) in layers_by_recipe(program, found.program).items():
         if place != layer:
-            spec = found.family.spec(kind)
+            spec = found.family.spec(kind, layer)
             paths = tuple(f"{path}." for path in (spec.norm, *spec.modules))
             moved = {name: tensor for name, tensor in found.layers[place].items() if name.startswith(paths)}
             layers[layer] = layers[layer] | moved

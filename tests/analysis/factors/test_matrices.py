@@ -17,7 +17,7 @@ from surgeon.analysis.factors.matrices import (
 )
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.results.spectrum import TargetRank, parse_ranks
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 
 def test_ranks() -> None:
@@ -68,7 +68,7 @@ def test_weights_and_layers() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DENSE_FAMILIES)
 def test_every_matrix_of_every_family_can_be_replaced(name: str) -> None:
     """What is put in place is read back, and the matrices that are packed beside it stay."""
     model = tiny_model(name, 2)

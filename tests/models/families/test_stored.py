@@ -22,7 +22,7 @@ from surgeon.cli.app import main
 from surgeon.exports.plan import check_exportable
 from surgeon.exports.prove import reference_of
 from surgeon.language.program import Program, layer_nodes
-from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families import family_of
 from surgeon.opened import open_model
 from surgeon.quality.data import load_windows
 from surgeon.runtime.comm.collectives import Alone
@@ -44,7 +44,7 @@ from tests.stored import (
     with_index,
     with_own_head,
 )
-from tests.tiny_models import VOCABULARY, tiny_model
+from tests.tiny_models import DENSE_FAMILIES, VOCABULARY, tiny_model
 
 IDS = torch.randint(2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
 STORED: dict[str, Callable[[Path], Path]] = {
@@ -63,7 +63,7 @@ CASES = pytest.mark.parametrize(
     [
         case(family, how, default=how in OF_ANY_FAMILY or (place + at) % 2 == 0)
         for place, how in enumerate(STORED)
-        for at, family in enumerate(DIFFERENT[::3] if how in OF_ANY_FAMILY else FAMILIES)
+        for at, family in enumerate(DIFFERENT[::3] if how in OF_ANY_FAMILY else DENSE_FAMILIES)
     ],
 )
 

@@ -16,7 +16,7 @@ from tests.checkpoint.helpers import IDS, plain_logits, relative_error, run_expo
 from tests.runtime.model.conftest import Several
 from tests.runtime.on_ranks import logits_as_timed, logits_in_chunks
 from tests.selection import case
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 TOLERANCE = 1e-4
 WAYS = ("gather", "replicate", "base", "auto")
@@ -36,14 +36,14 @@ def factored(family: str, layer: int, ranks: str) -> str:
 PROGRAM_OF = {
     family: f"{factored(family, 0, '9,3,5,7,11,13,6')} {factored(family, 1, '16,8,1,31,16,16,30').replace('A', '>A')}"
     " A2@q5,v3 F2@up9"
-    for family in FAMILIES
+    for family in DENSE_FAMILIES
 }
 
 
 # On four ranks a family of every kind: separate and packed matrices, two steps a layer and one.
 KINDS = ("llama", "phi3", "gpt2", "gpt_neox")
 CASES = [
-    *(case(2, family, default=at % 2 == 0) for at, family in enumerate(FAMILIES)),
+    *(case(2, family, default=at % 2 == 0) for at, family in enumerate(DENSE_FAMILIES)),
     *(case(4, family, default=family in ("phi3", "gpt_neox")) for family in KINDS),
 ]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from surgeon.exports.saving import edit
 from surgeon.language.operations import desync, fuse_attention_mlp, pair, repeat, tracks
 from surgeon.language.program import Node, Program, Step
-from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
@@ -23,7 +22,7 @@ from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import Progress, complete, load, unload
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import NORMED_BEHIND, case
-from tests.tiny_models import VOCABULARY, tiny_model
+from tests.tiny_models import DENSE_FAMILIES, VOCABULARY, tiny_model
 
 TOLERANCE = 1e-4
 # Mistral, Phi3, and some layers of Qwen2, Gemma2, GPT-Neo and SmolLM3 have windows of 5 tokens.
@@ -147,7 +146,7 @@ def expected() -> dict[tuple[str, str], Tensor]:
 
 
 def test_every_supported_family_is_compared() -> None:
-    assert set(OVERRIDES) == set(FAMILIES)
+    assert set(OVERRIDES) == set(DENSE_FAMILIES)
 
 
 def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> int:

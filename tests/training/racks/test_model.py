@@ -17,9 +17,9 @@ from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.model import RackModel, open_rack, save_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.stretch import SilentEmbedding
-from tests.tiny_models import _CONFIGS, tiny_model
+from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
-FAMILIES = sorted(_CONFIGS)
+FAMILIES = sorted(DENSE_FAMILIES)
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 RANGES = ["0:2", "2:4"]
 EDITED = {

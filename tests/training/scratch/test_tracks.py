@@ -16,7 +16,7 @@ from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.models.edit import edit, program_of
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.training.scratch.tracks import count_parameters, narrow
-from tests.tiny_models import disturb, tiny_model
+from tests.tiny_models import DENSE_FAMILIES, disturb, tiny_model
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 NARROW = {"hidden_size": 8, "intermediate_size": 1, "num_key_value_heads": 4, "head_dim": 64}
@@ -56,7 +56,7 @@ def narrow_model(family: str, count: int, depth: int, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_layers_have_the_dense_models_parameters(family: str, count: int) -> None:
     config = dense_config(family, **(BIASED if family in ("llama", "granite", "smollm3") else {}))
     narrowed, program = narrow(config, count, 2)

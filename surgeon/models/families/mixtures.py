@@ -1,0 +1,44 @@
+"""What descriptions of mixtures of experts have in common: experts as `transformers` stacks them, and their routers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from surgeon.models.families.base import Mixture, Projection, SublayerSpec
+from surgeon.models.families.llama import LLAMA
+from surgeon.models.routing import Routing
+
+
+def stacked_experts(gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Projection, ...]:
+    """The matrices of gated experts: gate and up packed in one parameter, down in another.
+
+    Args:
+        gate, up, down: what files call an expert's own.
+    """
+
+    def of(role: str, name: str, stored: str) -> Projection:
+        path, alone = f"mlp.experts.{name}", f"mlp.experts.{{}}.{stored}"
+        return Projection(role, path, "neurons", role != "down", stacked=True, stored=alone)
+
+    return (of("gate", "gate_up_proj", gate), of("up", "gate_up_proj", up), of("down", "down_proj", down))
+
+
+def normalised_if_told(config: Any) -> Routing:
+    """The routing of configurations that say whether the weights of the chosen experts are divided by their sum."""
+    return Routing(int(config.num_experts_per_tok), normalise=bool(config.norm_topk_prob))
+
+
+MIXTURE: SublayerSpec = replace(
+    LLAMA.mlp,
+    projections=stacked_experts(),
+    counts=("experts.intermediate_dim",),
+    mixture=Mixture(
+        router="mlp.gate",
+        experts="mlp.experts",
+        count="num_experts",
+        routing=normalised_if_told,
+        counts=("mlp.experts.num_experts", "mlp.gate.num_experts"),
+        top_k=("mlp.gate.top_k",),
+    ),
+)
