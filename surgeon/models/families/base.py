@@ -79,7 +79,7 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureSpec:
     """What a feed-forward that is a mixture of experts has beside their matrices.
 
     Attributes:
@@ -139,7 +139,7 @@ class SublayerSpec:
     counts: tuple[str, ...] = ()
     cache_slot: str = "self_attn.layer_idx"
     width: str | None = None
-    mixture: Mixture | None = None
+    mixture: MixtureSpec | None = None
 
     def projection(self, role: str) -> Projection:
         """The linear map with this role.
@@ -297,7 +297,7 @@ class Family:
         return list(dict.fromkeys((self.attention, self.mlp, *(spec for _, _, spec in self.layer_specs))))
 
     @property
-    def mixture(self) -> Mixture | None:
+    def mixture(self) -> MixtureSpec | None:
         """What most layers' feed-forwards have as mixtures of experts, if they are."""
         return self.mlp.mixture
 
@@ -356,7 +356,7 @@ class Family:
         counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
         return LayerShapes(shapes, units=counts, mixture=self._mixture_shapes(config, mlp.mixture))
 
-    def _mixture_shapes(self, config: Any, mixture: Mixture | None) -> MixtureShapes | None:
+    def _mixture_shapes(self, config: Any, mixture: MixtureSpec | None) -> MixtureShapes | None:
         if mixture is None:
             return None
         hidden = int(config.hidden_size)

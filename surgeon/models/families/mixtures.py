@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Mixture, Projection, SublayerSpec
+from surgeon.models.families.base import MixtureSpec, Projection, SublayerSpec
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.routing import Routing
 
@@ -33,7 +33,7 @@ MIXTURE: SublayerSpec = replace(
     LLAMA.mlp,
     projections=stacked_experts(),
     counts=("experts.intermediate_dim",),
-    mixture=Mixture(
+    mixture=MixtureSpec(
         router="mlp.gate",
         experts="mlp.experts",
         count="num_experts",

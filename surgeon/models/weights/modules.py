@@ -40,7 +40,7 @@ class FactoredLinear(nn.Module):
         return output
 
 
-class Experts(nn.Module):
+class FactoredExperts(nn.Module):
     """A mixture's experts with two factors in place of some matrices, called as the architecture's own are.
 
     Args:
@@ -58,7 +58,7 @@ class Experts(nn.Module):
         for one in projections:
             self.add_module(
                 one.role,
-                Stacked(
+                ExpertMaps(
                     {
                         name.removeprefix(f"{one.role}."): tensor
                         for name, tensor in tensors.items()
@@ -89,14 +89,14 @@ class Experts(nn.Module):
         return written
 
 
-class Stacked(nn.Module):
+class ExpertMaps(nn.Module):
     """One linear map for each expert: a stacked matrix or two stacked factors, and a stacked bias."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
         if "first.weight" in tensors:
-            self.first = Stacked({"weight": tensors["first.weight"]})
-            self.second = Stacked(
+            self.first = ExpertMaps({"weight": tensors["first.weight"]})
+            self.second = ExpertMaps(
                 {name.removeprefix("second."): one for name, one in tensors.items() if "first" not in name}
             )
         else:
@@ -237,7 +237,7 @@ def recount_experts(layer: nn.Module, spec: SublayerSpec) -> None:
         stacked.config._experts_implementation = "eager"
 
 
-def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> Experts:
+def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> FactoredExperts:
     stacked = [one for one in spec.projections if one.stacked]
     by_role = {
         f"{one.role}.{name.removeprefix(f'{own_path(one, spec)}.')}": tensor
@@ -245,7 +245,7 @@ def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> Experts:
         for name, tensor in tensors.items()
         if name.startswith(f"{own_path(one, spec)}.")
     }
-    return Experts(like.like[0] if isinstance(like, Experts) else like, stacked, by_role)
+    return FactoredExperts(like.like[0] if isinstance(like, FactoredExperts) else like, stacked, by_role)
 
 
 def _linear(path: str, tensors: Tensors, transposed: bool = False) -> nn.Module:

@@ -156,8 +156,8 @@ class RankProgram:
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Attention | FeedForward:
         """What computes a part, with its weights."""
         plan, sublayer = self.plan, computed_of(self.plan, work, part)
-        spec, tensors = plan.family.spec(sublayer.kind, sublayer.layers[0]), source.sublayer(sublayer, torch_dtype(plan))
-        tensors = self._here(tensors)
+        spec = plan.family.spec(sublayer.kind, sublayer.layers[0])
+        tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
         if sublayer.kind == ATTENTION and plan.family.rotary_neighbours and plan.rotaries:
             tensors = in_halves(tensors, plan.rotaries[0].width, plan.head_dim)
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
