@@ -43,6 +43,7 @@ class Settings:
         folder: for configurations.
         pass_tokens: of prompts, in one pass.
         decoding: as `Plan.decoding`.
+        started: how many ranks torchrun has started, on one machine or several; None where they are started here.
     """
 
     place: Place
@@ -51,6 +52,7 @@ class Settings:
     rounds: int = 3
     pass_tokens: int = 8192
     decoding: str = "auto"
+    started: int | None = None
 
     @cached_property
     def free(self) -> int:
@@ -87,7 +89,11 @@ class Shared:
 
     def why_not(self, spec: Spec) -> str | None:
         """Why a spec cannot be measured, if that is known beforehand."""
-        gpus = self.settings.place.gpus
+        gpus, started = self.settings.place.gpus, self.settings.started
+        if started is not None and spec.ranks != started:
+            return f"is for {spec.ranks} ranks, torchrun has started {started}"
+        if started is not None and spec.p2p == (os.environ.get(NO_P2P) == "1"):
+            return f"wants {NO_P2P}={0 if spec.p2p else 1} where torchrun starts"
         if gpus is not None and spec.ranks > gpus:
             return f"needs {spec.ranks} GPUs, {gpus} here"
         try:
@@ -164,8 +170,11 @@ def measure(settings: Settings, specs: Sequence[Spec]) -> Iterator[tuple[Spec, M
                     while possible:
                         yield possible[0], running.measure(models[possible[0].model], possible[0])
                         possible.popleft()
-            except (RankFailed, ValueError) as error:  # the ranks are gone; others go on
+            except (RankFailed, ValueError) as error:  # the ranks are gone; others go on, unless torchrun's were they
                 yield possible.popleft(), f"failed: {first_line(error)}"
+                if settings.started is not None:
+                    yield from ((spec, f"not run: {spec.ranks} ranks of torchrun's have ended") for spec in possible)
+                    return
 
 
 @contextmanager

@@ -12,6 +12,9 @@ GPUs, heads that do not divide. "No P2P" is NCCL with NCCL_P2P_DISABLE=1.
 an update, on four GPUs or as many as there are (at least two). It has no use for --model, --only, --rounds, --chunk
 and --decoding.
 
+Over several machines torchrun runs papers.py, one process for each GPU of all of them. Then rows for as many ranks are
+measured, those without peer to peer where the environment has NCCL_P2P_DISABLE=1.
+
 FOLDER (by default runs/papers-PAPER) is what to send back: a file for each measured program and load in runs/, written
 once it is measured, table.md, rows.csv, rows.json and machine.json. Killed, the same command goes on.
 
@@ -41,7 +44,10 @@ from surgeon.checkpoint.read import read_json
 from surgeon.errors import first_line
 from surgeon.gpus import describe_gpu
 from surgeon.processes.files import finite, make_folder, write_json
+from surgeon.processes.rendezvous import rendezvous_at
+from surgeon.processes.torchrun import TorchrunEnvironment, read_environment
 from surgeon.provenance import command_line, versions
+from surgeon.runtime.worker.rank import be_rank
 
 TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers-tables.json"
 RACKS = "racks"
@@ -162,7 +168,7 @@ def listed(settings: Settings, rows: Sequence[Row], results: Results) -> None:
 
 def machine(settings: Settings) -> dict[str, Any]:
     """Facts of this machine and of how it was measured."""
-    gpus = [describe_gpu(torch.device("cuda", number)) for number in range(settings.place.gpus or 0)]
+    gpus = [describe_gpu(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
     how = {"rounds": settings.rounds, "pass_tokens": settings.pass_tokens, "decoding": settings.decoding}
     place = {"small": settings.place.small, "exact": settings.place.exact, "model": settings.place.model}
     return {"gpus": gpus, "versions": versions(), "cuda": torch.version.cuda, "settings": how | place}
@@ -206,13 +212,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print one paper's rows; the exit status is 0 if a row was measured, or nothing was to be."""
     options = parse(arguments)
     folder = options.output or Path("runs") / f"papers-{options.paper}"
-    place = Place(None if options.small else torch.cuda.device_count(), options.exact, options.small, options.model)
+    torchrun = read_environment()
+    started = None if torchrun is None else torchrun.ranks
+    gpus = None if options.small else started or torch.cuda.device_count()
+    place = Place(gpus, options.exact, options.small, options.model)
     rounds, chunk = (1, SMALL_PASS) if options.small else (options.rounds, options.chunk)
     device = "cpu" if options.small else "cuda"
-    settings = Settings(place, folder / "shapes", device, rounds, chunk, options.decoding)
+    settings = Settings(place, folder / "shapes", device, rounds, chunk, options.decoding, started)
     try:
-        check_folder(folder, settings)
         rows = rows_of(options, place)
+        if torchrun is not None:
+            join(torchrun, settings, rows)
+        check_folder(folder, settings)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -240,6 +251,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured = sum(line.here == line.here for line in lines)
     print(f"{measured} of {len(lines)} rows measured; {folder} is what to send back", file=sys.stderr)
     return 0 if measured else 1
+
+
+def join(torchrun: TorchrunEnvironment, settings: Settings, rows: Sequence[Row]) -> None:
+    """Meet the other processes of torchrun's; one whose rank is not 0 is that rank until rank 0 ends.
+
+    Raises:
+        ValueError: if there are no rows: racks start their own processes.
+        OSError: if rank 0 is not found, or goes.
+    """
+    if not rows:
+        raise ValueError("racks start processes of their own on one machine; run it without torchrun")
+    if torchrun.rank == 0:
+        rendezvous_at(torchrun)
+        return
+    if torchrun.local_rank == 0:  # of a machine that may have no disk in common with rank 0's
+        for model in {spec.model for row in rows for spec in row.specs}:
+            settings.place.write_config(settings.folder, model)
+    be_rank(torchrun)
 
 
 def rows_of(options: argparse.Namespace, place: Place) -> list[Row]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from scripts.gpu.paper_bench import Settings, Shared
 from scripts.gpu.paper_specs import Place, Row, Spec
 from surgeon.checkpoint.read import read_json
 from surgeon.language.program import Program
+from surgeon.processes.torchrun import TorchrunEnvironment
+from tests.processes.test_torchrun import free_port
 from tests.runtime.comm import on_collectives
 
 CASES = read_cases(read_json(papers.TABLES)["rows"])
@@ -95,6 +99,52 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     odd = why(Place(8), Spec("llama3.2-1b", "dense", 5, True, 1, 16, 2))
     assert odd is not None
     assert odd.startswith("cannot run on 5 ranks: ")
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_ranks_of_torchrun_are_as_many_and_as_they_were_started(
+    disabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(paper_bench.NO_P2P, str(int(disabled)))
+    settings = Settings(Place(16), tmp_path, "cpu", started=16)
+
+    def why(ranks: int, p2p: bool) -> str | None:
+        spec = Spec("llama3.2-1b", "ladder", ranks, p2p, 1, 16, 2)
+        return Shared(settings, [spec]).why_not(spec)
+
+    assert why(8, True) == "is for 8 ranks, torchrun has started 16"
+    assert why(16, not disabled) is None
+    assert why(16, disabled) == f"wants NCCL_P2P_DISABLE={int(not disabled)} where torchrun starts"
+
+
+def test_racks_are_not_for_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in TorchrunEnvironment(0, 2, 0, 1, "127.0.0.1", 29500).variables().items():
+            patch.setenv(name, value)
+        assert papers.main(["racks", "--small", "-o", str(tmp_path / "out")]) == 1
+    assert "run it without torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+@pytest.mark.thorough
+def test_rows_come_out_of_two_machines(tmp_path: Path) -> None:
+    """Two of torchrun's, on this one, with a folder each; rank 0's has the rows."""
+    script, port = Path(papers.__file__), free_port()
+    environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
+    started = []
+    for number in (0, 1):
+        meeting = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", port]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", "1"]
+        arguments = ["ladder", "--small", "--only", "405b", "-o", str(tmp_path / str(number))]
+        started.append(subprocess.Popen([*torchrun, str(script), *arguments], env=environment))
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    rows = list(csv.DictReader((tmp_path / "0" / "rows.csv").open()))
+    assert len(rows) == 2
+    assert all(float(row["here_speedup"]) > 0 for row in rows)
+    shapes = [sorted(path.name for path in (tmp_path / number / "shapes").iterdir()) for number in "01"]
+    assert shapes == [["llama3-405b.json"]] * 2
+    assert not (tmp_path / "1" / "rows.csv").exists()
 
 
 def test_programs_of_one_model_count_what_they_share_once(tmp_path: Path) -> None:
