@@ -161,6 +161,19 @@ def _qwen3(draw: Draw, layers: int) -> dict[str, Any]:
     return _gated(draw) | _layer_types(draw, layers) | {"attention_bias": draw(st.booleans())}
 
 
+def _ministral(draw: Draw, layers: int) -> dict[str, Any]:
+    types = _layer_types(draw, layers)
+    del types["use_sliding_window"]
+    return _gated(draw) | types
+
+
+def _ministral3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    drawn = _gated(draw) | _window(draw)
+    growth = {"llama_4_scaling_beta": draw(st.sampled_from((0.1, 0.5))), "original_max_position_embeddings": 4}
+    drawn["rope_parameters"] = growth | drawn["rope_parameters"]
+    return drawn
+
+
 def _smollm3(draw: Draw, layers: int) -> dict[str, Any]:
     # As with Qwen2, heads divide 32 features; layers have rotary positions or not, and windows or not, as it comes.
     heads = _heads(draw)
@@ -278,6 +291,8 @@ def _gpt_neox(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
 _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
+    "ministral": _ministral,
+    "ministral3": _ministral3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "smollm3": _smollm3,

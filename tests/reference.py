@@ -23,6 +23,9 @@ ACTIVATIONS = {
 }
 
 
+MSCALES = {"mscale": 1, "mscale_all_dim": 0}  # of yarn, where they are not given
+
+
 def capped(x: Tensor, bound: float | None) -> Tensor:
     """Numbers between -bound and bound."""
     return x if bound is None else torch.tanh(x / bound) * bound
@@ -46,7 +49,8 @@ def rotary_frequencies(rope: dict[str, Any], width: int) -> tuple[Tensor, float]
         low, high = (width * math.log(first / (n * 2 * math.pi)) / (2 * math.log(rope["rope_theta"])) for n in (32, 1))
         low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
         slowed = ((torch.arange(width // 2) - low) / (high - low if high != low else 1e-3)).clamp(0, 1)
-        return plain * (1 - slowed + slowed / factor), 0.1 * math.log(factor) + 1
+        wide, deep = (0.1 * rope.get(name, default) * math.log(factor) + 1 for name, default in MSCALES.items())
+        return plain * (1 - slowed + slowed / factor), wide / deep
     if kind == "longrope":
         scale = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
         return plain / torch.tensor(rope["short_factor"]), scale
@@ -350,6 +354,14 @@ def _unplaced(of: Reference, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return q, key, v
 
 
+class _Ministral3(Reference):
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, key, v = super().qkv(k, x)
+        rope = self.config.rope_parameters
+        times = torch.arange(x.shape[1]) // rope["original_max_position_embeddings"]
+        return q * (1 + rope["llama_4_scaling_beta"] * torch.log(1.0 + times))[:, None], key, v
+
+
 class _SmolLM3(Reference):
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return super().qkv(k, x) if self.config.no_rope_layers[k] else _unplaced(self, k, x)
@@ -508,6 +520,7 @@ class _GptNeoX(_LayerNorms):
 _CLASSES: dict[str, type[Reference]] = {
     "mixtral": _Mixture,
     "qwen3_moe": _Qwen3Moe,
+    "ministral3": _Ministral3,
     "smollm3": _SmolLM3,
     "granite": _Granite,
     "opt": _Opt,

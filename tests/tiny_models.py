@@ -23,6 +23,8 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
@@ -57,6 +59,25 @@ _WINDOW = {"sliding_window": 5}  # shorter than the texts of the tests
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _GROUPED),
     "mistral": (MistralConfig, _GROUPED | _WINDOW),
+    "ministral": (MinistralConfig, _GROUPED | _WINDOW | {"head_dim": 16}),
+    # Queries grow from the fourth token on.
+    "ministral3": (
+        Ministral3Config,
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "pad_token_id": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 3,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "qwen2": (Qwen2Config, _GROUPED | _WINDOW | {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen3": (Qwen3Config, _GROUPED | {"head_dim": 16}),  # wider than hidden / heads, as Qwen3's often are
     # Layer 2 is dense, as wide as all experts together, and has other matrices.
@@ -126,6 +147,9 @@ def tiny_model(family: str, num_layers: int = 4, seed: int = 0, dropout: float =
     config_class, own = _CONFIGS[family]
     if family == "gpt_neo":
         own = own | {"attention_types": [[["global", "local"], num_layers // 2], [["global"], num_layers % 2]]}
+    if family == "ministral":
+        kinds = ("sliding_attention", "full_attention") * num_layers
+        own = own | {"layer_types": list(kinds[:num_layers])}
     own = own | dict.fromkeys(_DROPOUTS.get(family, ("attention_dropout",)), dropout)
     config = config_class(num_hidden_layers=num_layers, **(_SHARED | own | config_overrides))
     torch.manual_seed(seed)

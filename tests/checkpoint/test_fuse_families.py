@@ -33,6 +33,7 @@ IN_ONE_STEP = "[A0 F0] [A1 A2 F1 F2] [A3 F5 A4 F3 A5 F4]"
 WINDOWS: dict[str, dict[str, Any]] = {
     "qwen2": {"layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]},
     "cohere2": {"layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]},
+    "ministral": {"layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]},
     "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 3]]},
     "smollm3": {"no_rope_layers": [1, 0, 0, 1, 1, 1]},  # and so no rotary positions there either
 }

@@ -101,7 +101,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         shapes: of the tensors to be written, by name.
     """
     biases = {role: any(name.endswith(f"{path}.bias") for name in shapes) for role, path in PATHS.items()}
-    units, scale = family.units(config), family.attention_scale(config)
+    units, scale, growth = family.units(config), family.attention_scale(config), family.query_growth(config)
 
     def dropped(attribute: str | None) -> Any:
         return 0.0 if attribute is None else getattr(config, attribute)
@@ -126,6 +126,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "qkv_bias": biases["q"],
         "o_bias": biases["o"],
         "attention_scaling": family.head_dim(config) ** -0.5 if scale is None else scale,
+        "query_growth": None if growth is None else list(growth),
         "embedding_scale": family.embedding_scale(config) or 1.0,
         "output_scale": family.output_scale(config) or 1.0,
         "logit_scale": family.logit_scale(config) or 1.0,

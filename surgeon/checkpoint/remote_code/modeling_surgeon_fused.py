@@ -31,6 +31,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
 
     model_type = "surgeon_fused"
     keys_to_ignore_at_inference = ["past_key_values"]
+    ignore_keys_at_rope_validation = {"partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings"}
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -61,6 +62,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     qkv_bias: bool = False
     o_bias: bool = False
     attention_scaling: float = 1.0
+    query_growth: list[float] | None = None  # b and n: of 1 + b * log(1 + floor(position / n)), a factor on queries
     head_norm: bool = False  # every head's query and key is normed
     head_norm_turns: int = 1  # how many layers' heads take turns
     layer_types: list[str] | None = None
@@ -165,6 +167,10 @@ class FusedAttention(nn.Module):
             if self.config.rotary_neighbours:  # products do not depend on the order of features
                 query, key = in_halves(query, cos.shape[-1]), in_halves(key, cos.shape[-1])
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        if self.config.query_growth is not None:
+            rate, length = self.config.query_growth
+            factors = 1 + rate * torch.log1p(torch.floor(kwargs["position_ids"] / length))
+            query = query * factors[:, None, :, None].to(query.dtype)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(

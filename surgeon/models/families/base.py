@@ -169,6 +169,10 @@ def _no_factor(_: Any) -> float | None:
     return None
 
 
+def _no_growth(_: Any) -> tuple[float, int] | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -213,6 +217,8 @@ class Family:
         heads_fill_stream: whether all heads together are as wide as the stream; others have a head_dim of their own.
         embedding_scale: what embeddings are multiplied by.
         attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
+        query_growth: a rate b and a length n: queries at position p are multiplied by 1 + b * log(1 + floor(p / n)), as
+            in Llama 4; of families without head norms.
         output_scale: what is multiplied with the output of every sublayer before it is added (Granite).
         logit_scale: what output logits are multiplied by, before they are capped.
         head_norm_turns: whether gains of head norms are (turns, head_dim): one for each layer whose heads take turns.
@@ -270,6 +276,7 @@ class Family:
     heads_fill_stream: bool = False
     embedding_scale: Scale = _no_factor
     attention_scale: Scale = _no_factor
+    query_growth: Callable[[Any], tuple[float, int] | None] = _no_growth
     output_scale: Scale = _no_factor
     logit_scale: Scale = _no_factor
     head_norm_turns: bool = False

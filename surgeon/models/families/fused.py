@@ -32,6 +32,10 @@ def _variant(family: Family, config: Any) -> Family:
     )
 
 
+def _query_growth(config: Any) -> tuple[float, int] | None:
+    return None if config.query_growth is None else (float(config.query_growth[0]), int(config.query_growth[1]))
+
+
 FUSED = replace(
     LLAMA,
     name="the fused form",
@@ -42,6 +46,7 @@ FUSED = replace(
     window="sliding_window",
     window_layers="layer_types",
     attention_scale=attrgetter("attention_scaling"),
+    query_growth=_query_growth,
     embedding_scale=Factor("embedding_scale"),
     output_scale=Factor("output_scale"),
     logit_scale=Factor("logit_scale"),

@@ -172,7 +172,7 @@ class Attention:
         self.norm = Norm(tensors, "norm", plan)
         self.qkv = maps.reading(["q", "k", "v"])
         self.o = maps.writing("o")
-        self.rotary = rotary
+        self.rotary, self.query_factor = rotary, plan.query_factor
         self.head_dim = plan.head_dim
         self.heads = count_outputs(tensors, "q") // plan.head_dim
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
@@ -202,6 +202,9 @@ class Attention:
         """(T, h) to (T, h)."""
         qkv = self.qkv(self.norm(stream))
         angles = None if self.rotary is None else forward.angles[self.rotary]
+        if self.query_factor is not None:
+            queries = qkv[:, : self.heads * self.head_dim].unflatten(-1, (-1, self.head_dim))
+            place_(queries, None, self.epsilon, forward.angles[self.query_factor])
         if self.rebuild is None:
             by_head = qkv.unflatten(-1, (-1, self.head_dim))
             if forward.attend_raw is not None:
@@ -336,7 +339,11 @@ def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> Angles:
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
     positions = torch.arange(first, first + tokens, dtype=torch.float32, device=like.device)
     angles = positions[:, None, None] * frequencies
-    cosine, sine = angles.cos() * rotary.scale, angles.sin() * rotary.scale
+    scale: float | Tensor = rotary.scale
+    if rotary.growth is not None:
+        rate, length = rotary.growth
+        scale = scale * (1 + rate * torch.log1p(torch.floor(positions / length)))[:, None, None]
+    cosine, sine = angles.cos() * scale, angles.sin() * scale
     return torch.cat([cosine, cosine], -1).to(like.dtype), torch.cat([-sine, sine], -1).to(like.dtype)
 
 

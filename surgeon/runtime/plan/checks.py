@@ -109,6 +109,9 @@ def make_plan(
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     by_layer = rotaries_by_layer(config, family, layers, max_tokens)
     rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))
+    growth = family.query_growth(config)
+    if growth is not None:
+        rotaries += (Rotary((0.0,) * (source.head_dim // 2), 1.0, growth),)
     return Plan(
         folder=stored.folder,
         program=str(parsed),
@@ -136,6 +139,7 @@ def make_plan(
         logit_scale=family.logit_scale(config),
         logit_softcap=_softcap(config, family.softcap),
         rotary_layers=places_among(rotaries, by_layer),
+        query_factor=None if growth is None else len(rotaries) - 1,
         described=family if family.model_type == FUSED.model_type else None,
     )
 

@@ -37,10 +37,17 @@ OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_ta
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions: an angle per position and pair of features, and a factor on both cosine and sine."""
+    """Rotary positions: an angle per position and pair of features, and a factor on both cosine and sine.
+
+    Attributes:
+        inverse_frequencies: how far each pair of features turns per position.
+        scale: the factor.
+        growth: b and n where it is multiplied by 1 + b * log(1 + floor(position / n)).
+    """
 
     inverse_frequencies: tuple[float, ...]
     scale: float
+    growth: tuple[float, int] | None = None
 
     @property
     def width(self) -> int:
@@ -77,6 +84,7 @@ class Plan:
         logit_softcap: the bound of output logits after that, if any.
         rotary_layers: which of the rotary positions each layer's attention has, None for no such; all have the first
             (if there is any) where it is empty.
+        query_factor: which of the rotary positions turns nothing, and is a factor on queries before they are turned.
         decoding: how passes that add one token to each text are computed.
         low_rank: how ranks share matrices that are two factors.
         kv: what is kept in the cache of attentions whose k and v are two factors each.
@@ -110,6 +118,7 @@ class Plan:
     logit_scale: float | None = None
     logit_softcap: float | None = None
     rotary_layers: tuple[int | None, ...] = ()
+    query_factor: int | None = None
     decoding: Decoding = "auto"
     low_rank: LowRankMode = "auto"
     kv: KvMode = "auto"

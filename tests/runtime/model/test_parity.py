@@ -44,6 +44,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "cohere": {"attention_bias": True},
     "cohere2": {},
+    "ministral": {},
+    "ministral3": {},
 }
 DENSE = Program.dense(4)
 PROGRAMS = {
@@ -81,7 +83,7 @@ PROGRAMS = {
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
-SHORT += ("cohere", "cohere2")
+SHORT += ("cohere", "cohere2", "ministral", "ministral3")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 CASES = [
     (family, name)

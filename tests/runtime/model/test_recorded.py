@@ -54,7 +54,7 @@ PROGRAMS = WHOLE | {
     "factors of many columns": "A0@q16,k8,v16,o24 F0@gate16,up24,down8 A1 F1 A2@q8 F2@up40",
     "factors of pairs": "A0 F0 [A1@q9 A2@o7] [F1 F2@down6] A3@o16 F3@gate9",
 }
-FAMILIES = ("llama", "qwen3", "gemma2", "granite", "smollm3", "mistral")
+FAMILIES = ("llama", "qwen3", "gemma2", "granite", "smollm3", "mistral", "ministral3", "glm4")
 CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
 CASES += [("gemma2", "LP"), ("gemma2", "factors of pairs"), ("granite", "factors")]
 

@@ -71,6 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "smollm3": {},
     "cohere2": {},
+    "ministral3": {},
     "granite": {},
     "gpt2": {},
     "gemma2": {},
