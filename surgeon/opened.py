@@ -133,12 +133,13 @@ class Model(StoredModel):
         return made
 
     def check(self, program: Program) -> None:
-        """Refuse a program that names layers which it does not have.
+        """Refuse a program that names layers or experts which it does not have, or averages mixtures.
 
         Raises:
             ValueError: naming the first one.
         """
         check_layers(program, self.num_layers)
+        self.family.layer_shapes(self.config).check_experts(program)
 
 
 def open_model(name: str | Path | Model, weights: bool = True) -> Model:

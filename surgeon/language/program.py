@@ -231,6 +231,15 @@ class LayerShapes:
             return 1
         return mixture.experts if sublayer.experts is None else len(sublayer.experts)
 
+    def check_experts(self, program: Program) -> None:
+        """Refuse a program with experts that its layers do not have, or with averages of mixtures.
+
+        Raises:
+            ValueError: as `experts`.
+        """
+        for sublayer in dict.fromkeys(program.sublayers()):
+            self.experts(sublayer)
+
     def matrix(self, sublayer: Sublayer, role: str) -> tuple[int, int]:
         """(out_features, in_features) of a matrix of a sublayer before it is sliced.
 

@@ -108,11 +108,13 @@ class Recipe:
             program: to begin with.
 
         Raises:
-            ValueError: if layers are out of range or overlap; with file and line.
+            ValueError: if layers are out of range or overlap, or mixtures are averaged; with file and line.
         """
         for operation in self.operations:
             try:
                 program = operation.apply(program, shapes, own)
+                if shapes is not None:
+                    shapes.check_experts(program)
             except ValueError as error:
                 raise ValueError(f"{self.source}:{operation.line}: {operation.name}: {error}") from error
             yield operation, program

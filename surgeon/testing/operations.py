@@ -41,11 +41,13 @@ class OperationContract:
         parameters: a value for each parameter that has no default.
         edits_steps: whether it applies to steps that other operations made, too, as `ladder` does.
         draws_weights: whether its seed is about weights, which no program tells, as that of `width` is.
+        shapes: of the models' layers.
     """
 
     parameters: ClassVar[dict[str, Any]] = {}
     edits_steps: ClassVar[bool] = False
     draws_weights: ClassVar[bool] = False
+    shapes: ClassVar[LayerShapes] = SHAPES
 
     @pytest.fixture
     def operation(self) -> Operation:
@@ -68,11 +70,11 @@ class OperationContract:
     ) -> None:
         """Which can be read again, is the same every time, and differs in the stretch alone; or why there is none."""
         dense = Program.dense(LAYERS, steps_per_layer)
-        made = {layers: _made(partial(operation.apply, dense, layers, SHAPES, **given)) for layers in STRETCHES}
+        made = {layers: _made(partial(operation.apply, dense, layers, self.shapes, **given)) for layers in STRETCHES}
         applied = {layers: program for layers, program in made.items() if program is not None}
         for layers, program in applied.items():
             assert Program.parse(str(program)) == program
-            assert operation.apply(dense, layers, SHAPES, **given) == program
+            assert operation.apply(dense, layers, self.shapes, **given) == program
             assert {layer for sublayer in program.sublayers() for layer in sublayer.layers} <= set(range(LAYERS))
             before, after = layers.start * steps_per_layer, (LAYERS - layers.stop) * steps_per_layer
             assert program.nodes[:before] == dense.nodes[:before], "what comes before the stretch stays"
@@ -85,10 +87,10 @@ class OperationContract:
         if "seed" not in operation.parameters.model_fields:
             pytest.skip("nothing is random")
         dense, layers = Program.dense(LAYERS), range(LAYERS)
-        by_seed = {seed: operation.apply(dense, layers, SHAPES, **{**given, "seed": seed}) for seed in range(20)}
+        by_seed = {seed: operation.apply(dense, layers, self.shapes, **{**given, "seed": seed}) for seed in range(20)}
         assert (len(set(by_seed.values())) > 1) != self.draws_weights
         for seed, program in by_seed.items():
-            assert operation.apply(dense, layers, SHAPES, **{**given, "seed": seed}) == program
+            assert operation.apply(dense, layers, self.shapes, **{**given, "seed": seed}) == program
 
     @pytest.mark.parametrize("steps_per_layer", STEPS_PER_LAYER)
     def test_layers_that_are_not_there_are_refused(
@@ -96,17 +98,17 @@ class OperationContract:
     ) -> None:
         dense = Program.dense(6, steps_per_layer)
         with pytest.raises(ValueError, match=r"layers 4:9 are out of range: the model's layers are 0:6"):
-            operation.apply(dense, range(4, 9), SHAPES, **given)
+            operation.apply(dense, range(4, 9), self.shapes, **given)
         with pytest.raises(ValueError, match=r"layers 4:4 are empty"):
-            operation.apply(dense, range(4, 4), SHAPES, **given)
+            operation.apply(dense, range(4, 4), self.shapes, **given)
         with pytest.raises(ValueError, match=r"layers 2:5 overlap"):
-            operation.apply(prune(dense, range(1, 3)), range(2, 5), SHAPES, **given)
+            operation.apply(prune(dense, range(1, 3)), range(2, 5), self.shapes, **given)
 
     def test_layers_another_operation_changed_are_refused(self, operation: Operation, given: dict[str, Any]) -> None:
         if self.edits_steps:
             pytest.skip("it applies to steps that others made")
         with pytest.raises(ValueError, match=r"layers 3:6 overlap with what an earlier operation changed"):
-            operation.apply(pair(Program.dense(6), range(0, 4)), range(3, 6), SHAPES, **given)
+            operation.apply(pair(Program.dense(6), range(0, 4)), range(3, 6), self.shapes, **given)
 
     @pytest.mark.parametrize("steps_per_layer", STEPS_PER_LAYER)
     def test_its_maps_have_a_program_for_every_stretch(self, operation: Operation, steps_per_layer: int) -> None:
@@ -121,12 +123,12 @@ class OperationContract:
             columns: list[dict[str, Any]] = [{heatmap.varied or "": value} for value in heatmap.values] or [{}]
             for layers, column in product(_every_stretch(LAYERS), columns):
                 more = seeded | column
-                program = _made(partial(heatmap, dense, layers, SHAPES, **more))
+                program = _made(partial(heatmap, dense, layers, self.shapes, **more))
                 assert program is not None or steps_per_layer == 1, f"{name} has to apply to layers of two steps"
                 if program is None:
                     continue
                 assert Program.parse(str(program)) == program
-                assert heatmap(dense, layers, SHAPES, **more) == program
+                assert heatmap(dense, layers, self.shapes, **more) == program
                 if len(layers) < heatmap.group:
                     assert program == dense, (
                         f"{name} takes {heatmap.group} layers together, so that fewer stay as they are"
@@ -154,12 +156,12 @@ class OperationContract:
         recipe = parse_recipe(_recipe(applied.to_yaml()))
         (again,) = recipe.operations
         assert (again.name, again.layers, again.parameters) == (operation.name, (layers,), given)
-        assert _program(recipe) == operation.apply(Program.dense(LAYERS), layers, SHAPES, **given)
+        assert _program(recipe, self.shapes) == operation.apply(Program.dense(LAYERS), layers, self.shapes, **given)
         defaults = {
             name: field.default for name, field in operation.parameters.model_fields.items() if not field.is_required()
         }
         written = AppliedOperation(operation.name, (layers,), {**defaults, **given}).to_yaml()
-        assert _program(parse_recipe(_recipe(written))) == _program(recipe)
+        assert _program(parse_recipe(_recipe(written)), self.shapes) == _program(recipe, self.shapes)
 
     def test_recipes_refuse_what_it_does_not_know(self, operation: Operation, given: dict[str, Any]) -> None:
         written = AppliedOperation(operation.name, (range(2, 6),), {**given, "lair": 1}).to_yaml()
@@ -176,8 +178,8 @@ class OperationContract:
                     parse_recipe(_recipe(missing))
 
 
-def _program(recipe: Recipe) -> Program:
-    return recipe.program(LAYERS, shapes=SHAPES)
+def _program(recipe: Recipe, shapes: LayerShapes) -> Program:
+    return recipe.program(LAYERS, shapes=shapes)
 
 
 def _recipe(applied: str) -> str:

@@ -68,7 +68,8 @@ def lowrank(
 ) -> Program:
     """Put two factors in the place of matrices (W = A B, DeInfer's equation 1).
 
-    A matrix of which two factors would have as many parameters stays whole, with a warning. It also applies to steps
+    A matrix of which two factors would have as many parameters stays whole, with a warning. Each expert of a mixture
+    has factors of its own; shared experts, which every token goes through, stay whole. It also applies to steps
     that earlier operations made, and twice to the same layers where it is about other matrices. Of narrowed sublayers
     it is about what is left of the matrices.
 
@@ -100,9 +101,11 @@ def lowrank(
         raise ValueError("weights are the keys of ranks; leave one of the two out")
 
     @cache
-    def chosen(kind: str, width: int | None) -> dict[int, Ranks]:
-        left = shapes if width is None else shapes.narrowed(kind, width)
-        return _kept(layers, left, weights, keep or 0.0) if ranks is None else _given(layers, left, ranks)
+    def chosen(kind: str, width: int | None, other: int | None = None) -> dict[int, Ranks]:
+        own = shapes if other is None else shapes.others[other]
+        left = own if width is None else own.narrowed(kind, width)
+        alike = [layer for layer in layers if shapes.others.get(layer, shapes) == own]
+        return _kept(layers, left, weights, keep or 0.0) if ranks is None else _given(layers, alike, left, ranks)
 
     for_whole, inside = chosen("", None), frozenset(layers)
 
@@ -110,7 +113,9 @@ def lowrank(
         if inside.isdisjoint(sublayer.layers):
             return sublayer
         kind, width = sublayer.kind, sublayer.width
-        return _truncated(sublayer, layers, for_whole if width is None else chosen(kind, width))
+        other = next((layer for layer in sublayer.layers if layer in shapes.others), None)
+        usual = width is None and other is None
+        return _truncated(sublayer, layers, for_whole if usual else chosen(kind, width, other))
 
     return program.renamed(truncate)
 
@@ -134,7 +139,8 @@ def _kept(layers: range, shapes: LayerShapes, weights: Sequence[str] | None, kee
     if not 0 < keep <= 1:
         raise ValueError(f"keep must be more than 0 and at most 1, not {keep:g}")
     found: Ranks = {}
-    for role in shapes.matrices if weights is None else weights:
+    known = [role for roles in ROLES.values() for role in roles if role in shapes.matrices]
+    for role in known if weights is None else weights:
         rank = rank_for(keep, *_shape(role, shapes))
         if rank is None:
             _warn_whole(role, layers, f"with keep {keep:g}", shapes)
@@ -143,7 +149,10 @@ def _kept(layers: range, shapes: LayerShapes, weights: Sequence[str] | None, kee
     return dict.fromkeys(layers, found)
 
 
-def _given(layers: range, shapes: LayerShapes, ranks: Mapping[Role, int | list[int | None]]) -> dict[int, Ranks]:
+def _given(
+    layers: range, alike: Sequence[int], shapes: LayerShapes, ranks: Mapping[Role, int | list[int | None]]
+) -> dict[int, Ranks]:
+    """The ranks of the layers that have these shapes, of all layers that are given some."""
     found: dict[int, Ranks] = {layer: {} for layer in layers}
     for role, given in ranks.items():
         by_layer = given if isinstance(given, list) else [given] * len(layers)
@@ -153,7 +162,8 @@ def _given(layers: range, shapes: LayerShapes, ranks: Mapping[Role, int | list[i
                 "one rank for all of them, or one for each"
             )
         size = _shape(role, shapes)
-        asked = {layer: rank for layer, rank in zip(layers, by_layer, strict=True) if rank is not None}
+        given_to = zip(layers, by_layer, strict=True)
+        asked = {layer: rank for layer, rank in given_to if rank is not None and layer in alike}
         for rank in sorted(set(asked.values())):
             if not 1 <= rank <= min(size):
                 raise ValueError(f"rank {rank} of {role} must be from 1 to {min(size)}, the matrix's full rank")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,9 +23,12 @@ from surgeon.language.operations import (
     tracks,
 )
 from surgeon.language.operations.shuffle import permutation
-from surgeon.language.program import Program
+from surgeon.language.program import MixtureShapes, Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.testing import OperationContract
+from surgeon.testing.operations import SHAPES
+
+MIXTURES = replace(SHAPES, mixture=MixtureShapes(4, 2, 32))
 
 DENSE = Program.dense(6)
 FUSED = Program.dense(4, steps_per_layer=1)
@@ -238,7 +242,7 @@ def test_the_papers_llama_2_7b_configuration() -> None:
 
 
 class TestOperations(OperationContract):
-    @pytest.fixture(params=sorted(set(OPERATIONS) - {"ladder", "lowrank", "repeat", "width"}))
+    @pytest.fixture(params=sorted(set(OPERATIONS) - {"experts", "ladder", "lowrank", "repeat", "width"}))
     def operation(self, request: pytest.FixtureRequest) -> Operation:
         return OPERATIONS[request.param]
 
@@ -270,6 +274,16 @@ class TestLowrank(OperationContract):
     @pytest.fixture
     def operation(self) -> Operation:
         return OPERATIONS["lowrank"]
+
+
+class TestExperts(OperationContract):
+    edits_steps = True
+    parameters: ClassVar[dict[str, Any]] = {"keep": 3, "seed": 5}
+    shapes = MIXTURES
+
+    @pytest.fixture
+    def operation(self) -> Operation:
+        return OPERATIONS["experts"]
 
 
 class TestWidth(OperationContract):
