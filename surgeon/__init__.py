@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.library.bench import bench
     from surgeon.library.calibrate import calibrate
+    from surgeon.library.check import check
     from surgeon.library.edit import edit
     from surgeon.library.evaluate import evaluate
     from surgeon.library.export import export
@@ -82,6 +83,7 @@ __all__ = [
     "__version__",
     "bench",
     "calibrate",
+    "check",
     "demo_data",
     "demo_model",
     "edit",

@@ -25,7 +25,7 @@ from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
 from surgeon.analysis.subject import Subject
 from surgeon.language.operations.pair import pair
 from surgeon.language.program import Program
-from surgeon.models.edit import program_of, require_unedited
+from surgeon.models.edit import program_of, require_pairs
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.summary import estimate, perplexity
@@ -71,10 +71,8 @@ def sensitivity(
         OSError: if the folder cannot be written to.
     """
     model, windows = subject.model, subject.windows
-    require_unedited(model)
+    require_pairs(model)
     num_layers = model.config.num_hidden_layers
-    if num_layers < 2:
-        raise ValueError(f"the model has {num_layers} layer; a pair in parallel needs at least 2")
     if jacobian_windows < 1:
         raise ValueError(f"the number of windows for Jacobians must be at least 1, not {jacobian_windows}")
     power = power or PowerIteration()

@@ -21,7 +21,7 @@ from surgeon.checkpoint.training import is_no_source
 from surgeon.errors import shown
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
-from surgeon.models.families import Family, family_named, family_of
+from surgeon.models.families import Family, Unsupported, family_named, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Names
 from surgeon.models.wrappers import text_entries
@@ -72,7 +72,7 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
         ValueError: if it is not what a supported architecture needs, or a checkpoint in the fused form whose model is
             not there.
     """
-    path = _find(what)
+    path = find_config(what)
     entries = text_entries(read_json(path))
     model_type = str(entries.get("model_type"))
     if model_type == FUSED.model_type:
@@ -81,6 +81,8 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
     try:
         config = config_beside(entries, CONFIG_MAPPING[family.model_type])
         family_of(config)
+    except Unsupported:
+        raise
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
     return config, _program_in(entries, path)
@@ -111,7 +113,8 @@ def _of_source(path: Path) -> tuple[Any, Program]:
     return config, Program.parse(program)
 
 
-def _find(what: str | Path) -> Path:
+def find_config(what: str | Path) -> Path:
+    """The config.json of a model; errors as `read_config_only`."""
     name, there = str(what), on_disk(what)
     if there is not None and not there.is_dir():
         if there.suffix.lower() != ".json":

@@ -17,6 +17,7 @@ from surgeon.checkpoint.header import Entry
 from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
+from surgeon.errors import first_line
 from surgeon.language.program import Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import Factors, ModelWeights, WeightMatrix
@@ -46,8 +47,11 @@ class RandomCheckpoint(Checkpoint):
         self.folder, self.where, self.config = path, str(path), text_entries(read_json(path))
         self._device = torch.device(device)
         parsed, _ = read_config_only(path)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype or torch.bfloat16)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype or torch.bfloat16)
+        except Exception as error:  # whatever it trips over is a fault of the file
+            raise ValueError(f"{path} describes no model that can be built ({first_line(error)})") from error
         for name, parameter in model.named_parameters():  # of tied ones, the first
             self.files[name] = path
             self._entries[name] = Entry(parameter.dtype, tuple(parameter.shape), 0, parameter.nbytes)
@@ -85,7 +89,9 @@ class RandomFactors:
 
 
 def normal_(tensor: Tensor, spread: float, name: str) -> Tensor:
-    """Fill a tensor with normal numbers that follow from a name."""
+    """Fill a tensor with normal numbers that follow from a name; one on the meta device has none."""
+    if tensor.is_meta:
+        return tensor
     generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
     return tensor.normal_(0.0, spread, generator=generator)
 

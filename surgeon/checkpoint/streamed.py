@@ -95,9 +95,7 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     avoid_cudnn_attention()
     stored = open_stored(model)
     family, dtype = stored.family, stored.compute_dtype(device)
-    family.require_no_mixture("its layers are not read one by one yet: it has to fit into memory")
-    if form_of(stored.checkpoint).shipped is not None:
-        raise ValueError(f"{stored.folder} is an edited model, which has to fit into memory")
+    require_streamable(stored)
     config = copy.deepcopy(stored.config)  # which becomes the model's own
     with init_empty_weights(include_buffers=False):
         whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -114,6 +112,17 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     setattr(parent, name, StreamedLayers(getattr(parent, name), stored, torch.device(device)))
     streamed: PreTrainedModel = whole.eval()
     return streamed
+
+
+def require_streamable(stored: StoredModel) -> None:
+    """Refuse models of which layers cannot be read when they are needed.
+
+    Raises:
+        ValueError: if the checkpoint runs an edited program, or is a mixture.
+    """
+    stored.family.require_no_mixture("its layers are not read one by one yet: it has to fit into memory")
+    if form_of(stored.checkpoint).shipped is not None:
+        raise ValueError(f"{stored.folder} is an edited model, which has to fit into memory")
 
 
 def streamed_layers(model: PreTrainedModel) -> StreamedLayers | None:

@@ -19,6 +19,7 @@ from surgeon import __version__
 from surgeon.cli.bench import bench
 from surgeon.cli.calibrate import calibrate
 from surgeon.cli.card import card
+from surgeon.cli.check import check
 from surgeon.cli.demo import demo
 from surgeon.cli.diff import diff
 from surgeon.cli.evaluate import evaluate
@@ -41,6 +42,7 @@ from surgeon.threads import wait_asleep
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
 COMMANDS = (
+    (check, "Say what would work with a model, and how much memory it takes."),
     (scan, "Measure what every stretch of layers tolerates; draw heatmaps."),
     (similarity, "Measure what each layer owes to the one before it (CKA)."),
     (sensitivity, "Bound and measure the error of running layers in pairs."),

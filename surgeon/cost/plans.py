@@ -10,7 +10,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import require_sliceable
-from surgeon.runtime.plan.division import check_division, why_not
+from surgeon.runtime.plan.division import check_division, different, why_not
 from surgeon.runtime.plan.specification import Plan
 
 
@@ -32,7 +32,7 @@ def plan_on_paper(
         for role, _ in sublayer.ranks:
             spec.projection(role)  # a gate that the model lacks, say
         replace(sublayer, piece=None).parameters(shapes.layer_shapes)  # refuses ranks above those of the matrices
-    check_division(_different(program), shapes.units, ranks)
+    check_division(different(program, shapes.units), shapes.units, ranks)
     if max_tokens > shapes.positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and {shapes.name} has {shapes.positions} positions; "
@@ -63,10 +63,4 @@ def plan_on_paper(
 
 def divides(shapes: ModelShapes, program: Program, ranks: int) -> bool:
     """Whether heads and neurons divide among so many ranks."""
-    return why_not(_different(program), shapes.units, ranks) is None
-
-
-def _different(program: Program) -> Program:
-    """The nodes that differ in more than their layers: all layers are alike, and each node is shared by itself."""
-    alike = program.renamed(lambda sublayer: replace(sublayer, layers=(0,)))
-    return Program(tuple(dict.fromkeys(alike.nodes)))
+    return why_not(different(program, shapes.units), shapes.units, ranks) is None

@@ -154,18 +154,27 @@ def plan_export(
     check_exportable(original, program)
     check_storage(form, dtype)
     original.check(program)
-    if original.own is not None and form == "auto":
-        form = PROGRAM.name  # what else its config.json says is of its own program
-    if original.own is not None and form != PROGRAM.name:
-        raise ValueError(f"{original.name} runs a program of its own, which only the program form has; leave form out")
     wrapped = wrapped or original.wrapped
-    layout = lay_out(program, original.family, original.config, form, wrapped=wrapped)
+    layout = layout_of(original, program, form, wrapped)
     kept = factors if isinstance(factors, FactorCache) else FactorCache(factors or TruncatedSVD())
     tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
     companions = companions or companions_of(original.folder, original.checkpoint.file_names)
     if layout.form.shipped is not None:
         companions = companions.without_model_code()
     return ExportPlan(original, program, layout, tensors, companions, dtype, kept, wrapped)
+
+
+def layout_of(original: Model, program: Program, form: str = "auto", wrapped: Wrapped | None = None) -> Layout:
+    """The layers that a program of a model is stored as; `wrapped` as `plan_export` takes it.
+
+    Raises:
+        ValueError: if the program does not fit the form.
+    """
+    if original.own is not None and form == "auto":
+        form = PROGRAM.name  # what else its config.json says is of its own program
+    if original.own is not None and form != PROGRAM.name:
+        raise ValueError(f"{original.name} runs a program of its own, which only the program form has; leave form out")
+    return lay_out(program, original.family, original.config, form, wrapped=wrapped or original.wrapped)
 
 
 def check_storage(form: str, dtype: str | None) -> None:

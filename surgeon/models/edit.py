@@ -162,6 +162,17 @@ def require_unedited(model: PreTrainedModel) -> None:
         )
 
 
+def require_pairs(model: PreTrainedModel) -> None:
+    """Refuse a model without two layers that run one after the other.
+
+    Raises:
+        ValueError: if the model runs an edited program, or has only one layer.
+    """
+    require_unedited(model)
+    if (num_layers := model.config.num_hidden_layers) < 2:
+        raise ValueError(f"the model has {num_layers} layer; a pair in parallel needs at least 2")
+
+
 def check_layers(program: Program, num_layers: int) -> None:
     """Refuse a program that names a layer the model does not have.
 

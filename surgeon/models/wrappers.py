@@ -12,6 +12,7 @@ from typing import Any
 
 from surgeon.errors import shown
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
+from surgeon.models.families import Unsupported
 
 Entries = dict[str, Any]  # of a config.json
 # What names of tensors begin with, in files and in the text model alone; the first pair that fits counts.
@@ -72,7 +73,7 @@ class Wrapper:
                 f"not {shown(own)}; is it damaged?"
             )
         if self.refused is not None:
-            raise ValueError(f"the text decoder of a {self.name} cannot be operated on: {self.refused}")
+            raise Unsupported(f"the text decoder of a {self.name} cannot be operated on: {self.refused}")
         given = {"model_type": self.decoder_type} | own
         given |= {key: entries[key] for key in _SHARED if key in entries and own.get(key) is None}
         given |= {key: value for key, value in entries.items() if key.startswith(PROGRAM_PREFIX)}

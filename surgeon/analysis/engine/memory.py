@@ -43,7 +43,7 @@ def windows_at_once(
     def needed(tokens: int) -> int:
         if streamed is None:
             return working_bytes(model, plan, tokens)
-        return _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
+        return streaming_bytes(model, streamed, plan, tokens)
 
     return _fitting(model, ids, needed, memory, batch)
 
@@ -135,6 +135,11 @@ def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
         largest = 3 * max(sum(p.numel() for p in layer.parameters()) * 4 for layer in layers.children())
         derived = largest * lanes_for(model.device, 1, tokens)
     return _computing_bytes(model, plan.peak_tensors, tokens) + derived + _factor_bytes(model, plan)
+
+
+def streaming_bytes(model: PreTrainedModel, streamed: StreamedLayers, plan: SharedPlan, tokens: int) -> int:
+    """The same of layers whose weights are read when they are needed, with as many states on disk as can be."""
+    return _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
 
 
 def _computing_bytes(model: PreTrainedModel, tensors: int, tokens: int) -> int:

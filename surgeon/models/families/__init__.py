@@ -8,20 +8,24 @@ from surgeon.models.families.base import Family, Projection, SublayerSpec
 from surgeon.models.families.fused import FUSED
 from surgeon.models.families.registry import FAMILIES
 
-__all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "family_named", "family_of"]
+__all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "Unsupported", "family_named", "family_of"]
+
+
+class Unsupported(ValueError):
+    """An architecture, or something in its configuration, that surgeon cannot operate on; the message says why."""
 
 
 def family_named(model_type: str) -> Family:
     """The family with this `model_type`, or the description of what `surgeon export` makes of all of them.
 
     Raises:
-        ValueError: if there is none, saying which there are.
+        Unsupported: if there is none, saying which there are.
     """
     if model_type == FUSED.model_type:
         return FUSED
     if model_type not in FAMILIES:
         known = ", ".join(sorted(family.name for family in FAMILIES.values()))
-        raise ValueError(
+        raise Unsupported(
             f"architecture {model_type!r} is not supported (supported: {known}); "
             'CONTRIBUTING.md, "Adding a family", shows how to add one in a short file'
         )
@@ -32,10 +36,10 @@ def family_of(config: Any) -> Family:
     """The family of a `transformers` configuration.
 
     Raises:
-        ValueError: if there is none, or the configuration uses something of the architecture that cannot be edited.
+        Unsupported: if there is none, or the configuration uses something of the architecture that cannot be edited.
     """
     family = family_named(config.model_type)
     reason = family.unsupported(config)
     if reason is not None:
-        raise ValueError(f"this {family.name} model cannot be operated on: {reason}")
+        raise Unsupported(f"this {family.name} model cannot be operated on: {reason}")
     return family.variant(family, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import indivisible
@@ -27,9 +28,21 @@ def check_division(program: Program, units_of: UnitsOf, ranks: int) -> None:
     reason = why_not(program, units_of, ranks)
     if reason is None:
         return
-    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(program, units_of, n) is None]
+    alike = different(program, units_of)
+    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(alike, units_of, n) is None]
     either = " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
     raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {either} can")
+
+
+def different(program: Program, units_of: UnitsOf) -> Program:
+    """The nodes that differ in more than which layers they are of: each node is shared by itself."""
+    first: dict[str, tuple[int, ...]] = {}  # layers, by what counts
+
+    def as_first(sublayer: Sublayer) -> Sublayer:
+        units = units_of(replace(sublayer, piece=None))
+        return replace(sublayer, layers=first.setdefault(f"{sublayer.kind} {units}", sublayer.layers))
+
+    return Program(tuple(dict.fromkeys(program.renamed(as_first).nodes)))
 
 
 def why_not(program: Program, units_of: UnitsOf, ranks: int) -> str | None:

@@ -1,0 +1,342 @@
+"""What can be done with a model: every question is put to the code that would refuse it later, on shapes alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from surgeon.analysis.cells import SCANNED, select, selected_cells
+from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
+from surgeon.analysis.engine.sharing import SharedPlan, share
+from surgeon.analysis.spectrum import request
+from surgeon.checkpoint.forms import per_layer_lists
+from surgeon.checkpoint.forms.fused import FUSED
+from surgeon.checkpoint.random_weights import RandomFactors
+from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
+from surgeon.exports.plan import check_exportable, layout_of
+from surgeon.exports.prove import original_model
+from surgeon.language.operations.base import show_range
+from surgeon.language.operations.declare import HEATMAPS, VARIANTS
+from surgeon.language.operations.variants import variant
+from surgeon.language.program import Program
+from surgeon.memory import show_size
+from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
+from surgeon.opened import Model
+from surgeon.results.check import NO, PARTLY, YES, Answer
+from surgeon.runtime.batching.windows import PASS_TOKENS
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.specification import Plan
+from surgeon.searches.question import SearchSettings
+from surgeon.searches.spaces.base import SPACES
+from surgeon.training.memory import BYTES, training_bytes
+from surgeon.training.model import RackOptions
+from surgeon.training.racks.partition import allowed_cuts
+from surgeon.training.scope import add_adapters, choose_parameters
+from surgeon.training.scratch.tracks import narrow
+from surgeon.training.settings import SCOPES, TrainSettings
+from surgeon.words import listed, plural
+
+LENGTH = 2  # layers of the stretches that maps are tried on, and tracks
+ADAPTER_RANK = 16
+TRACKS = 2  # native ones
+PAIRS, FACTORS = "lp", "lowrank"  # maps
+
+Said = str | tuple[str, float] | Answer  # what there is to say of what works, with the memory that it takes
+Question = tuple[str, Callable[[], Said]]
+
+
+class Place(NamedTuple):
+    """Where a program changes a model.
+
+    Attributes:
+        layers: as Python slices them.
+        times: how many places there are whose layers are of the same kinds.
+    """
+
+    layers: str
+    program: Program
+    times: int
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Everything that can be asked of a model.
+
+    Attributes:
+        model: with the shapes of its tensors.
+        ranks: numbers of them.
+        dtype: that ranks compute in.
+    """
+
+    model: Model
+    ranks: Sequence[int]
+    dtype: str
+
+    def answers(self) -> Iterator[Answer]:
+        """All of them, area by area."""
+        for area, asked in (
+            ("load", self.loading()),
+            ("scan", self.measuring()),
+            ("search", self.searching()),
+            ("export", self.exporting()),
+            ("ranks", self.on_ranks()),
+            ("vllm", self.on_vllm()),
+            ("train", self.training()),
+        ):
+            for what, ask in asked:
+                yield _answer(area, what, ask)
+
+    def loading(self) -> Iterator[Question]:
+        """The model as it is, and what lies beside it."""
+        for where in ("cpu", "cuda"):
+            dtype = str(self.model.compute_dtype(where)).removeprefix("torch.")
+            yield {"cpu": "CPU", "cuda": "GPU"}[where], partial(lambda *said: said, dtype, self.model.bytes_on(where))
+        if self.model.folder.is_dir():
+            yield "tokenizer", lambda: f"{len(self.model.tokenizer):,} tokens"
+
+    # What measures.
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The model without numbers; it may run some program."""
+        return original_model(self.model, buffers=False)[0]
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """What each layer has that others may not: entries of lists in the configuration, and the shapes of weights."""
+        model, family = self.model, self.model.family
+        lists = per_layer_lists(family, model.config, model.checkpoint.config).values()
+        said = [*lists, family.windowed(model.config), family.rotates(model.config)]
+        layers = decoder_layers(restore(self.skeleton))
+        shapes = [[(name, one.shape) for name, one in layer.named_parameters()] for layer in layers]
+        return [str((*(entries[k] for entries in said), own)) for k, own in enumerate(shapes)]
+
+    @cached_property
+    def maps(self) -> dict[str, list[Place] | ValueError]:
+        """Of each map of a scan the shortest stretches that differ in their layers; or why it has none."""
+        found: dict[str, list[Place] | ValueError] = {}
+        model = self.model
+        for name, heatmap in HEATMAPS.items():
+            length = min(max(LENGTH, heatmap.group), model.num_layers)
+            shortest = 1 if heatmap.varied else length
+            try:
+                chosen, shapes = select([name], model.num_layers, max_length=length), model.shapes.layer_shapes
+                cells = selected_cells([chosen], model.num_layers, 0, model.family.steps_per_layer, shapes, model.own)
+            except ValueError as refusal:
+                found[name] = refusal
+                continue
+            alike: dict[tuple[str, ...], dict[range, Program]] = {}
+            for cell in cells:
+                if len(cell.layers) == shortest:
+                    kinds = tuple(self.kinds[layer] for layer in cell.layers)
+                    alike.setdefault(kinds, {}).setdefault(cell.layers, cell.program)
+            places = [Place(show_range(first := next(iter(some))), some[first], len(some)) for some in alike.values()]
+            found[name] = places or ValueError("it changes nothing of this model")
+        return found
+
+    def measuring(self) -> Iterator[Question]:
+        """Maps of a scan, and passes over the unedited model."""
+        tokens = TOKENS_AT_ONCE["cpu"]
+        said = f"on a CPU, {tokens:,} tokens at a time"
+        yield "in memory", lambda: (said, self.model.bytes_on("cpu") + working_bytes(self.skeleton, self._plan, tokens))
+        yield "layer by layer", lambda: (said, self._streaming_bytes(tokens))
+        yield from ((name, partial(self._over, name, self._runs)) for name in HEATMAPS)
+        yield "similarity", self._similarity
+        yield "sensitivity", self._sensitivity
+        yield "spectrum", lambda: f"of {', '.join(request(self.model.config).weights)}"
+
+    @cached_property
+    def _plan(self) -> SharedPlan:
+        found = [places for name in SCANNED if isinstance(places := self.maps[name], list)]
+        return share([self.model.program, *(place.program for places in found for place in places)])
+
+    def _streaming_bytes(self, tokens: int) -> int:
+        require_streamable(self.model)
+        layers = decoder_layers(restore(self.skeleton))
+        assert isinstance(layers, nn.ModuleList)
+        streamed = StreamedLayers(layers, self.model, torch.device("cpu"))
+        outside = self.model.shapes.outside_layers * self.model.compute_dtype("cpu").itemsize
+        return outside + streaming_bytes(self.skeleton, streamed, self._plan, tokens)
+
+    def _runs(self, program: Program) -> str:
+        edit(self.skeleton, program, factors=RandomFactors("meta"))
+        return ""
+
+    def _similarity(self) -> str:
+        with as_stored(edit(self.skeleton, self.model.program)):
+            return ""
+
+    def _sensitivity(self) -> str:
+        require_pairs(restore(self.skeleton) if self.model.own is None else edit(self.skeleton, self.model.own))
+        return ""
+
+    # What changes it.
+
+    def searching(self) -> Iterator[Question]:
+        """Spaces of a search."""
+        for name in SPACES:
+            yield name, partial(self._space, name)
+
+    def _space(self, name: str) -> str:
+        settings = SearchSettings(name, ranks=max(2, self.ranks[0]))
+        return plural(len(settings.mixture(self.model).edits), "edit")
+
+    def exporting(self) -> Iterator[Question]:
+        """Maps by the form that their programs get, and for forms, whether they hold pairs."""
+        try:
+            check_exportable(self.model)
+        except (ValueError, OSError) as refusal:
+            yield "all programs", partial(_refuse, refusal)
+            return
+        yield from ((name, partial(self._over, name, self._form)) for name in HEATMAPS)
+        yield "pairs as one layer", partial(self._over, PAIRS, self._as_one_layer)
+
+    def _form(self, program: Program) -> str:
+        return f"{layout_of(self.model, program).form} form"
+
+    def _as_one_layer(self, program: Program) -> str:
+        layout_of(self.model, program, FUSED.name)
+        return ""
+
+    # Where it runs.
+
+    def on_ranks(self) -> Iterator[Question]:
+        """Numbers of ranks, and the programs that a bench knows by name."""
+        for count in self.ranks:
+            yield plural(count, "rank"), partial(self._shared, count)
+        yield f"texts of {self.model.positions:,} tokens", partial(self._planned, self.ranks[0], None, True)
+        if self.model.own is None:
+            yield from ((name, partial(self._variant, name)) for name in VARIANTS)
+        if isinstance(places := self.maps[FACTORS], list):
+            yield "two factors", partial(self._on_each, lambda _: places[0].program)
+
+    def _planned(self, ranks: int, program: Program | None = None, longest: bool = False) -> str:
+        self._plan_on(ranks, program, self.model.positions if longest else None)
+        return ""
+
+    def _plan_on(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> Plan:
+        return make_plan(self.model, ranks, tokens, program, dtype=self.dtype)
+
+    def _shared(self, ranks: int) -> Said:
+        """What the rank holds that holds the most."""
+        plan = self._plan_on(ranks)
+        sizes = footprint(plan, self.model.weights)
+        blocks = sizes.blocks(1, plan.max_tokens, PASS_TOKENS["cuda"])
+        weights, cache = max(sizes.weights), blocks * max(sizes.block)
+        said = f"{show_size(weights)} weights, {show_size(cache)} cache of a text of {plan.max_tokens:,} tokens"
+        return f"{said}, {self.dtype}, on each", weights + cache
+
+    def _variant(self, name: str) -> Answer:
+        every = range(self.model.num_layers)
+        sliced = VARIANTS[name].ranks is not None or (VARIANTS[name].over is not None)
+        return self._on_each(lambda ranks: variant(_with_number(name), self.model.program, every, ranks), sliced)
+
+    def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Answer:
+        """A program on each number of ranks, of several if it has a slice for each."""
+        counts = [count for count in self.ranks if count > 1 or not sliced]
+        return _together([(plural(n, "rank"), 1, partial(self._built, program, n)) for n in counts])
+
+    def _built(self, program: Callable[[int], Program], ranks: int) -> str:
+        return self._planned(ranks, program(ranks))
+
+    def on_vllm(self) -> Iterator[Question]:
+        """How vLLM runs what maps are exported as."""
+        return ((name, partial(self._over, name, self._served)) for name in HEATMAPS)
+
+    def _served(self, program: Program) -> str:
+        layout = layout_of(self.model, program)
+        config = copy.copy(self.model.config)
+        config.num_hidden_layers = len(layout.layers)
+        how, command = layout.form.serving(replace(self.model, config=config, own=layout.program), "vllm serve DIR")
+        return f"{re.split(r'[,:]| [(]', how)[0]}, {command.splitlines()[-1]}"
+
+    # What trains it.
+
+    def training(self) -> Iterator[Question]:
+        """Healing, by what of the model is trained; racks; and native tracks like it, from scratch."""
+        pairs = self.maps[PAIRS]
+        program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
+        for scope in SCOPES:
+            yield f"heal {scope}", partial(self._healed, program, scope)
+        yield "heal by adapters", partial(self._healed, program, "edited", ADAPTER_RANK)
+        yield "distil", lambda: ("the original beside it", BYTES * self.model.parameters)
+        yield "rack by rack", partial(self._racks, program)
+        yield "native tracks", self._tracks
+
+    def _healed(self, program: Program, scope: str, rank: int | None = None) -> Said:
+        student = edit(original_model(self.model, buffers=False)[0], program)
+        if rank is None:
+            choose_parameters(student, scope, program)
+            return f"{TrainSettings(scope).method}, activations on top", training_bytes(student)
+        adapted = add_adapters(student, scope, program, rank)
+        return f"{TrainSettings(scope, rank).method}, activations on top", training_bytes(adapted)
+
+    def _racks(self, program: Program) -> str:
+        cuts = allowed_cuts(program)
+        middle = cuts[len(cuts) // 2] if cuts else 1
+        RackOptions([f"0:{middle}", f"{middle}:{self.model.num_layers}"]).cut(program)
+        return f"they may begin at {plural(len(cuts), 'layer')}"
+
+    def _tracks(self) -> str:
+        narrowed, _ = narrow(copy.deepcopy(self.model.config), TRACKS, LENGTH)
+        return f"{TRACKS} of them from scratch, {narrowed.hidden_size} wide"
+
+    def _over(self, name: str, ask: Callable[[Program], str]) -> Answer:
+        """A map's programs, all stretches of layers together."""
+        places = self.maps[name]
+        if not isinstance(places, list):
+            raise places
+        return _together([(f"layers {one.layers}", one.times, partial(ask, one.program)) for one in places])
+
+
+def _answer(area: str, what: str, ask: Callable[[], Said]) -> Answer:
+    try:
+        said = ask()
+    except (ValueError, OSError) as refusal:
+        return Answer(area, what, NO, " ".join(str(refusal).split()))
+    if isinstance(said, Answer):
+        return said._replace(area=area, what=what)
+    why, size = said if isinstance(said, tuple) else (said, math.nan)
+    return Answer(area, what, YES, why, size)
+
+
+def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Answer:
+    """One answer for several places, or numbers of ranks: what there is to say of each where they differ.
+
+    Args:
+        questions: of one of so many places that are alike.
+    """
+    given = [(_answer("", what, ask), count) for what, count, ask in questions]
+    total, said = sum(count for _, count in given), dict[str, int]()
+    for one, count in given:
+        if one.works == YES:
+            said[one.why] = said.get(one.why, 0) + count
+    refused = [(one, count) for one, count in given if one.works == NO]
+    if not said:
+        return refused[0][0]
+    parts = [f"{why} ({count} of {total} places)" if len(said) > 1 else why for why, count in said.items()]
+    if not refused:
+        return Answer("", "", YES, "; ".join(parts))
+    first, lost = refused[0][0], sum(count for _, count in refused)
+    listed_all = lost == len(refused)
+    where = listed(one.what for one, _ in refused) if listed_all else f"{lost} of {total} places, as {first.what}"
+    return Answer("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))
+
+
+def _refuse(refusal: Exception) -> str:
+    raise refusal
+
+
+def _with_number(name: str) -> str:
+    """A variant's name with a number behind it, where it takes one."""
+    return name if VARIANTS[name].argument is None else f"{name.partition(':')[0]}:{LENGTH}"

@@ -1,0 +1,109 @@
+"""`surgeon.check`: what would work with a model, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from surgeon.checkpoint.config import CONFIG, find_config
+from surgeon.checkpoint.random_weights import RandomCheckpoint
+from surgeon.checkpoint.read import DEMO, read_json
+from surgeon.errors import did_you_mean, shown
+from surgeon.library.capabilities import Capabilities
+from surgeon.library.opening import check_counts
+from surgeon.memory import show_size
+from surgeon.models.families import Unsupported
+from surgeon.models.unknown import mechanisms
+from surgeon.named import on_disk
+from surgeon.opened import Model, open_model
+from surgeon.processes.files import make_folder
+from surgeon.reports.outline import outline_text
+from surgeon.results.check import Check
+from surgeon.runtime.plan.checks import DTYPES
+from surgeon.words import plural
+
+RANKS = (1, 2, 4, 8)
+MOST_SHOWN = 200  # characters
+
+
+def check(
+    model: str | Path | Model,
+    *,
+    ranks: Sequence[int] = RANKS,
+    dtype: str | None = None,
+    output: str | Path | None = None,
+) -> Check:
+    """Say what would work with a model, what not and why, and how much memory each would take.
+
+    Nothing is loaded: programs of every operation are tried on the shapes of its tensors, by the code that would refuse
+    them later. Of a folder with weights the headers of its files are read, of a name on the hub its configuration.
+
+    Args:
+        model: a folder, a config.json, a name on the hub, "demo", or a model that is open.
+        ranks: numbers of tensor-parallel ranks to be looked at.
+        dtype: to compute in on ranks, "float32", "bfloat16" or "float16"; by default as the weights are stored.
+        output: folder for check.csv and check.json.
+
+    Returns:
+        The answers; `refused` says why, and what surgeon would have to learn, where the architecture is not supported.
+
+    Raises:
+        FileNotFoundError: if there is no such model, or a file of it is missing.
+        ValueError: if a file of it is damaged, it has no architecture, or there is no such dtype.
+    """
+    check_counts(**{"the number of ranks": min(ranks, default=1)})
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"there is no dtype {dtype!r} to compute in; {did_you_mean(dtype, DTYPES)}")
+    name = model.name if isinstance(model, Model) else str(model)
+    try:
+        opened = _with_shapes(model)
+        able = Capabilities(opened, tuple(ranks), dtype or str(opened.dtype).removeprefix("torch."))
+        found = Check.of(able.answers(), model=name, facts=_facts(opened))
+    except Unsupported as refusal:
+        found = Check.of([], model=name, refused=str(refusal), facts=mechanisms(read_json(find_config(name))))
+    if output is None:
+        return found
+    make_folder(Path(output))
+    return found.save(Path(output))
+
+
+def _with_shapes(model: str | Path | Model) -> Model:
+    """A model with the shapes of its tensors, by the headers of its files, or without these by its class."""
+    if isinstance(model, Model) and model.files is not None:
+        return model
+    name = model.name if isinstance(model, Model) else str(model)
+    folder = on_disk(name)
+    if not isinstance(model, Model) and (name == DEMO or (folder is not None and any(folder.glob("*.safetensors*")))):
+        return open_model(name)
+    path = find_config(name)
+    if "model_type" not in read_json(path):
+        raise ValueError(f"{path} has no model_type, so that it says of no architecture; give the {CONFIG} of a model")
+    known = model if isinstance(model, Model) else open_model(name, weights=False)
+    return Model(name, RandomCheckpoint(path), known.config, known.own)
+
+
+def _facts(model: Model) -> dict[str, str]:
+    """What the model is, by label."""
+    shapes = model.shapes
+    stored = str(model.dtype).removeprefix("torch.")
+    facts = {
+        "model": f"{model.label}: {shapes.family.name}, {plural(shapes.layers, 'layer')} {shapes.hidden} wide, "
+        f"{plural(shapes.heads, 'head')} of {shapes.head_dim} over {plural(shapes.kv_heads, 'KV head')}, "
+        f"{shapes.neurons} neurons, vocabulary {shapes.vocabulary}, {'tied to' if shapes.tied else 'with'} the head",
+        "weights": f"{model.parameters / 1e6:,.0f}M parameters, {show_size(model.size)}, {stored}",
+        "positions": _positions(model),
+    }
+    if windows := [window for window in shapes.windows if window is not None]:
+        facts["windows"] = f"of {max(windows):,} tokens in {len(windows)} of {plural(shapes.layers, 'layer')}"
+    if quantised := model.checkpoint.config.get("quantization_config"):
+        facts["quantised"] = shown(quantised, MOST_SHOWN)
+    if model.own is not None:
+        facts["program"] = outline_text(model.own, shapes.layers, shapes.family.steps_per_layer)
+    return facts
+
+
+def _positions(model: Model) -> str:
+    """How far they reach, and by which rule."""
+    rope = getattr(model.config, "rope_parameters", None)
+    said = ", ".join(f"{name} {shown(value, MOST_SHOWN)}" for name, value in rope.items()) if rope else "learned"
+    return f"{model.positions:,}, {said}"

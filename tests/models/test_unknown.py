@@ -1,0 +1,41 @@
+"""What is said of architectures that no family describes."""
+
+from __future__ import annotations
+
+from transformers import ArceeConfig, FalconConfig, MambaConfig, Qwen3NextConfig
+
+from surgeon.models.unknown import mechanisms
+
+TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97, "intermediate_size": 48}
+
+
+def test_of_llama_with_another_mlp_only_the_mlp_is_named() -> None:
+    """Arcee is Llama but for squared ReLUs in place of a gate; transformers has that twice, under its name."""
+    found = mechanisms(ArceeConfig(**TINY, bos_token_id=0, eos_token_id=1).to_dict())
+    assert found["nearest"].startswith("Llama: 11 of 12 functions")
+    assert found["otherwise"] == "MLP"
+    assert found["modules"] == "no mlp.gate_proj"
+    assert "besides" not in found
+    assert "entries" not in found
+
+
+def test_what_no_family_has_is_named() -> None:
+    found = mechanisms(MambaConfig(num_hidden_layers=2, hidden_size=32).to_dict())
+    assert "Mixer" in found["besides"]
+    assert "mixer.conv1d" in found["modules"]
+    assert "no mlp.gate_proj" in found["modules"]
+    assert "state_size 16" in found["entries"]
+    assert "build_alibi_tensor" in mechanisms(FalconConfig(num_hidden_layers=2).to_dict())["besides"]
+
+
+def test_layers_that_differ_are_counted() -> None:
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    config = Qwen3NextConfig(**TINY | {"num_hidden_layers": 3}, layer_types=kinds, num_experts=2)
+    assert "linear_attn.A_log in 2 of 3 layers" in mechanisms(config.to_dict())["modules"]
+
+
+def test_what_transformers_does_not_know_either() -> None:
+    assert mechanisms({"model_type": "nosuch"}) == {
+        "unknown": "transformers has no architecture 'nosuch', or only a newer one than this has"
+    }
+    assert "no causal language model" in mechanisms({"model_type": "vit"})["unknown"]
