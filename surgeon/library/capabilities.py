@@ -193,13 +193,20 @@ class Capabilities:
 
     def exporting(self) -> Iterator[Question]:
         """Maps by the form that their programs get, and for forms, whether they hold pairs."""
-        try:
-            check_exportable(self.model)
-        except (ValueError, OSError) as refusal:
-            yield "all programs", partial(_refuse, refusal)
+        if self.unexportable is not None:
+            yield "all programs", partial(_refuse, self.unexportable)
             return
         yield from ((name, partial(self._over, name, self._form)) for name in HEATMAPS)
         yield "pairs as one layer", partial(self._over, PAIRS, self._as_one_layer)
+
+    @cached_property
+    def unexportable(self) -> Exception | None:
+        """Why the model cannot be exported; None if it can."""
+        try:
+            check_exportable(self.model)
+        except (ValueError, OSError) as refusal:
+            return refusal
+        return None
 
     def _form(self, program: Program) -> str:
         return f"{layout_of(self.model, program).form} form"
@@ -251,6 +258,8 @@ class Capabilities:
 
     def on_vllm(self) -> Iterator[Question]:
         """How vLLM runs what maps are exported as."""
+        if self.unexportable is not None:
+            return iter([("all programs", partial(_refuse, self.unexportable))])
         return ((name, partial(self._over, name, self._served)) for name in HEATMAPS)
 
     def _served(self, program: Program) -> str:

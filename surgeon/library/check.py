@@ -14,6 +14,7 @@ from surgeon.library.opening import check_counts
 from surgeon.memory import show_size
 from surgeon.models.families import Unsupported
 from surgeon.models.unknown import mechanisms
+from surgeon.models.wrappers import wrapper_of
 from surgeon.named import on_disk
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import make_folder
@@ -82,6 +83,10 @@ def _with_shapes(model: str | Path | Model) -> Model:
     return Model(name, RandomCheckpoint(path), known.config, known.own)
 
 
+def _config_of(model: Model) -> Path:
+    return model.folder / CONFIG if model.folder.is_dir() else model.folder
+
+
 def _facts(model: Model) -> dict[str, str]:
     """What the model is, by label."""
     shapes = model.shapes
@@ -95,6 +100,11 @@ def _facts(model: Model) -> dict[str, str]:
     }
     if windows := [window for window in shapes.windows if window is not None]:
         facts["windows"] = f"of {max(windows):,} tokens in {len(windows)} of {plural(shapes.layers, 'layer')}"
+    if (mixture := shapes.family.mixture) is not None:
+        of = f"{getattr(model.config, mixture.count)} in a layer"
+        facts["experts"] = f"{of}, {mixture.routing(model.config).top_k} of them for each token"
+    if (wrapper := wrapper_of(read_json(_config_of(model)))) is not None:
+        facts["inside"] = f"{wrapper.name}, of which the rest stays as it is"
     if quantised := model.checkpoint.config.get("quantization_config"):
         facts["quantised"] = shown(quantised, MOST_SHOWN)
     if model.own is not None:
