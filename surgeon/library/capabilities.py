@@ -31,7 +31,7 @@ from surgeon.language.program import Program
 from surgeon.memory import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.opened import Model
-from surgeon.results.check import NO, PARTLY, YES, Answer
+from surgeon.results.check import NO, PARTLY, YES, Verdict
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
@@ -51,11 +51,11 @@ ADAPTER_RANK = 16
 TRACKS = 2  # native ones
 PAIRS, FACTORS = "lp", "lowrank"  # maps
 
-Said = str | tuple[str, float] | Answer  # what there is to say of what works, with the memory that it takes
+Said = str | tuple[str, float] | Verdict  # what there is to say of what works, with the memory that it takes
 Question = tuple[str, Callable[[], Said]]
 
 
-class Place(NamedTuple):
+class Example(NamedTuple):
     """Where a program changes a model.
 
     Attributes:
@@ -82,7 +82,7 @@ class Capabilities:
     ranks: Sequence[int]
     dtype: str
 
-    def answers(self) -> Iterator[Answer]:
+    def answers(self) -> Iterator[Verdict]:
         """All of them, area by area."""
         for area, asked in (
             ("load", self.loading()),
@@ -122,9 +122,9 @@ class Capabilities:
         return [str((*(entries[k] for entries in said), own)) for k, own in enumerate(shapes)]
 
     @cached_property
-    def maps(self) -> dict[str, list[Place] | ValueError]:
+    def maps(self) -> dict[str, list[Example] | ValueError]:
         """Of each map of a scan the shortest stretches that differ in their layers; or why it has none."""
-        found: dict[str, list[Place] | ValueError] = {}
+        found: dict[str, list[Example] | ValueError] = {}
         model = self.model
         for name, heatmap in HEATMAPS.items():
             length = min(max(LENGTH, heatmap.group), model.num_layers)
@@ -140,7 +140,7 @@ class Capabilities:
                 if len(cell.layers) == shortest:
                     kinds = tuple(self.kinds[layer] for layer in cell.layers)
                     alike.setdefault(kinds, {}).setdefault(cell.layers, cell.program)
-            places = [Place(show_range(first := next(iter(some))), some[first], len(some)) for some in alike.values()]
+            places = [Example(show_range(first := next(iter(some))), some[first], len(some)) for some in alike.values()]
             found[name] = places or ValueError("it changes nothing of this model")
         return found
 
@@ -243,12 +243,12 @@ class Capabilities:
         said = f"{show_size(weights)} weights, {show_size(cache)} cache of a text of {plan.max_tokens:,} tokens"
         return f"{said}, {self.dtype}, on each", weights + cache
 
-    def _variant(self, name: str) -> Answer:
+    def _variant(self, name: str) -> Verdict:
         every = range(self.model.num_layers)
         sliced = VARIANTS[name].ranks is not None or (VARIANTS[name].over is not None)
         return self._on_each(lambda ranks: variant(_with_number(name), self.model.program, every, ranks), sliced)
 
-    def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Answer:
+    def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
         """A program on each number of ranks, of several if it has a slice for each."""
         counts = [count for count in self.ranks if count > 1 or not sliced]
         return _together([(plural(n, "rank"), 1, partial(self._built, program, n)) for n in counts])
@@ -300,7 +300,7 @@ class Capabilities:
         narrowed, _ = narrow(copy.deepcopy(self.model.config), TRACKS, LENGTH)
         return f"{TRACKS} of them from scratch, {narrowed.hidden_size} wide"
 
-    def _over(self, name: str, ask: Callable[[Program], str]) -> Answer:
+    def _over(self, name: str, ask: Callable[[Program], str]) -> Verdict:
         """A map's programs, all stretches of layers together."""
         places = self.maps[name]
         if not isinstance(places, list):
@@ -308,18 +308,18 @@ class Capabilities:
         return _together([(f"layers {one.layers}", one.times, partial(ask, one.program)) for one in places])
 
 
-def _answer(area: str, what: str, ask: Callable[[], Said]) -> Answer:
+def _answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
     try:
         said = ask()
     except (ValueError, OSError) as refusal:
-        return Answer(area, what, NO, " ".join(str(refusal).split()))
-    if isinstance(said, Answer):
+        return Verdict(area, what, NO, " ".join(str(refusal).split()))
+    if isinstance(said, Verdict):
         return said._replace(area=area, what=what)
     why, size = said if isinstance(said, tuple) else (said, math.nan)
-    return Answer(area, what, YES, why, size)
+    return Verdict(area, what, YES, why, size)
 
 
-def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Answer:
+def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdict:
     """One answer for several places, or numbers of ranks: what there is to say of each where they differ.
 
     Args:
@@ -335,11 +335,11 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Answer
         return refused[0][0]
     parts = [f"{why} ({count} of {total} places)" if len(said) > 1 else why for why, count in said.items()]
     if not refused:
-        return Answer("", "", YES, "; ".join(parts))
+        return Verdict("", "", YES, "; ".join(parts))
     first, lost = refused[0][0], sum(count for _, count in refused)
     listed_all = lost == len(refused)
     where = listed(one.what for one, _ in refused) if listed_all else f"{lost} of {total} places, as {first.what}"
-    return Answer("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))
+    return Verdict("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))
 
 
 def _refuse(refusal: Exception) -> str:

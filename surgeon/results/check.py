@@ -19,7 +19,7 @@ YES, NO, PARTLY = "yes", "no", "part"
 _WORDS = ("area", "what", "works", "why")
 
 
-class Answer(NamedTuple):
+class Verdict(NamedTuple):
     """What becomes of one thing that can be asked of a model.
 
     Attributes:
@@ -42,7 +42,7 @@ class Check(RunResult):
     """The result of `surgeon.check`.
 
     Attributes:
-        answers: one row for each thing that was asked, as in `check.csv`; columns as `Answer` has them.
+        answers: one row for each thing that was asked, as in `check.csv`; columns as `Verdict` has them.
     """
 
     COMMAND = "check"
@@ -56,9 +56,9 @@ class Check(RunResult):
     answers: pd.DataFrame
 
     @classmethod
-    def of(cls, answers: Iterable[Answer], **record: object) -> Check:
+    def of(cls, answers: Iterable[Verdict], **record: object) -> Check:
         """That of some answers."""
-        return cls(pd.DataFrame([*answers], columns=Answer._fields), record=record)
+        return cls(pd.DataFrame([*answers], columns=Verdict._fields), record=record)
 
     @property
     def refused(self) -> str | None:
@@ -76,10 +76,10 @@ class Check(RunResult):
         answers = [{**one._asdict(), "bytes": None if math.isnan(one.bytes) else int(one.bytes)} for one in self]
         return {"model": self.record.get("model"), "refused": self.refused, **self.described, "answers": answers}
 
-    def __iter__(self) -> Iterator[Answer]:
-        return (Answer(*row) for row in self.answers.itertuples(index=False))
+    def __iter__(self) -> Iterator[Verdict]:
+        return (Verdict(*row) for row in self.answers.itertuples(index=False))
 
-    def of_area(self, area: str) -> dict[str, Answer]:
+    def of_area(self, area: str) -> dict[str, Verdict]:
         """The answers of an area, by what was asked."""
         return {one.what: one for one in self if one.area == area}
 
@@ -97,9 +97,9 @@ class Check(RunResult):
             before = one.area
         return "\n".join(lines)
 
-    def _grouped(self) -> Iterator[tuple[Answer, list[str]]]:
+    def _grouped(self) -> Iterator[tuple[Verdict, list[str]]]:
         """Answers of an area that say the same, as the first of them, and what all of them are of."""
-        found: dict[str, tuple[Answer, list[str]]] = {}
+        found: dict[str, tuple[Verdict, list[str]]] = {}
         for one in self:
             alike = found.setdefault(str(one._replace(what="")), (one, []))  # as text: NaN equals nothing
             alike[1].append(one.what)
