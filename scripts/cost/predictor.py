@@ -28,6 +28,7 @@ from surgeon.language.program import LayerShapes, Program
 from surgeon.models.shapes import ModelShapes
 
 Values = Mapping[str, float]
+UNFUSED = ("eager", "forward")  # PyTorch's modules: an addition and a norm are launched apart
 _PARTS = ("seconds", "compute", "launches", "exposed", "communication")
 
 
@@ -160,6 +161,7 @@ def _deployment(run: Run) -> Deployment:
         "bfloat16",
         link=run.link,
         graphs=run.graphs,
+        adding=run.stack not in UNFUSED,
         low_rank=LOW_RANK.get(run.system, "auto"),  # type: ignore[arg-type]
         connected=run.system != "upper",
     )

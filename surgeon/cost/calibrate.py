@@ -26,6 +26,7 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
+from surgeon.runtime.kernels import triton
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import choose_device
@@ -124,10 +125,10 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
     Raises:
         ValueError: if what was measured makes no hardware.
     """
-    shapes, static = calibration.shapes, calibration.plans[1].is_static(calibration.device)
+    shapes, adding = calibration.shapes, triton.used_on(calibration.device)
 
     def figures(ranks: int, one: Round) -> Figures:
-        return Fit(calibration.plans[ranks], shapes, one, static).figures(calibration.ways)
+        return Fit(calibration.plans[ranks], shapes, one, adding).figures(calibration.ways)
 
     whole = {ranks: rising(figures(ranks, merged(each, calibration.typical))) for ranks, each in measured.items()}
     rounds = {ranks: [figures(ranks, one) for one in each] for ranks, each in measured.items()}

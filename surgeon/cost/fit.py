@@ -54,9 +54,10 @@ class Fit:
     they compute is therefore counted as computing: every part takes `1 + uneven` times what it took.
     """
 
-    def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, static: bool) -> None:
+    def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, adding: bool) -> None:
         self.plan, self.shapes, self.measured = plan, shapes, measured
-        self.rank_work = RankWork(plan, shapes, lambda _: False, static)
+        self.adding = adding
+        self.rank_work = RankWork(plan, shapes, lambda _: False, adding=False)  # norms that are timed add nothing
         self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
         self.waits = self._waits()
         self.product_launch = self._launch("product")
@@ -67,6 +68,8 @@ class Fit:
         found |= {f"host.launches.{name}.1": self._launch(name) for name in ("join", "gathered")}
         found["host.graph"] = self._launch("graph" if "graph" in self.measured.launches else "operation")
         found |= self._products() | self._copies() | self._attention() | self._passes()
+        if self.adding:
+            found["host.launches.norm.1"] += found.pop("host.launches.add.1")
         if self.plan.ranks > 1:
             found |= self._exchanges(ways)
         return found

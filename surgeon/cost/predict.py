@@ -45,6 +45,7 @@ class Deployment:
         link, network: within a node and between nodes, by name; the first that the hardware has by default.
         node: ranks of a node; as many as it has devices by default.
         graphs: whether decoding passes are captured graphs; by default where the host is asynchronous.
+        adding: whether GPUs add and norm in one launch, as our kernels do; other software may not.
         compress: what reductions are sent as, if not as they are.
         low_rank: how ranks share factors; `auto` is gather or replicate, whichever is faster for one token.
         kv: what attentions with factors of k and v keep.
@@ -58,6 +59,7 @@ class Deployment:
     network: str | None = None
     node: int | None = None
     graphs: bool | None = None
+    adding: bool = True
     compress: Compression | None = None
     low_rank: LowRankMode = "auto"
     kv: KvMode = "full"
@@ -274,7 +276,8 @@ class PassCosts(Costs):
             gathers: whether ranks share out a part's first factors.
         """
         self.ranks, self.plan, self.forward, self.graphs = ranks, ranks.plan, forward, graphs
-        self.rank_work = RankWork(ranks.plan, ranks.shapes, gathers, ranks.hardware.host.asynchronous)
+        static = ranks.hardware.host.asynchronous
+        self.rank_work = RankWork(ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding)
         self.wires, self.connected = ranks.wiring(graphs), ranks.deployment.connected
         self.layers, self.vocabulary = Counts(), Counts()
         self._next = [count() for _ in ranks.work]

@@ -86,12 +86,15 @@ class RankWork:
         gathers: as `Plan.low_rank` decides.
         static: whether passes that add one token to each text have fixed shapes (on GPUs): then one kernel attends for
             all texts, otherwise each text has its own.
+        adding: whether a step's first norm adds what came before it in the same launch, as kernels for GPUs do
+            (`runtime/kernels/triton`).
     """
 
     plan: Plan
     shapes: ModelShapes
     gathers: GathersFirst
     static: bool = True
+    adding: bool = True
 
     @property
     def numbers(self) -> Numbers:
@@ -107,11 +110,12 @@ class RankWork:
         sublayer = computed_of(self.plan, work, part)
         maps = _Maps(self, part, sublayer, work, forward.tokens)
         stream = forward.tokens * self.plan.hidden
-        items: list[Item] = [self.numbers.copy("norm", 2 * stream)]
+        adds = self.adding and part is work.parts[0]  # to the stream, which is read and written, too
+        items: list[Item] = [self.numbers.copy("norm", (4 if adds else 2) * stream)]
         items += self._attention(maps, forward) if sublayer.kind == ATTENTION else self._feed_forward(maps)
         if work.whole and self._normed(sublayer):
             items.append(self.numbers.copy("norm", 2 * stream))
-        return [*items, self.numbers.copy("add", 3 * stream)]
+        return items if adds else [*items, self.numbers.copy("add", 3 * stream)]
 
     def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
         sublayer, plan = maps.sublayer, self.plan

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from surgeon.cost.calibrate import MachineCalibration, check_ranks, hardware_text
-from surgeon.cost.fit import rising
+from surgeon.cost.fit import Fit, rising
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.kernels import Kernel, RankSpeed
@@ -72,7 +72,7 @@ class TrueMachine:
     def __init__(self, hardware: Hardware, model: ModelShapes, plan: Plan) -> None:
         self.hardware, self.plan = hardware, plan
         self.speed = RankSpeed.of(hardware, plan.dtype, plan.ranks)
-        self.rank_work = RankWork(plan, model, lambda _: False, static=False)
+        self.rank_work = RankWork(plan, model, lambda _: False, static=False, adding=False)
         self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
 
     def round(self) -> Round:
@@ -117,6 +117,16 @@ class TrueMachine:
         host = self.speed.host
         launching = kernel.launches * host.launching(kernel.name, kernel.nature, kernel.rows)
         return launching + self.speed.seconds(kernel)
+
+
+def test_where_norms_add_what_additions_take_is_theirs() -> None:
+    hardware, model = parse_hardware(TRUE), shapes(**WIDE)
+    plan = plan_on_paper(model, Program.dense(4), 1, 480, "float32", "auto", "full")
+    measured = TrueMachine(hardware, model, plan).round()
+    apart, together = (Fit(plan, model, measured, adding).figures(()) for adding in (False, True))
+    added = apart.pop("host.launches.add.1")
+    assert added > 0
+    assert together == apart | {"host.launches.norm.1": apart["host.launches.norm.1"] + added}
 
 
 def test_known_hardware_is_found_again_as_far_as_predictions_go() -> None:
