@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from surgeon.language.program import LayerShapes, Sublayer
@@ -51,7 +51,7 @@ class ModelShapes:
     tied: bool
     layers: int
     positions: int
-    layer_shapes: LayerShapes
+    layer_shapes: LayerShapes = field(hash=False)  # they have mappings
     windows: tuple[int | None, ...] = ()
     dtype: str = "bfloat16"
 
