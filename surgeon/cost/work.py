@@ -170,7 +170,7 @@ class RankWork:
         """The sublayers of a step that are summed before their second factor."""
         if self.plan.low_rank == "base":
             return frozenset()
-        return summed_in_rank_space(step, self.plan.hidden, self._all_normed(step))
+        return summed_in_rank_space(step, self.plan.hidden, self._all_normed(step), self.plan.mixtures)
 
     def _all_normed(self, step: Step) -> bool:
         return all(map(self._normed, step.sublayers))

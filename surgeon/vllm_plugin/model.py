@@ -43,6 +43,8 @@ from surgeon.vllm_plugin.operations import place_, take_operations, turns
 from surgeon.vllm_plugin.reduce import connect
 from surgeon.vllm_plugin.requirements import read_settings, reason_against, stage_nodes
 
+MOST_RECORDED = 512  # tokens of passes that vLLM records by default
+
 
 class ProgramForCausalLM(nn.Module):
     """What vLLM builds on each of its ranks for a program checkpoint."""
@@ -183,7 +185,8 @@ class ProgramForCausalLM(nn.Module):
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)
         attend_raw = None if self.by_kernels else partial(self._attend_raw, positions)
-        state = self.rank_program.run(state, Pass(self._attend, angles, attend_raw))
+        waits = state.stream.device.type == "cpu" or len(state.stream) > MOST_RECORDED
+        state = self.rank_program.run(state, Pass(self._attend, angles, attend_raw, waits))
         if not self.stages.is_last_rank:
             assert state.pending is not None
             return IntermediateTensors({"stream": state.stream, "pending": state.pending()})

@@ -239,11 +239,17 @@ class ModelWeights:
                 found[name] = self._gains_in_turn(found[name], sublayer, role)
         return found
 
-    def by_role(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
-        """The same, with gains of heads as they are stored."""
+    def by_role(self, sublayer: Sublayer, dtype: torch.dtype | None = None, experts: Sublayer | None = None) -> Tensors:
+        """The same, with gains of heads as they are stored.
+
+        Args:
+            experts: whose experts' matrices there are in place of a mixture's own: fewer than its router knows, where
+                ranks divide them.
+        """
         found = self.norms(sublayer, dtype) | self._router(sublayer, dtype)
         for projection in self.spec(sublayer).projections:
-            found |= self._projection_tensors(sublayer, projection, dtype)
+            of = experts if experts is not None and projection.stacked else sublayer
+            found |= self._projection_tensors(of, projection, dtype)
         return found
 
     def written(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:

@@ -21,16 +21,21 @@ from surgeon.language.execute import Partial
 from surgeon.language.program import WRITING, Step
 from surgeon.runtime.model.layers import Norm
 from surgeon.runtime.model.linear import LinearMap
+from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 
 
-def summed_in_rank_space(step: Step, hidden: int, normed: bool) -> frozenset[int]:
+def summed_in_rank_space(step: Step, hidden: int, normed: bool, mixtures: Mixtures = NO_MIXTURES) -> frozenset[int]:
     """The sublayers of a step, by their numbers in it, whose parts are summed before their second factor.
 
     Args:
         hidden: the stream's width.
         normed: whether a norm stands behind each of the sublayers, so that they are summed apart in any case.
+        mixtures: whose experts have a second factor each, so that they are summed behind it.
     """
-    ranks = [next((rank for role, rank in one.ranks if role in WRITING), None) for one in step.sublayers]
+    ranks = [
+        next((rank for role, rank in one.ranks if role in WRITING and mixtures.size(one) is None), None)
+        for one in step.sublayers
+    ]
     if normed:
         return frozenset(index for index, rank in enumerate(ranks) if rank is not None and rank < hidden)
     # Together in the stream's space they take its width, however many they are.

@@ -26,11 +26,23 @@ from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, in_halves, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
+from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
-from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, computed_of, groups_within, rank_work
+from surgeon.runtime.plan.placement import (
+    Group,
+    Part,
+    Work,
+    assigned_branches,
+    computed_of,
+    groups_within,
+    rank_work,
+    whole_experts,
+)
 from surgeon.runtime.plan.specification import Plan
 
 Sent = tuple[Counts, Counts]
+Made = Attention | FeedForward | MixtureOfExperts  # computes a part
+PartKey = tuple[Sublayer, Group, range | None]
 
 
 @dataclass
@@ -96,7 +108,7 @@ class RankProgram:
         self.work = rank_work(self.program, self.rank, plan.ranks)
         parts = (part for work in self.work for part in work.parts if part.slot is not None)
         self.slots = sorted(parts, key=lambda part: part.slot or 0)
-        self.sublayers: dict[PartKey, Attention | FeedForward] = {}
+        self.sublayers: dict[PartKey, Made] = {}
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
         self._works = {0: 0}
@@ -122,8 +134,9 @@ class RankProgram:
             if not work.whole and work.step not in self.outputs:
                 self.outputs[work.step] = self._step_outputs(work.step, source)
             for part in work.parts:
-                if part_key(part) not in self.sublayers:
-                    self.sublayers[part_key(part)] = there.get(part_key(part)) or self._part(work, part, source)
+                key = self.key(part)
+                if key not in self.sublayers:
+                    self.sublayers[key] = there.get(key) or self._part(work, part, source)
 
     def has_weights_of(self, other: RankProgram) -> bool:
         """Whether another one on this rank reads the same tensors, in the same dtype."""
@@ -148,14 +161,23 @@ class RankProgram:
     def _in_rank_space(self, step: Step) -> frozenset[int]:
         if self.plan.low_rank == "base":
             return frozenset()
-        return summed_in_rank_space(step, self.plan.hidden, all(one in self.norms for one in step.sublayers))
+        normed = all(one in self.norms for one in step.sublayers)
+        return summed_in_rank_space(step, self.plan.hidden, normed, self.plan.mixtures)
 
     def _projections(self, sublayer: Sublayer) -> tuple[Projection, ...]:
         return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).projections
 
-    def _part(self, work: Work, part: Part, source: ModelWeights) -> Attention | FeedForward:
+    def key(self, part: Part) -> PartKey:
+        """The same for parts that have the same weights and exchange the same: with whom they share factors counts."""
+        whole = whole_experts(self.plan, part)
+        exchanges = part.sublayer.ranks and self.plan.mixtures.size(part.sublayer) is None
+        return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
+
+    def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
         """What computes a part, with its weights."""
         plan, sublayer = self.plan, computed_of(self.plan, work, part)
+        if plan.mixtures.size(sublayer) is not None:
+            return self._mixture(part, source)
         spec = plan.family.spec(sublayer.kind, sublayer.layers[0])
         tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
         if sublayer.kind == ATTENTION and plan.family.rotary_neighbours and plan.rotaries:
@@ -169,6 +191,14 @@ class RankProgram:
         if sublayer.kind == ATTENTION:
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
         return FeedForward(tensors, maps, plan)
+
+    def _mixture(self, part: Part, source: ModelWeights) -> MixtureOfExperts:
+        whole, dtype = whole_experts(self.plan, part), torch_dtype(self.plan)
+        if whole is None:
+            return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype)), self.plan)
+        numbers = [number for one in source.each_expert(whole.of) for number in one.experts or ()]
+        own = replace(whole.of, experts=tuple(numbers[whole.own.start : whole.own.stop]))
+        return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype, own)), self.plan, whole.own.start)
 
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
@@ -239,7 +269,7 @@ class RankProgram:
         return {slot: made.rebuild for slot, made in enumerate(self._attentions()) if made.rebuild is not None}
 
     def _attentions(self) -> list[Attention]:
-        found = [self.sublayers[part_key(part)] for part in self.slots]
+        found = [self.sublayers[self.key(part)] for part in self.slots]
         return [made for made in found if isinstance(made, Attention)]
 
     def run(self, state: State, shared: Pass, first: int = 0, end: int | None = None) -> State:
@@ -307,14 +337,6 @@ def travelling(nodes: Branch) -> Iterator[Node]:
                 yield from travelling(branch)
 
 
-PartKey = tuple[Sublayer, Group]
-
-
-def part_key(part: Part) -> PartKey:
-    """Parts of one key have the same weights: what is exchanged inside a sublayer depends on who shares it."""
-    return part.sublayer, part.sharers if part.sublayer.ranks else ()
-
-
 class WorkAhead(Iterator[Work]):
     """A rank's work in the order in which the executor comes to it.
 
@@ -361,16 +383,17 @@ class RankMachine(Machine):
         return step_outputs.partial([(part.index, output) for part, output in outputs])
 
     def _output(self, part: Part, stream: Tensor) -> tuple[Part, Tensor]:
-        made = self.rank_program.sublayers[part_key(part)]
+        made = self.rank_program.sublayers[self.rank_program.key(part)]
         if isinstance(made, Attention):
             assert part.slot is not None
             return part, made(stream, part.slot, self.shared)
-        return part, made(stream)
+        return part, made(stream, self.shared.waits) if isinstance(made, MixtureOfExperts) else made(stream)
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """The sum, normed in the same launch for the part that comes next, if kernels can."""
         parts = self.work.next.parts if self.work.next is not None else ()
-        return self.rank_program.sublayers[part_key(parts[0])].norm.added(stream, output) if parts else stream + output
+        program = self.rank_program
+        return program.sublayers[program.key(parts[0])].norm.added(stream, output) if parts else stream + output
 
     def reduce(self, partial: Partial) -> Pending:
         part, finish = partial

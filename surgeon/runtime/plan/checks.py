@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,13 +18,13 @@ from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, first_line, shown
-from surgeon.language.program import Program
+from surgeon.language.program import FEED_FORWARD, Program
 from surgeon.models.edit import check_layers
-from surgeon.models.families import Family
-from surgeon.models.families.fused import FUSED
+from surgeon.models.families import FAMILIES, Family
 from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights, require_sliceable
 from surgeon.runtime.plan.division import check_division
+from surgeon.runtime.plan.mixtures import ExpertsMode, Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Decoding,
@@ -49,6 +50,7 @@ def make_plan(
     decoding: str = "auto",
     low_rank: str = "auto",
     kv: str = "auto",
+    experts: str = "auto",
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
@@ -62,6 +64,7 @@ def make_plan(
         decoding: as `Plan.decoding`.
         low_rank: as `Plan.low_rank`.
         kv: as `Plan.kv`.
+        experts: as `Mixtures.mode`.
 
     Raises:
         FileNotFoundError: if there is no such model or a file of it is missing.
@@ -78,7 +81,6 @@ def make_plan(
         raise ValueError(
             f"{stored.folder} holds quantised weights, which ranks cannot share; use the model it was made from"
         )
-    family.require_no_mixture("ranks do not divide experts yet")
     layers = source.count_layers()
     given = Program.parse(program) if isinstance(program, str) else program
     parsed = stored.program if given is None else given
@@ -86,7 +88,9 @@ def make_plan(
     for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(sliced.kind, sliced.layers[0]), family)
     _check_shapes(parsed, source, config)
-    check_division(parsed, source.units, ranks)
+    mode = _one_of(experts, get_args(ExpertsMode), "way {!r} of sharing experts among ranks")
+    mixtures = Mixtures.of(partial(mixture_size, source), layers, mode)
+    check_division(parsed, source.units, ranks, mixtures)
 
     positions = int(config.max_position_embeddings)
     if family.position_embedding is not None:
@@ -140,8 +144,16 @@ def make_plan(
         logit_softcap=_softcap(config, family.softcap),
         rotary_layers=places_among(rotaries, by_layer),
         query_factor=None if growth is None else len(rotaries) - 1,
-        described=family if family.model_type == FUSED.model_type else None,
+        mixtures=mixtures,
+        routing=family.mixture.routing(config) if family.mixture else None,
+        described=None if family == FAMILIES.get(family.model_type) else family,
     )
+
+
+def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
+    """How many experts a layer stores, and of how many neurons; None where it is no mixture."""
+    experts = source.stored_experts(layer)
+    return None if experts is None else MixtureSize(experts, source.stored_width(FEED_FORWARD, layer))
 
 
 def _one_of(wanted: str, known: tuple[Any, ...], what: str) -> Any:
@@ -169,12 +181,14 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
         units = source.units(sublayer)
         for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
             role, rank = projection.role, sublayer.rank(projection.role)
-            outputs, inputs = source.matrix(replace(sublayer, piece=None, ranks=()), role).shape
-            size = f"{outputs} x {inputs}"
-            if (inputs if projection.reads_stream else outputs) != hidden:
-                raise ValueError(f"{role} of {sublayer} is a matrix of {size}, and the stream is {hidden} wide")
-            if rank is not None and rank > min(outputs, inputs):
-                raise ValueError(f"{sublayer}: rank {rank} of {role} is above that of a matrix of {size}")
+            whole = replace(sublayer, piece=None, ranks=())
+            for each in source.each_expert(whole) if projection.stacked else (whole,):
+                outputs, inputs = source.matrix(each, role).shape
+                size = f"{outputs} x {inputs}"
+                if (inputs if projection.reads_stream else outputs) != hidden:
+                    raise ValueError(f"{role} of {each} is a matrix of {size}, and the stream is {hidden} wide")
+                if rank is not None and rank > min(outputs, inputs):
+                    raise ValueError(f"{each}: rank {rank} of {role} is above that of a matrix of {size}")
         if "kv_heads" in units and units["heads"] % units["kv_heads"]:
             raise ValueError(
                 f"{sublayer} has {units['heads']} heads, which do not divide among {units['kv_heads']} KV heads"
@@ -203,7 +217,9 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
             for projection in spec.projections:
                 shape = (hidden, None) if projection.divided_dim else (None, hidden)
                 if not source.is_taken_apart(sublayer, projection.role):
-                    shapes[f"{prefix}{projection.path}.weight"] = shape
+                    shapes[f"{prefix}{projection.weight}"] = (None, *shape) if projection.stacked else shape
+            if spec.mixture is not None:
+                shapes[f"{prefix}{spec.mixture.router}.weight"] = (None, hidden)
     return shapes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from surgeon.checkpoint.belongings import CODAS
@@ -11,11 +12,12 @@ from surgeon.checkpoint.read import check_inside
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program, Step
 from surgeon.models.edit import check_layers
-from surgeon.models.families import family_of
+from surgeon.models.families import FAMILIES, family_of
 from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.plan.checks import places_among, rotaries_by_layer
+from surgeon.runtime.plan.checks import mixture_size, places_among, rotaries_by_layer
 from surgeon.runtime.plan.division import check_division
+from surgeon.runtime.plan.mixtures import Mixtures
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 
@@ -45,16 +47,18 @@ def with_coda(plan: Plan) -> Plan:
     check_inside(plan.folder, file)
     source = ModelWeights(TensorFile(file), family, plan.head_dim)
     layers = source.count_layers() if len(program) else 0  # it may be a norm and a head only
+    mixtures = Mixtures.of(partial(mixture_size, source), layers, plan.mixtures.mode)
     if layers:
         check_layers(program, layers)
-        check_division(program, source.units, plan.ranks)
+        check_division(program, source.units, plan.ranks, mixtures)
     by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens) if layers else []
     # The coda's passes have the angles of the model's; a kind that is the coda's alone comes behind those.
     rotaries = tuple(dict.fromkeys([*plan.rotaries, *(one for one in by_layer if one is not None)]))
     own = replace(
         plan,
         model_type=family.model_type,
-        described=None,
+        described=None if family == FAMILIES.get(family.model_type) else family,
+        mixtures=mixtures,
         program=str(program),
         layers=layers,
         windows=attention_windows(stored.config, family, layers) if layers else (),

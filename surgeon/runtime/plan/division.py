@@ -8,6 +8,7 @@ from dataclasses import replace
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.weights import indivisible
 from surgeon.models.weights.layout import Units
+from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 from surgeon.runtime.plan.placement import rank_work
 
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
@@ -15,8 +16,11 @@ MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 UnitsOf = Callable[[Sublayer], Units]  # how many heads and KV heads, or neurons, a sublayer has
 
 
-def check_division(program: Program, units_of: UnitsOf, ranks: int) -> None:
+def check_division(program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES) -> None:
     """Refuse slices, and numbers of ranks, that heads or neurons do not divide into.
+
+    Args:
+        mixtures: whose experts may divide where their neurons do not.
 
     Raises:
         ValueError: with the numbers of ranks that would do.
@@ -25,34 +29,38 @@ def check_division(program: Program, units_of: UnitsOf, ranks: int) -> None:
         reason = None if sublayer.piece is None else indivisible(sublayer, units_of(sublayer), replicate=False)
         if reason:
             raise ValueError(reason)
-    reason = why_not(program, units_of, ranks)
+    reason = why_not(program, units_of, ranks, mixtures)
     if reason is None:
         return
-    alike = different(program, units_of)
-    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(alike, units_of, n) is None]
+    alike = different(program, units_of, mixtures)
+    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(alike, units_of, n, mixtures) is None]
     either = " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
     raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {either} can")
 
 
-def different(program: Program, units_of: UnitsOf) -> Program:
+def different(program: Program, units_of: UnitsOf, mixtures: Mixtures = NO_MIXTURES) -> Program:
     """The nodes that differ in more than which layers they are of: each node is shared by itself."""
     first: dict[str, tuple[int, ...]] = {}  # layers, by what counts
 
     def as_first(sublayer: Sublayer) -> Sublayer:
-        units = units_of(replace(sublayer, piece=None))
-        return replace(sublayer, layers=first.setdefault(f"{sublayer.kind} {units}", sublayer.layers))
+        counts = units_of(replace(sublayer, piece=None)), mixtures.size(replace(sublayer, experts=None))
+        return replace(sublayer, layers=first.setdefault(f"{sublayer.kind} {counts}", sublayer.layers))
 
     return Program(tuple(dict.fromkeys(program.renamed(as_first).nodes)))
 
 
-def why_not(program: Program, units_of: UnitsOf, ranks: int) -> str | None:
+def why_not(program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES) -> str | None:
     """Why so many ranks cannot share a program; None if they can."""
     try:
-        parts = {
-            part.sublayer for rank in range(ranks) for work in rank_work(program, rank, ranks) for part in work.parts
-        }
+        works = (work for rank in range(ranks) for work in rank_work(program, rank, ranks))
+        parts = {(part.sublayer, len(part.sharers)) for work in works for part in work.parts}
     except ValueError as error:  # a fork that does not spread over the ranks
         return str(error)
-    reasons = {part: indivisible(part, units_of(part), replicate=True) for part in sorted(parts, key=str)}
+    reasons: dict[Sublayer, str | None] = {}
+    for part, members in sorted(parts, key=str):
+        units = units_of(part)
+        if mixtures.whole_experts(part, members) is not None:
+            units = {unit: count for unit, count in units.items() if unit != "neurons"}
+        reasons[part] = indivisible(part, units, replicate=True) or reasons.get(part)
     first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
     return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None

@@ -14,11 +14,12 @@ import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
-from surgeon.language.program import Program
+from surgeon.language.program import Program, Sublayer
 from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, unit_bounds
@@ -175,11 +176,7 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     for rank in range(plan.ranks):
         parts = [(work, part) for work in rank_work(program, rank, plan.ranks) for part in work.parts]
         numbers = rows * plan.hidden
-        for sublayer in {part.sublayer for _, part in parts}:
-            for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
-                outputs, inputs = source.matrix(sublayer, projection.role).shape
-                factors = sublayer.rank(projection.role)
-                numbers += outputs * inputs if factors is None else factors * (outputs + inputs)
+        numbers += sum(map(partial(_numbers, plan, source), {(part.sublayer, len(part.sharers)) for _, part in parts}))
         weights.append(numbers * plan.dtype_bytes)
         own, copied, rebuilt, read = list[int](), 0, 0, 0
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
@@ -197,6 +194,22 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
         buffers.append((copied + rebuilt) * block)
         copies.append(read * block * (1 if plan.attention_softcap is None else 2))  # a product copies them once more
     return Footprint(tuple(weights), tuple(kept), tuple(buffers), tuple(copies), cache_groups(plan))
+
+
+def _numbers(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
+    """How many numbers the matrices of a rank's part have, given how many ranks share the sublayer."""
+    sublayer, members = part
+    size, whole = plan.mixtures.size(sublayer), plan.mixtures.whole_experts(sublayer, members)
+    numbers = 0 if size is None else size.experts * plan.hidden  # of the router
+    for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
+        of, count = sublayer, 1
+        if projection.stacked and size is not None:
+            of, count = (sublayer, size.experts) if whole is None else (whole.of, len(whole.own))
+            of = replace(of, experts=(0,) if of.experts is None else of.experts[:1])  # they are all alike
+        outputs, inputs = source.matrix(of, projection.role).shape
+        factors = of.rank(projection.role)
+        numbers += count * (outputs * inputs if factors is None else factors * (outputs + inputs))
+    return numbers
 
 
 def choose_cache(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
+from surgeon.runtime.plan.mixtures import WholeExperts
 from surgeon.runtime.plan.specification import Plan
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
@@ -70,12 +71,17 @@ def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
 def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
     """What a rank computes of a part's sublayer: its slice, or in the paper's Base some rank columns of the whole.
 
-    Base is for sublayers of which every matrix is two factors; others are shared as in every other way.
+    Base is for sublayers of which every matrix is two factors; others, and mixtures, are shared as in every other way.
     """
     whole = work.step.sublayers[part.index]
     roles = {projection.role for projection in plan.family.spec(whole.kind, whole.layers[0]).projections}
     as_base = plan.low_rank == "base" and len(part.sharers) > 1 and {role for role, _ in whole.ranks} == roles
-    return whole if as_base else part.sublayer
+    return whole if as_base and plan.mixtures.size(whole) is None else part.sublayer
+
+
+def whole_experts(plan: Plan, part: Part) -> WholeExperts | None:
+    """The whole experts that a rank has of a part's mixture; None where it has a slice of all, or no mixture."""
+    return plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
 
 
 def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublayer], ...]:

@@ -12,6 +12,7 @@ from surgeon.models.families import FAMILIES, Family
 from surgeon.models.routing import Routing
 from surgeon.runtime.batching.windows import blocks_for, power_of_two
 from surgeon.runtime.kernels.triton import used_on
+from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 
 # Decode passes are computed like all others (dynamic: on CPUs), in a few fixed shapes (static), or in these shapes
 # recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
@@ -89,6 +90,7 @@ class Plan:
         low_rank: how ranks share matrices that are two factors.
         kv: what is kept in the cache of attentions whose k and v are two factors each.
         tight: whether memory is the limit: the cache that is asked for would not fit with whole keys and values.
+        mixtures: which layers are mixtures of experts, and how ranks share one.
         routing: how mixtures choose experts, if there are any.
         clamped_gate: alpha and limit of experts whose gates are clamped (gpt-oss), in place of their activation.
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
@@ -123,6 +125,7 @@ class Plan:
     low_rank: LowRankMode = "auto"
     kv: KvMode = "auto"
     tight: bool = False
+    mixtures: Mixtures = NO_MIXTURES
     routing: Routing | None = None
     clamped_gate: tuple[float, float] | None = None
     described: Family | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 from surgeon.exports.saving import edit
 from surgeon.language.operations import desync, fuse_attention_mlp, pair, repeat, tracks
 from surgeon.language.program import Node, Program, Step
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
@@ -22,7 +23,7 @@ from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import Progress, complete, load, unload
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import NORMED_BEHIND, case
-from tests.tiny_models import DENSE_FAMILIES, VOCABULARY, tiny_model
+from tests.tiny_models import VOCABULARY, tiny_model
 
 TOLERANCE = 1e-4
 # Mistral, Phi3, and some layers of Qwen2, Gemma2, GPT-Neo and SmolLM3 have windows of 5 tokens.
@@ -46,6 +47,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "ministral": {},
     "ministral3": {},
+    "mixtral": {},
+    "qwen3_moe": {},  # whose layer 2 is dense
 }
 DENSE = Program.dense(4)
 PROGRAMS = {
@@ -78,17 +81,22 @@ PROGRAMS = {
     "desync": str(desync(DENSE, range(1, 4), count=2)),
     "fused attention and MLP": str(fuse_attention_mlp(DENSE, range(1, 3))),
     "narrow": "A0 F0#20 [A1#2 A2#2] [F1#12 F2] >A3 >F3#4",
+    "some experts": "A0 F0!e0,e3 A1 >F1!e1,e2,e3 [A2 A3] [F2 F3!e2,e3]",
+    "factors of experts": "A0 F0@gate5,up6 [A1 A3] [F1@down4 F3@gate3,up3,down3] >A2",
     "one KV group of two": "[A0#1 A1#1] [F0#20 F1#8] {A2#1 F2 | A3 F3#28}",
 }
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
+MIXTURES = ("mixtral", "qwen3_moe")
+MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
 SHORT += ("cohere", "cohere2", "ministral", "ministral3")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 CASES = [
     (family, name)
     for family in OVERRIDES
-    for name in (SHORT_LIST if family in SHORT else PROGRAMS)
+    for name in (MIXED if family in MIXTURES else SHORT_LIST if family in SHORT else PROGRAMS)
+    if family in MIXTURES or "experts" not in name
     if family not in NORMED_BEHIND or "/" not in PROGRAMS[name]  # their sublayers cannot be sliced
     if family in GROUPED or name != "one KV group of two"  # whose heads are two, for two ranks
 ]
@@ -148,7 +156,7 @@ def expected() -> dict[tuple[str, str], Tensor]:
 
 
 def test_every_supported_family_is_compared() -> None:
-    assert set(OVERRIDES) == set(DENSE_FAMILIES)
+    assert set(OVERRIDES) == set(FAMILIES)
 
 
 def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> int:
@@ -187,6 +195,25 @@ def test_logits_and_counts(
         outputs = outputs_reduced(program.nodes, number, norms_behind=family in NORMED_BEHIND)
         assert max(count.bytes for count in counts) == outputs * chunk.numel() * plan.hidden * 4
         assert all(count.all_gathers == 0 for count in counts)
+
+
+SLICED = [(way, family, name) for way in WAYS[1:3] for family in MIXTURES for name in MIXED]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "family", "name"),
+    [case(*one, default=at % 7 == 0, id=f"{one[0][1]}{one[0][0]}-{one[1]}-{one[2]}") for at, one in enumerate(SLICED)],
+    indirect=["ranks"],
+)
+def test_experts_are_sliced(
+    family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: dict[tuple[str, str], Tensor]
+) -> None:
+    """Every rank some neurons of each, where above ranks divide the experts, which have few neurons here."""
+    number, reference = len(ranks.pids), expected[family, name]
+    plan = make_plan(checkpoints[family], number, IDS.shape[1], PROGRAMS[name], experts="sliced")
+    for logits, sent, _ in ranks.call(logits_in_chunks, plan, CHUNKS):
+        assert (logits - reference).abs().max() < TOLERANCE * reference.abs().max()
+        assert sent[0].all_reduces <= Program.parse(PROGRAMS[name]).sync_points(number)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""How ranks share a mixture of experts: each some whole experts, or each some neurons of every expert.
+
+Either way a step is one reduction: a rank adds what its experts, or its neurons of them, make of the tokens that the
+router sends there. The router is whole on every rank, and shared experts are always sliced.
+
+Slices are even whatever the router says. Where experts are divided, the rank with most of a token's experts is waited
+for, which on two ranks reads 1.4 times as much for two experts of eight. So experts are divided where slices do not
+come out even, would be narrower than what kernels compute at once, or where matrices are two factors, of which every
+rank would have one whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from surgeon.language.program import FEED_FORWARD, Sublayer
+
+ExpertsMode = Literal["auto", "divided", "sliced"]
+LEAST_NEURONS = 64  # of a slice of an expert
+
+
+class WholeExperts(NamedTuple):
+    """What a rank has of a mixture whose experts are divided.
+
+    Attributes:
+        of: the mixture, or the slice of one, that ranks share.
+        own: which of its experts, by their places in it.
+    """
+
+    of: Sublayer
+    own: range
+
+
+class MixtureSize(NamedTuple):
+    """How many experts a layer has, and how many neurons each of them."""
+
+    experts: int
+    neurons: int
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """A model's mixtures, and how ranks share one.
+
+    Attributes:
+        sizes: by layer, None where it is no mixture; nothing if none is.
+        mode: whether experts are divided or sliced; auto is as this module's first lines say.
+    """
+
+    sizes: tuple[MixtureSize | None, ...] = ()
+    mode: ExpertsMode = "auto"
+
+    @classmethod
+    def of(cls, size: Callable[[int], MixtureSize | None], layers: int, mode: ExpertsMode = "auto") -> Mixtures:
+        """Those of so many layers."""
+        sizes = tuple(map(size, range(layers)))
+        return cls(sizes if any(sizes) else (), mode)
+
+    def size(self, sublayer: Sublayer) -> MixtureSize | None:
+        """Of a sublayer before it is sliced; None where it is no mixture."""
+        if sublayer.kind != FEED_FORWARD or not self.sizes:
+            return None
+        size = self.sizes[sublayer.layers[0]]
+        return size if size is None or sublayer.experts is None else size._replace(experts=len(sublayer.experts))
+
+    def whole_experts(self, part: Sublayer, members: int) -> WholeExperts | None:
+        """The experts that one of some ranks has, if they divide a mixture's experts among them.
+
+        Args:
+            part: the slice of the mixture that is this rank's, if they slice it.
+        """
+        size = self.size(part)
+        if size is None or part.piece is None or members == 1:
+            return None
+        index, count = part.piece
+        member, experts = index % members, size.experts
+        of = replace(part, piece=None if count == members else (index // members, count // members))
+        own = range(experts * member // members, experts * (member + 1) // members)
+        return WholeExperts(of, own) if self._divides(size, part, members) else None
+
+    def _divides(self, size: MixtureSize, part: Sublayer, members: int) -> bool:
+        assert part.piece is not None
+        slices = part.piece[1]
+        if self.mode == "sliced" or size.experts < members:
+            return False
+        narrow = size.neurons % slices or size.neurons // slices < LEAST_NEURONS
+        return self.mode == "divided" or bool(part.ranks) or bool(narrow)
+
+
+NO_MIXTURES = Mixtures()

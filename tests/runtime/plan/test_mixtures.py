@@ -1,0 +1,115 @@
+"""How ranks share mixtures: who has which experts, what they hold, and what is refused before any rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.shapes import ModelShapes
+from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.mixtures import ExpertsMode, Mixtures, MixtureSize, WholeExperts
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four experts of 12 neurons, two of them for a token; layer 2 is dense."""
+    found: Path = tmp_path_factory.mktemp("mixtures")
+    tiny_model("qwen3_moe").save_pretrained(found)
+    return found
+
+
+def parsed(text: str) -> Sublayer:
+    return next(Program.parse(text).sublayers())
+
+
+@pytest.mark.parametrize(
+    ("part", "members", "mode", "expected"),
+    [
+        ("F0", 1, "divided", None),
+        ("F0/2:1", 2, "divided", ("F0", range(3, 7))),
+        ("F0/2:1", 2, "auto", None),  # slices of 96 neurons are wide enough
+        ("F0/2:1", 2, "sliced", None),
+        ("F0/4:2", 4, "auto", ("F0", range(3, 5))),  # of 48 they are not
+        ("F0/4:2", 2, "divided", ("F0/2:1", range(3))),  # a slice that two ranks share
+        ("F0/2:0", 1, "divided", None),  # one that a rank has by itself
+        ("F0!e1,e4,e5/2:1", 2, "divided", ("F0!e1,e4,e5", range(1, 3))),
+        ("F0!e1/2:1", 2, "divided", None),  # a rank would have none
+        ("F0/2:0@down8", 2, "auto", ("F0@down8", range(3))),  # a slice would have half a factor
+        ("F0/5:4", 5, "auto", ("F0", range(5, 7))),  # 192 neurons do not come out even
+        ("F1/2:1", 2, "divided", None),  # no mixture
+        ("A0/2:1", 2, "divided", None),
+    ],
+)
+def test_whole_experts(part: str, members: int, mode: ExpertsMode, expected: tuple[str, range] | None) -> None:
+    mixtures = Mixtures.of(lambda layer: None if layer else MixtureSize(7, 192), 2, mode)
+    wanted = None if expected is None else WholeExperts(parsed(expected[0]), expected[1])
+    assert mixtures.whole_experts(parsed(part), members) == wanted
+
+
+@pytest.mark.parametrize("mode", ["divided", "sliced"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("program", ["A0 F0 F1!e0,e2,e3 F2", "[A0 A1] [F0 F1] F3@up3,down2"])
+def test_what_ranks_hold(folder: Path, program: str, ranks: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the feed-forwards, by the runtime's own count and by that of a configuration alone."""
+    monkeypatch.setattr("surgeon.runtime.model.mixture.pack_experts", lambda *_: None)  # which fills up rows
+    plan = make_plan(folder, ranks, 32, program, experts=mode)
+    without = make_plan(folder, ranks, 32, " ".join(step for step in ("A0", "[A0 A1]") if program.startswith(step)))
+    foretold, rest = footprint(plan), footprint(without)
+    shapes = ModelShapes.of("tiny", tiny_model("qwen3_moe").config)
+    assert footprint(plan, shapes).weights == foretold.weights
+    for rank in range(ranks):
+        collectives: Collectives = Alone() if ranks == 1 else Unconnected(rank, (0, 1))
+        engine, numbers = RankEngine(plan, collectives, torch.device("cpu")), 0
+        for key, made in engine.sublayers.items():
+            if isinstance(made, MixtureOfExperts):
+                assert isinstance(made.experts, Experts)
+                maps = made.experts.gate, made.experts.up, made.experts.down
+                numbers += sum(matrix.numel() for one in maps for matrix in one.matrices)
+                numbers += plan.hidden * (3 if key[0].experts else 4)  # the router
+            elif key[0].kind == "F":
+                numbers += 3 * plan.hidden * 48 // (key[0].piece or (0, 1))[1]
+        assert foretold.weights[rank] - rest.weights[rank] == 4 * numbers
+
+
+def test_ranks_that_neither_experts_nor_neurons_divide_among(tmp_path: Path) -> None:
+    """Twelve neurons and four experts: three ranks have slices, eight can have neither."""
+    tiny_model(
+        "mixtral", num_attention_heads=24, num_key_value_heads=24, head_dim=2, intermediate_size=12
+    ).save_pretrained(tmp_path)
+    make_plan(tmp_path, 3, 8)
+    with pytest.raises(ValueError, match=r"8 ranks cannot share this model: the 12 neurons of F0 do not divide into 8"):
+        make_plan(tmp_path, 8, 8)
+    with pytest.raises(ValueError, match=r"there is no way 'whole' of sharing experts among ranks"):
+        make_plan(tmp_path, 2, 8, experts="whole")
+
+
+def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    """A router or an expert that is missing, or of another width than the stream, is told before ranks start."""
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    names = {
+        "model.layers.1.mlp.gate.weight": r"mlp.gate.weight has the shape \(4, 20\)",
+        "model.layers.1.mlp.experts.3.up_proj.weight": r"up of F1!e3 is a matrix of 12 x 20, and the stream is 32 wide",
+    }
+    for name, message in names.items():
+        save_file(tensors | {name: tensors[name][:, :20].contiguous()}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            make_plan(tmp_path, 1, 8)
+
+
+def test_a_plan_says_what_routes(folder: Path) -> None:
+    plan = make_plan(folder, 2, 8)
+    assert plan.mixtures.sizes == (MixtureSize(4, 12), MixtureSize(4, 12), None, MixtureSize(4, 12))
+    assert plan.routing is not None
+    assert (plan.routing.top_k, plan.routing.normalise) == (2, False)
+    assert replace(plan).family.spec("F", 2).mixture is None
