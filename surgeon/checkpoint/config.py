@@ -58,7 +58,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
     family = family_of(config)
     _check_sizes(path, config, family)
     config.tie_word_embeddings = _are_tied(checkpoint, family, bool(config.tie_word_embeddings))
-    return config, program
+    return config, program or form_of(checkpoint).own_program(config)
 
 
 def read_config_only(what: str | Path) -> tuple[Any, Program | None]:

@@ -54,6 +54,8 @@ def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -
     """
     stored = open_stored(model)
     checkpoint, fused, weights = stored.checkpoint, stored.config, stored.weights
+    if form_of(checkpoint) is FORMS["fused"] and any(getattr(layer, "skip", ()) for layer in fused.per_layer_config):
+        raise ValueError(_advice(checkpoint.where, "some of its layers have no attention or no MLP"))
     if form_of(checkpoint) is not FORMS["fused"] or stored.own is not None:
         raise ValueError(f"{checkpoint.folder} is not in the fused form; surgeon.load opens it as it is")
     if fused.base_model_type not in FAMILIES:

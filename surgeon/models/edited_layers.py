@@ -201,7 +201,8 @@ class EditedLayers(nn.Module):
         (layers,) = self.original
         layers.training = self.training  # it was no part of the model while its mode may have changed
         for index, layer in enumerate(layers):
-            _set_cache_slot(layer, self.family.attention, index)
+            if hasattr(layer, self.family.attention.cache_slot.partition(".")[0]):  # or it has no attention
+                _set_cache_slot(layer, self.family.attention, index)
         return layers
 
     def __len__(self) -> int:

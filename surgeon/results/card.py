@@ -23,7 +23,7 @@ from surgeon.checkpoint.sizes import size_lines
 from surgeon.checkpoint.training import STAGES
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import KINDS, Fork, Program, Sublayer, steps_of
+from surgeon.language.program import Fork, Program, Sublayer, steps_of
 from surgeon.language.recipe import operations_in
 from surgeon.models.weights import indivisible
 from surgeon.processes.files import write_text
@@ -344,7 +344,9 @@ def _divides(found: Surgery) -> bool:
     if all(sublayer.width is None for sublayer in found.program.sublayers()):
         return True
     weights, copies = found.stored.weights, found.form is not None and not found.form.widths_differ
-    slices = (Sublayer(kind, (layer,), (0, RANKS)) for layer in range(found.stored.num_layers) for kind in KINDS)
+    slices = (
+        Sublayer(one.kind, (layer,), (0, RANKS)) for one in found.stored.program.sublayers() for layer in one.layers
+    )
     return all(indivisible(one, weights.units(one), replicate=copies) is None for one in slices)
 
 

@@ -39,9 +39,9 @@ def layout(program: str, config: Any = LLAMA, form: str = "auto") -> Any:
         ("A0 F0 >A1 >F1", "program"),
         ("{A0 F0 | A1 F1}", "program"),
         ("[A0 F0] [A1 F1]", "program"),
-        ("A0 A1 F1", "program"),
-        ("A0 F0 A1", "program"),
-        ("F0 A0", "program"),
+        ("A0 A1 F1", "fused"),
+        ("A0 F0 A1", "fused"),
+        ("F0 A0", "fused"),
     ],
 )
 def test_the_most_portable_exact_form_is_chosen(program: str, form: str) -> None:
@@ -60,7 +60,8 @@ def test_a_less_portable_form_can_be_asked_for() -> None:
         ("A0 F0 >A1 F1", "fused", "the step >A1 is late"),
         ("{A0 F0 | A1 F1}", "fused", r"the fork \{A0 F0 | A1 F1\}"),
         ("[A0 A1] [F0 F1]", "plain", "A0 A1 F0 F1 would be a layer of another width"),
-        ("A0 A1 F1 F0", "fused", "A1 stands where a layer has a feed-forward step"),
+        ("A0 A1 F1 F0", "plain", "A1 stands where a layer has a feed-forward step"),
+        ("A0 F0 [A1 F1]", "fused", r"\[A1 F1\] has attention and feed-forward in one step"),
         ("A0 F0", "fusd", "unknown form 'fusd'; did you mean 'fused'"),
         ("A0/3:0 F0", "program", "4 heads and 2 KV heads of A0 do not divide into 3 slices"),
     ],
@@ -122,8 +123,22 @@ def test_every_family_without_norms_behind_its_sublayers_can_be_fused(family: st
 def test_layers_without_a_sequence_of_their_own_steps_are_no_fused_layers() -> None:
     parallel, sequential = (tiny_model("gpt_neox", use_parallel_residual=flag).config for flag in (True, False))
     one, two = "[A0 F0] [A1 F1 A2 F2]", "A0 F0 [A1 A2] [F1 F2]"
-    assert [layout(program, parallel).form.name for program in (one, two)] == ["fused", "program"]
     assert [layout(program, sequential).form.name for program in (one, two)] == ["program", "fused"]
+    assert layout(one, parallel).form.name == "fused"
+    # Layers whose halves read the same stream have one half each, so that they do not.
+    found = {name: layout(two, config).layers for name, config in (("half", parallel), ("whole", sequential))}
+    assert {name: [layer.lacks for layer in layers] for name, layers in found.items()} == {
+        "half": [["mlp"], ["attention"], ["mlp"], ["attention"]],
+        "whole": [[], []],
+    }
+
+
+def test_layers_may_lack_attention_or_mlp() -> None:
+    found = layout("F0 F1 A2 F2 A3 A4 F4")
+    assert [str(Program.parse(" ".join(map(str, layer.sublayers)))) for layer in found.layers] == [
+        *("F0", "F1", "A2 F2", "A3", "A4 F4")
+    ]
+    assert "3 of 5 layers have no attention or no MLP" in found.reason
 
 
 def test_layers_that_differ_in_the_config_are_not_stored_as_one() -> None:

@@ -138,6 +138,10 @@ class Form(ABC):
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         """The `transformers` configuration of a checkpoint, without what names a program or classes in a file."""
 
+    def own_program(self, config: Any) -> Program | None:  # noqa: ARG002
+        """What a checkpoint of this configuration runs, where that is not its layers one after the other."""
+        return None
+
     def model_class(self, stored: StoredModel) -> Any:  # noqa: ARG002
         """The class that `surgeon.load` builds, whose code is never the folder's own."""
         from transformers import AutoModelForCausalLM  # takes seconds, and who only reads configurations does without

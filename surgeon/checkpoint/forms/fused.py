@@ -21,7 +21,7 @@ from surgeon.checkpoint.forms.stored_layers import (
 )
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.language.program import Program
+from surgeon.language.program import ATTENTION, FEED_FORWARD, Program, Step, steps_of
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family
 from surgeon.models.families.base import Unit
@@ -31,6 +31,7 @@ from surgeon.models.families.fused import POSITIONS, PROJECTIONS
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
 
+KIND_NAMES = {ATTENTION: "attention", FEED_FORWARD: "mlp"}  # as layers say that they skip it
 PATHS = {role: projection.path for role, projection in PROJECTIONS.items()}
 # What means the same in every architecture.
 CARRIED = (
@@ -50,7 +51,7 @@ class Fused(Form):
     planner = FusedPlanner
 
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
-        layers = stored_layers(program, family.steps_per_layer)
+        layers = stored_layers(program, family.steps_per_layer, partly=True)
         if family.attention.post_norm is not None:
             raise Inexpressible(
                 f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
@@ -60,15 +61,21 @@ class Fused(Form):
         lists = {family.window_layers: family.windowed(config), family.rotary_layers: family.rotates(config)}
         require_uniform(layers, family, {name: values for name, values in lists.items() if name is not None})
         require_divisible(program.sublayers(), family, config)
-        wide = sum(not layer.is_single for layer in layers)
+        wide = sum(not layer.is_single and not layer.lacks for layer in layers)
         narrow = sum(layer.is_single and not layer.has_stock_width for layer in layers)
-        what = [f"{wide} of {len(layers)} layers hold several layers side by side"] if wide or not narrow else []
+        partial = sum(bool(layer.lacks) for layer in layers)
+        others = narrow or partial
+        what = [f"{wide} of {len(layers)} layers hold several layers side by side"] if wide or not others else []
+        what += [f"{partial} of {len(layers)} layers have no attention or no MLP"] if partial else []
         what += [f"{narrow} of {len(layers)} layers are narrower than the model's"] if narrow else []
         reason = (
             f"{' and '.join(what)}; transformers and vLLM load it with the modeling file inside "
             "(trust_remote_code=True)"
         )
         return Layout(self, reason, layers)
+
+    def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
+        return [tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer, partly=True)]
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:
         """A configuration of the form's own, whatever the original's."""
@@ -85,6 +92,17 @@ class Fused(Form):
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         return config_beside(checkpoint.config, self.shipped.model_class(family.model_type).config_class)
+
+    def own_program(self, config: Any) -> Program | None:
+        skipped = [getattr(layer, "skip", []) for layer in config.per_layer_config]
+        if not any(skipped):
+            return None
+        family = FUSED_FAMILY.variant(FUSED_FAMILY, config)
+        dense, found = Program.dense(len(skipped), family.steps_per_layer), []
+        for step in steps_of(dense.nodes):
+            there = tuple(one for one in step.sublayers if KIND_NAMES[one.kind] not in skipped[one.layers[0]])
+            found += [Step(there)] if there else []
+        return Program(tuple(found))
 
     def model_class(self, stored: StoredModel) -> Any:
         return self.shipped.model_class(stored.config.model_type)
@@ -156,11 +174,13 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     return entries | ({WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True} if widths else {})
 
 
-def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[str, int]:
+def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[str, Any]:
     groups, per_group = groups_of(layer.attention, units["kv_heads"]), units["heads"] // units["kv_heads"]
-    turns = {"head_norm_turns": sum(groups) // math.gcd(*groups)} if family.attention.head_norms else {}
-    return turns | {
-        "num_attention_heads": sum(groups) * per_group,
-        "num_key_value_heads": sum(groups),
-        "intermediate_size": sum(groups_of(layer.feed_forward, units["neurons"])),
-    }
+    found: dict[str, Any] = {"skip": layer.lacks} if layer.lacks else {}
+    if groups and family.attention.head_norms:
+        found["head_norm_turns"] = sum(groups) // math.gcd(*groups)
+    if groups:
+        found |= {"num_attention_heads": sum(groups) * per_group, "num_key_value_heads": sum(groups)}
+    if layer.feed_forward:
+        found["intermediate_size"] = sum(groups_of(layer.feed_forward, units["neurons"]))
+    return found

@@ -65,7 +65,7 @@ class FusedPlanner(TensorPlanner):
                     for path in self.paths(sublayer):
                         if path.rpartition(".")[0] not in known:
                             raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
-                tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers)
+                tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers) if sublayers else {}
                 planned += [self.planned(f"{FUSED.layers}.{index}.{path}", build) for path, build in tensors.items()]
         parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
         planned += [self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part) for part in parts]

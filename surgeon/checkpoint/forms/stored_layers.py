@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Fork, Program, Step, Sublayer
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Fork, Node, Program, Step, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import indivisible
 from surgeon.models.weights.layout import narrowed
@@ -14,7 +14,7 @@ from surgeon.models.weights.layout import narrowed
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """One layer of the written checkpoint: the sublayers that lie side by side in it."""
+    """One layer of the written checkpoint: the sublayers that lie side by side in it; of one kind there may be none."""
 
     attention: tuple[Sublayer, ...]
     feed_forward: tuple[Sublayer, ...]
@@ -39,6 +39,12 @@ class StoredLayer:
         return {sublayer.layers for sublayer in self.sublayers}
 
     @property
+    def lacks(self) -> list[str]:
+        """What it has none of, in the words of `transformers`."""
+        sides = {"attention": self.attention, "mlp": self.feed_forward}
+        return [name for name, side in sides.items() if not side]
+
+    @property
     def sources(self) -> list[int]:
         """The original's layers that it is made of, the attention's first one first."""
         return list(dict.fromkeys(layer for sublayer in self.sublayers for layer in sublayer.layers))
@@ -48,20 +54,20 @@ class Inexpressible(ValueError):
     """A form cannot hold this program exactly; the message says why."""
 
 
-def stored_layers(program: Program, steps_per_layer: int) -> tuple[StoredLayer, ...]:
-    """The program as layers of one attention step and one feed-forward step each, or of one step that holds both."""
+def stored_layers(program: Program, steps_per_layer: int, partly: bool = False) -> tuple[StoredLayer, ...]:
+    """The program as layers of one attention step and one feed-forward step each, or of one step that holds both.
+
+    Args:
+        partly: whether layers may lack one of the two.
+    """
     for sublayer in program.sublayers():
         if sublayer.ranks:
             raise Inexpressible(f"{sublayer} has factors in place of matrices, which no stock layer has")
-    steps = []
-    for node in program.nodes:
-        if isinstance(node, Fork):
-            raise Inexpressible(f"the fork {node} runs whole streams side by side")
-        if node.late:
-            raise Inexpressible(f"the step {node} is late")
-        steps.append(node)
+    steps = list(map(_step_of_a_layer, program.nodes))
     if steps_per_layer == 1:
-        return tuple(StoredLayer(_of_kind(step, ATTENTION), _of_kind(step, FEED_FORWARD)) for step in steps)
+        return tuple(StoredLayer(*(_of_kind(step, kind, partly) for kind in KINDS)) for step in steps)
+    if partly:
+        return tuple(_partly_there(steps))
     for index, step in enumerate(steps):
         kind, what = ((ATTENTION, "an attention"), (FEED_FORWARD, "a feed-forward"))[index % 2]
         if {sublayer.kind for sublayer in step.sublayers} != {kind}:
@@ -95,10 +101,10 @@ def require_uniform(layers: tuple[StoredLayer, ...], family: Family, lists: dict
         for layer in layers:
             # What says how far attention looks must be the same in the layers that an attention is made of.
             alike = layer.attention if key in family.layer_lists else layer.sublayers
-            first, *others = [source for sublayer in alike for source in sublayer.layers]
-            for other in others:
-                if values[other] != values[first]:
-                    raise Inexpressible(f"layers {first} and {other} differ in the config's {key}")
+            sources = [source for sublayer in alike for source in sublayer.layers]
+            for other in sources[1:]:
+                if values[other] != values[sources[0]]:
+                    raise Inexpressible(f"layers {sources[0]} and {other} differ in the config's {key}")
 
 
 def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any) -> None:
@@ -119,8 +125,34 @@ def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any
             raise ValueError(reason)
 
 
-def _of_kind(step: Step, kind: str) -> tuple[Sublayer, ...]:
+def _step_of_a_layer(node: Node) -> Step:
+    if isinstance(node, Fork):
+        raise Inexpressible(f"the fork {node} runs whole streams side by side")
+    if node.late:
+        raise Inexpressible(f"the step {node} is late")
+    return node
+
+
+def _partly_there(steps: list[Step]) -> Iterator[StoredLayer]:
+    """Layers of an attention step and the feed-forward step behind it, or of one of them where the other is not."""
+    attention: tuple[Sublayer, ...] = ()
+    for step in steps:
+        kinds = {sublayer.kind for sublayer in step.sublayers}
+        if len(kinds) > 1:
+            raise Inexpressible(f"{step} has attention and feed-forward in one step")
+        if kinds == {FEED_FORWARD}:
+            yield StoredLayer(attention, step.sublayers)
+            attention = ()
+            continue
+        if attention:
+            yield StoredLayer(attention, ())
+        attention = step.sublayers
+    if attention:
+        yield StoredLayer(attention, ())
+
+
+def _of_kind(step: Step, kind: str, partly: bool) -> tuple[Sublayer, ...]:
     found = tuple(sublayer for sublayer in step.sublayers if sublayer.kind == kind)
-    if not found:
+    if not found and not partly:
         raise Inexpressible(f"{step} has no {'attention' if kind == ATTENTION else 'feed-forward'} beside the rest")
     return found

@@ -215,22 +215,39 @@ class FusedGatedMLP(FusedMLP):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
+def count_in_cache(cache: Any, stream: Tensor, index: int) -> None:
+    """Let the cache know of tokens that no attention of a layer has seen: it says at which position the next stands."""
+    if cache is not None:
+        nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
+        cache.update(nothing, nothing, index)
+
+
 class FusedLayer(GradientCheckpointingLayer):
-    """A layer; each of its two sublayers may be as wide as several."""
+    """A layer; each of its two sublayers may be as wide as several, or not be there."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config)
-        self.self_attn = FusedAttention(config, index)
-        self.post_attention_layernorm = make_norm(config)
-        self.mlp = (FusedGatedMLP if config.gated else FusedMLP)(config, index)
+        self.skip = getattr(config.per_layer_config[index], "skip", [])
+        self.layer_idx = index
+        if "attention" not in self.skip:
+            self.input_layernorm = make_norm(config)
+            self.self_attn = FusedAttention(config, index)
+        if "mlp" not in self.skip:
+            self.post_attention_layernorm = make_norm(config)
+            self.mlp = (FusedGatedMLP if config.gated else FusedMLP)(config, index)
         self.dropout = nn.Dropout(config.residual_dropout)
         self.scale = config.output_scale
         self.parallel = config.parallel_residual
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        added = self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
-        attended = hidden_states + self.dropout(self.scaled(added))
+        attended = hidden_states
+        if "attention" in self.skip:
+            count_in_cache(kwargs.get("past_key_values"), hidden_states, self.layer_idx)
+        else:
+            added = self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+            attended = hidden_states + self.dropout(self.scaled(added))
+        if "mlp" in self.skip:
+            return attended
         read = hidden_states if self.parallel else attended
         return attended + self.dropout(self.scaled(self.mlp(self.post_attention_layernorm(read))))
 
