@@ -16,7 +16,7 @@ from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.offline import fetching
-from surgeon.checkpoint.read import DEMO, Checkpoint, locate, read_json
+from surgeon.checkpoint.read import DEMO, QUANTIZATION, Checkpoint, locate, read_json
 from surgeon.checkpoint.training import is_no_source
 from surgeon.errors import shown
 from surgeon.language.program import Program
@@ -52,7 +52,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
     _check_widths(checkpoint)
     _check_counts(checkpoint, family)
     try:
-        config = form_of(checkpoint).stock_config(checkpoint, family)
+        config = dense_config(form_of(checkpoint).stock_config(checkpoint, family))
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
     family = family_of(config)
@@ -79,13 +79,19 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
         return _of_source(path)
     family = family_named(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
     try:
-        config = config_beside(entries, CONFIG_MAPPING[family.model_type])
+        config = dense_config(config_beside(entries, CONFIG_MAPPING[family.model_type]))
         family_of(config)
     except Unsupported:
         raise
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
     return config, _program_in(entries, path)
+
+
+def dense_config(config: Any) -> Any:
+    """A configuration without what it says of quantised weights, which is a matter of the files alone."""
+    vars(config).pop(QUANTIZATION, None)
+    return config
 
 
 def _of_source(path: Path) -> tuple[Any, Program]:

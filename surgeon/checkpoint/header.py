@@ -35,6 +35,9 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 MOST_DIMENSIONS = 8

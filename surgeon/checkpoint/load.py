@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers.utils import logging
 
+from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import read_config
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.read import Checkpoint, locate
@@ -60,6 +63,8 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
         dtype = stored.compute_dtype("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
     model_class = form_of(stored.checkpoint).model_class(stored)
     config = copy.deepcopy(stored.config)  # which becomes the loaded model's own
+    if note := stored.dequantised(str(dtype).removeprefix("torch.")):
+        warnings.warn(note, stacklevel=1)
     try:
         loaded = from_files(model_class, stored, config=config, dtype=dtype, device_map=device_map)
     except (ArithmeticError, AssertionError, LookupError, TypeError) as error:
@@ -76,21 +81,41 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
 def from_files(model_class: Any, stored: StoredModel, **options: Any) -> PreTrainedModel:
     """What `from_pretrained` makes of a model's folder, or of the text decoder in it.
 
+    Quantised matrices are read as the numbers that they stand for.
+
     Raises:
         ValueError: if a tensor is missing or does not fit.
     """
-    wrapped, options = stored.wrapped, options | {"ignore_mismatched_sizes": True}
-    if wrapped is None:
-        loaded, report = model_class.from_pretrained(stored.folder, output_loading_info=True, **options)
+    wrapped, options = stored.wrapped, options | {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    if stored.checkpoint.quantised:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+
+        if model_class is AutoModelForCausalLM:  # which takes names only
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
+        tensors = {name: _Unread(stored.checkpoint, name) for name in stored.checkpoint.names()}
+        loaded, report = model_class.from_pretrained(None, state_dict=tensors, **options)
+        loaded.name_or_path = loaded.config._name_or_path = str(stored.folder)
+        if (stored.folder / GENERATION).is_file():
+            loaded.generation_config = GenerationConfig.from_pretrained(stored.folder)
+    elif wrapped is None:
+        loaded, report = model_class.from_pretrained(stored.folder, **options)
     else:
         with quiet():  # it would tell of all that is around the text decoder
-            loaded, report = model_class.from_pretrained(
-                stored.folder, output_loading_info=True, key_mapping=wrapped.loading, **options
-            )
+            loaded, report = model_class.from_pretrained(stored.folder, key_mapping=wrapped.loading, **options)
         vars(loaded).pop("_weight_conversions", None)  # saved, the decoder is a model of its own
     check_complete(stored.folder, report)
     made: PreTrainedModel = loaded
     return made
+
+
+class _Unread:
+    """A tensor that `transformers` reads by indexing it with `...`, when it has a place for it."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self.checkpoint, self.name = checkpoint, name
+
+    def __getitem__(self, everything: Any) -> Tensor:
+        return self.checkpoint.tensor(self.name)[everything]
 
 
 @contextmanager

@@ -44,6 +44,7 @@ class RandomCheckpoint(Checkpoint):
         from surgeon.checkpoint.config import read_config_only
 
         TensorFiles.__init__(self)
+        self.raw = self
         self.folder, self.where, self.config = path, str(path), text_entries(read_json(path))
         self._device = torch.device(device)
         parsed, _ = read_config_only(path)

@@ -9,9 +9,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.header import parse_json
@@ -20,6 +24,7 @@ from surgeon.checkpoint.tensor_file import TensorFiles, blocks_of
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.demo import demo_model
 from surgeon.errors import shown
+from surgeon.models.weights.quantised import Quantised, quantised_matrices
 from surgeon.models.wrappers import wrapper_of
 from surgeon.named import is_hub_name, on_disk
 
@@ -28,6 +33,7 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_KEY = "transformers_weights"  # of config.json: another file, or index, to load in place of these
 WEIGHTS_ENDINGS = (".safetensors", ".safetensors.index.json")
 ADAPTER_FILE = "adapter_config.json"
+QUANTIZATION = "quantization_config"  # of config.json: how weights are stored in few bits
 DEMO = "demo"
 # Of a model on the hub: what it consists of, what goes on with it, and code that a configuration may name.
 WANTED = ("*.json", "*.safetensors", "README.md", "*.py", *patterns_for_the_hub())
@@ -73,21 +79,28 @@ def locate(path_or_name: str | Path) -> Path:
 class Checkpoint(TensorFiles):
     """A folder with config.json and safetensors weights, one file or sharded.
 
+    A matrix that is stored quantised has the name and the shape that its architecture gives it, and is read as the
+    numbers that it stands for, in float32; the tensors that hold it are not among the names.
+
     Symbolic links are followed where they stay in the folder, or lead to the blobs of the hub cache that it lies in.
 
     Attributes:
         folder: where it lies.
         config: the parsed config.json; of a model around a text decoder, what the decoder would have alone.
         wrapped: what is around the text decoder, which these tensors are then; None where nothing is.
+        raw: its tensors as they are stored.
+        quantised: the matrices that several of those hold, by name.
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
-        ValueError: if a file is truncated, is not what it claims to be, or lies outside the folder, or an adapter lies
-            in it.
+        ValueError: if a file is truncated, is not what it claims to be, or lies outside the folder, an adapter lies in
+            it, or its weights are quantised in a way that is not known.
     """
 
     needed_by = "its config.json"
     wrapped: Wrapped | None = None
+    quantised: Mapping[str, Quantised] = {}
+    _owner: Mapping[str, str] = {}
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -110,11 +123,14 @@ class Checkpoint(TensorFiles):
             self.config = wrapper.text_entries(entries)
             self.wrapped = Wrapped(wrapper, copy.copy(self), entries)
             self._keep(self.wrapped.text_names())
+        self.raw = self.as_stored()
+        self.quantised = quantised_matrices(self.raw, entries.get(QUANTIZATION) or self.config.get(QUANTIZATION))
+        self._owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
 
     @property
     def whole(self) -> TensorFiles:
         """All tensors of the folder, also those around a text decoder, by the names that they are stored under."""
-        return self if self.wrapped is None else self.wrapped.files
+        return self.raw if self.wrapped is None else self.wrapped.files
 
     @property
     def entries(self) -> dict[str, Any]:
@@ -163,6 +179,39 @@ class Checkpoint(TensorFiles):
         raise FileNotFoundError(
             f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read"
         )
+
+    def names(self) -> list[str]:
+        """All names, file by file."""
+        return list(dict.fromkeys(self._owner.get(name, name) for name in self.files))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.quantised or (name in self.files and name not in self._owner)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self.quantised[name].shape if name in self.quantised else super().shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor; of a quantised one that of its numbers."""
+        return self.quantised[name].dtype if name in self.quantised else super().dtype(name)
+
+    def num_bytes(self, name: str) -> int:
+        """How many bytes a tensor takes in its files."""
+        return sum(map(super().num_bytes, self.parts_of(name)))
+
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor, in memory of its own if it is quantised."""
+        return self.quantised[name].whole() if name in self.quantised else super().tensor(name)
+
+    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
+        """Elements first..end-1 along one dimension of a tensor."""
+        if name in self.quantised:
+            return self.quantised[name].part(dim, first, end)
+        return super().part(name, dim, first, end)
+
+    def parts_of(self, name: str) -> list[str]:
+        """The names of the stored tensors that hold one."""
+        return [*self.quantised[name].parts.values()] if name in self.quantised else [name]
 
     @property
     def file_names(self) -> frozenset[str]:

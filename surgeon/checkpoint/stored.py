@@ -131,6 +131,20 @@ class StoredModel:
         is_slow = torch.device(device).type == "cpu" and self.dtype in (torch.float16, torch.bfloat16)
         return torch.float32 if is_slow else self.dtype
 
+    def dequantised(self, dtype: str) -> str | None:
+        """That its quantised weights are computed with as numbers of a dtype, in a line; None where it has none."""
+        if not self.schemes:
+            return None
+        return (
+            f"the weights of {self.name} stored as {', '.join(self.schemes)} are dequantised as they are read, and "
+            f"computed with in {dtype}"
+        )
+
+    @property
+    def schemes(self) -> list[str]:
+        """How its quantised weights are stored, in words."""
+        return list(dict.fromkeys(one.scheme.description for one in self.checkpoint.quantised.values()))
+
     def bytes_on(self, device: torch.device | str, program: Program | None = None) -> int:
         """How much memory it takes once it is loaded: its stored weights, and what an edit derives from them.
 

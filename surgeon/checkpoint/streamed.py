@@ -8,6 +8,7 @@ when the tensors are dropped.
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     stored = open_stored(model)
     family, dtype = stored.family, stored.compute_dtype(device)
     require_streamable(stored)
+    if note := stored.dequantised(str(dtype).removeprefix("torch.")):
+        warnings.warn(note, stacklevel=1)
     config = copy.deepcopy(stored.config)  # which becomes the model's own
     with init_empty_weights(include_buffers=False):
         whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)

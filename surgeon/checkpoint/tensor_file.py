@@ -55,6 +55,13 @@ class TensorFiles:
         self._entries = {name: self._entries[own] for name, own in stored.items()}
         self._stored_names = dict(stored)
 
+    def as_stored(self) -> TensorFiles:
+        """The same tensors without what a subclass makes of them."""
+        same = TensorFiles()
+        same.where, same.files = self.where, self.files
+        same._entries, same._stored_names = self._entries, self._stored_names
+        return same
+
     def names(self) -> list[str]:
         """All tensor names, file by file."""
         return list(self.files)
@@ -91,10 +98,10 @@ class TensorFiles:
         return tensor
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """Elements first..end-1 along one dimension (0 or 1) of a tensor; nothing else is read."""
+        """Elements first..end-1 along one dimension of a tensor; nothing else is read."""
         with self._open(name) as file:
             view = file.get_slice(self._stored_names.get(name, name))
-            part: Tensor = view[first:end] if dim == 0 else view[:, first:end]
+            part: Tensor = view[(*[slice(None)] * dim, slice(first, end))]
         return part
 
     def rows(self, name: str, count: int | None = None) -> Iterator[Tensor]:

@@ -36,7 +36,7 @@ class Store(Protocol):
         """One whole tensor."""
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """Elements first..end-1 along one dimension (0 or 1) of a tensor."""
+        """Elements first..end-1 along one dimension of a tensor."""
 
 
 class NamedTensors:

@@ -6,6 +6,7 @@ Only this module of the runtime needs `transformers`; ranks start faster without
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,10 +78,6 @@ def make_plan(
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
     stored = open_stored(model)
     config, family, source = stored.config, stored.family, stored.weights  # none of them are read
-    if stored.checkpoint.config.get("quantization_config"):
-        raise ValueError(
-            f"{stored.folder} holds quantised weights, which ranks cannot share; use the model it was made from"
-        )
     layers = source.count_layers()
     given = Program.parse(program) if isinstance(program, str) else program
     parsed = stored.program if given is None else given
@@ -110,6 +107,8 @@ def make_plan(
     dtype = _one_of(dtype, ("auto", *DTYPES), "dtype {!r} to compute in")
     if dtype == "auto":
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
+    if note := stored.dequantised(dtype):
+        warnings.warn(note, stacklevel=1)
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     by_layer = rotaries_by_layer(config, family, layers, max_tokens)
     rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))

@@ -1,0 +1,6 @@
+"""The third way to store a matrix: in few bits, by several tensors that belong together."""
+
+from surgeon.models.weights.quantised.find import quantised_matrices, rules_of
+from surgeon.models.weights.quantised.matrix import Quantised, Scheme
+
+__all__ = ["Quantised", "Scheme", "quantised_matrices", "rules_of"]
