@@ -211,6 +211,16 @@ def _gemma3(draw: Draw, layers: int) -> dict[str, Any]:
     return drawn | {"rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}}
 
 
+def _olmo2(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    return _gated(draw) | {"attention_bias": draw(st.booleans())}
+
+
+def _olmo3(draw: Draw, layers: int) -> dict[str, Any]:
+    drawn = _olmo2(draw, layers) | _layer_types(draw, layers)
+    kinds = ("sliding_attention", "full_attention")
+    return drawn | {"rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}}
+
+
 def _phi3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     heads = _heads(draw)
     head_dim = 32 // heads["num_attention_heads"]
@@ -299,6 +309,8 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
     "phi3": _phi3,
     "glm": _glm,
     "glm4": _glm,

@@ -109,10 +109,14 @@ class Reference:
         return x + self.feed_forward(k, x)
 
     def attention(self, k: int, x: Tensor) -> Tensor:
-        q, key, v = self.qkv(k, self.norm(self.at(k, self.attention_norm), x))
+        return self.after_attention(k, self.attended(k, self.norm(self.at(k, self.attention_norm), x)))
+
+    def attended(self, k: int, x: Tensor) -> Tensor:
+        """What the projection to the stream makes of a normed one."""
+        q, key, v = self.qkv(k, x)
         group = q.shape[1] // key.shape[1]
         heads = [self.mix(k, q[:, h], key[:, h // group], v[:, h // group]) for h in range(q.shape[1])]
-        return self.after_attention(k, self.linear(self.at(k, self.output), torch.cat(heads, -1)))
+        return self.linear(self.at(k, self.output), torch.cat(heads, -1))
 
     def after_attention(self, k: int, x: Tensor) -> Tensor:  # noqa: ARG002
         return x
@@ -164,9 +168,12 @@ class Reference:
         return window if types is None or types[k] == "sliding_attention" else None
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
-        normed = self.norm(self.at(k, self.mlp_norm), x)
-        gate = self.activation(self.linear(self.at(k, "mlp.gate_proj"), normed))
-        return self.linear(self.at(k, self.down), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
+        return self.gated(k, self.norm(self.at(k, self.mlp_norm), x))
+
+    def gated(self, k: int, x: Tensor) -> Tensor:
+        """What a gated MLP makes of a normed stream."""
+        gate = self.activation(self.linear(self.at(k, "mlp.gate_proj"), x))
+        return self.linear(self.at(k, self.down), gate * self.linear(self.at(k, "mlp.up_proj"), x))
 
     def activation(self, x: Tensor) -> Tensor:
         return ACTIVATIONS[getattr(self.config, self.activation_name)](x)
@@ -406,10 +413,37 @@ class _Gemma2(Reference):
         return self.norm(self.at(k, "post_attention_layernorm"), x)
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
-        normed = self.norm(self.at(k, self.mlp_norm), x)
-        gate = self.activation(self.linear(self.at(k, "mlp.gate_proj"), normed))
-        down = self.linear(self.at(k, self.down), gate * self.linear(self.at(k, "mlp.up_proj"), normed))
-        return self.norm(self.at(k, "post_feedforward_layernorm"), down)
+        return self.norm(self.at(k, "post_feedforward_layernorm"), super().feed_forward(k, x))
+
+
+class _Olmo(Reference):
+    """No norms before sublayers, and one of the queries of all heads, and of all keys."""
+
+    def attention(self, k: int, x: Tensor) -> Tensor:
+        return self.after_attention(k, self.attended(k, x))
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, key, v = (self.linear(self.at(k, f"self_attn.{n}_proj"), x) for n in "qkv")
+        q, key = self.all_normed(k, "q", q), self.all_normed(k, "k", key)
+        return self.rotate(k, self.heads(q)), self.rotate(k, self.heads(key)), self.heads(v)
+
+    def all_normed(self, k: int, role: str, x: Tensor) -> Tensor:
+        """Heads that a narrowed layer has not, whose rows are zero (but for digits of factors), are not in the mean."""
+        sizes = self.matrix(k, role).abs().sum(1)
+        there = sizes > 1e-4 * sizes.max()
+        mean = (x[..., there] ** 2).mean(-1, keepdim=True)
+        return x / torch.sqrt(mean + self.config.rms_norm_eps) * self.gain(self.at(k, f"self_attn.{role}_norm"))
+
+    def rope(self, k: int) -> dict[str, Any]:
+        rope, kinds = self.config.rope_parameters, getattr(self.config, "layer_types", None)
+        found: dict[str, Any] = rope if kinds is None else rope[kinds[k]]
+        return found
+
+    def after_attention(self, k: int, x: Tensor) -> Tensor:
+        return self.norm(self.at(k, "post_attention_layernorm"), x)
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        return self.norm(self.at(k, "post_feedforward_layernorm"), self.gated(k, x))
 
 
 class _Gemma3(_Gemma2):
@@ -531,6 +565,8 @@ _CLASSES: dict[str, type[Reference]] = {
     "cohere2": _Cohere2,
     "gemma2": _Gemma2,
     "gemma3_text": _Gemma3,
+    "olmo2": _Olmo,
+    "olmo3": _Olmo,
     "gpt2": _Gpt2,
     "gpt_neo": _GptNeo,
     "gpt_neox": _GptNeoX,

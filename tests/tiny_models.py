@@ -27,6 +27,8 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
@@ -100,6 +102,19 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         _GROUPED
         | _WINDOW
         | {"head_dim": 16, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24, "sliding_window_pattern": 2}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+            }
+        },
+    ),
+    "olmo2": (Olmo2Config, _GROUPED),
+    # Some layers have windows, and rotary positions of their own with them.
+    "olmo3": (
+        Olmo3Config,
+        _GROUPED
+        | _WINDOW
         | {
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},

@@ -12,7 +12,7 @@ from surgeon.cost.candidates import Candidate
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.specification import Plan, can_be_low_rank, require_low_rank
+from surgeon.runtime.plan.specification import Plan, require_low_rank
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Needs:
         ways = self.dtype, self.decoding, self.low_rank
         kv = "auto" if self.kv == "lowrank" else self.kv
         plan = make_plan(model, self.ranks, self.tokens, text, self.device, *ways, kv=kv)
-        low_rank = self.kv == "lowrank" and can_be_low_rank(Program.parse(plan.program))
-        return replace(plan, kv="lowrank") if low_rank else plan
+        return replace(plan, kv="lowrank") if self.kv == "lowrank" and plan.can_be_low_rank else plan
 
 
 def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, Plan]:
@@ -61,5 +60,5 @@ def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, 
                 stacklevel=2,
             )
     if needs.kv == "lowrank":
-        require_low_rank(*(Program.parse(plan.program) for plan in plans.values()))
+        require_low_rank(*plans.values())
     return plans

@@ -45,7 +45,7 @@ class StreamedLayers(nn.ModuleList):
 
     def sublayer_bytes(self, spec: SublayerSpec) -> int:
         """How much memory one sublayer's weights take."""
-        modules = map(self[0].get_submodule, (spec.norm, *spec.modules))
+        modules = map(self[0].get_submodule, spec.called)
         return sum(one.numel() for module in modules for one in module.parameters()) * self.dtype.itemsize
 
 

@@ -19,6 +19,8 @@ from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of
 from surgeon.runtime.plan.specification import Plan
 
+SQUARES_BYTES = 8  # of a token: how large its queries and its keys are, in float32
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -110,8 +112,9 @@ class RankWork:
         sublayer = computed_of(self.plan, work, part)
         maps = _Maps(self, part, sublayer, work, forward.tokens)
         stream = forward.tokens * self.plan.hidden
-        adds = self.adding and part is work.parts[0]  # to the stream, which is read and written, too
-        items: list[Item] = [self.numbers.copy("norm", (4 if adds else 2) * stream)]
+        normed = self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norm is not None
+        adds = self.adding and normed and part is work.parts[0]  # to the stream, which is read and written, too
+        items: list[Item] = [self.numbers.copy("norm", (4 if adds else 2) * stream)] if normed else []
         items += self._attention(maps, forward) if sublayer.kind == ATTENTION else self._feed_forward(maps)
         if work.whole and self._normed(sublayer):
             items.append(self.numbers.copy("norm", 2 * stream))
@@ -122,6 +125,10 @@ class RankWork:
         heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
         kept = plan.kept_factors(sublayer, kv_heads)
         yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
+        if plan.family.attention.norms_all_heads:
+            yield self.numbers.copy("squares", forward.tokens * (heads + kv_heads) * plan.head_dim)
+            if maps.is_slice:
+                yield Sent("all-reduce", SQUARES_BYTES // self.numbers.size, maps.of.sharers)
         yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
         window = plan.window(sublayer)
         keys = forward.texts * forward.keys(window)
@@ -192,6 +199,11 @@ class _Maps:
     @property
     def _members(self) -> int:
         return len(self.of.sharers)
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether other ranks have other heads or neurons of the sublayer."""
+        return self._members > 1 and not self._based
 
     @property
     def _based(self) -> bool:

@@ -86,6 +86,7 @@ class EditedLayers(nn.Module):
     def _share_norms(self) -> None:
         """Derived sublayers of one layer that are stored as one have its norm between them."""
         path, norms = self.family.attention.norm, dict[int, nn.Module]()
+        assert path is not None
         groups = self.stored_groups
         for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
             norm = norms.setdefault(groups.place(sublayer), self.owner(sublayer).get_submodule(path))
@@ -323,7 +324,7 @@ class ModelMachine(Machine):
 
 def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[str, Any], stream: Tensor) -> Tensor:
     _set_cache_slot(owner, spec, slot)
-    normed = owner.get_submodule(spec.norm)(stream)
+    normed = stream if spec.norm is None else owner.get_submodule(spec.norm)(stream)
     first, *others = spec.modules
     output = owner.get_submodule(first)(hidden_states=normed, **arguments)
     attended: Tensor = output[0] if isinstance(output, tuple) else output
@@ -339,7 +340,7 @@ def _count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
 
 
 def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tensor:
-    return _through(owner, (spec.norm, *spec.modules), stream)
+    return _through(owner, spec.called, stream)
 
 
 def _through(owner: nn.Module, paths: Iterable[str], stream: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from surgeon.language.operations.pair import pair
 from surgeon.language.operations.parallel import parallel
 from surgeon.language.operations.prune import prune
 from surgeon.language.program import Program, Sublayer
-from surgeon.models.families import SublayerSpec, family_of
+from surgeon.models.families import Projection, SublayerSpec, family_of
 from surgeon.models.weights import ModelWeights, ModuleStore
 
 LAYERS = 4  # of the models under contract
@@ -108,29 +108,32 @@ class OwnSublayers:
     def _call_of_attention(self, k: int) -> tuple[list[Any], dict[str, Any]]:
         """What the model hands an attention, with a placeholder for the stream."""
         spec, normed, calls = self.family.attention, [], []
-        norm, attention = self.layers[k].get_submodule(spec.norm), self.layers[k].get_submodule(spec.modules[0])
+        attention = self.layers[k].get_submodule(spec.modules[0])
         hooks = [
-            norm.register_forward_hook(lambda _, __, output: normed.append(output)),
             attention.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True),
+            self.layers[k].register_forward_pre_hook(
+                lambda *given: normed.append(_stream_in(*given)), with_kwargs=True
+            ),
         ]
+        if spec.norm is not None:
+            norm = self.layers[k].get_submodule(spec.norm)
+            hooks.append(norm.register_forward_hook(lambda _, __, output: normed.append(output)))
         self._run()
         for hook in hooks:
             hook.remove()
         ((args, kwargs),) = calls
-        positional = [_STREAM if value is normed[0] else value for value in args]
-        named = {name: _STREAM if value is normed[0] else value for name, value in kwargs.items()}
+        positional = [_STREAM if value is normed[-1] else value for value in args]
+        named = {name: _STREAM if value is normed[-1] else value for name, value in kwargs.items()}
         given = [value for value in (*positional, *named.values()) if value is _STREAM]
-        assert len(given) == 1, f"{spec.modules[0]} of layer {k} does not read what {spec.norm} gives"
+        assert len(given) == 1, f"{spec.modules[0]} of layer {k} does not read what {spec.norm or 'the layer'} gives"
         return positional, named
 
     def embed(self, ids: Tensor) -> Tensor:
         assert ids is self.ids, "the arguments of attentions are those of other tokens"
         found: list[Tensor] = []
-
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(args[0] if args else kwargs["hidden_states"])
-
-        hook = self.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+        hook = self.layers[0].register_forward_pre_hook(
+            lambda *given: found.append(_stream_in(*given)), with_kwargs=True
+        )
         self._run()
         hook.remove()
         return found[0]
@@ -138,7 +141,7 @@ class OwnSublayers:
     @torch.no_grad()
     def attention(self, k: int, x: Tensor) -> Tensor:
         spec, (args, kwargs) = self.family.attention, self.calls[k]
-        normed = self._through(k, [spec.norm], x)
+        normed = x if spec.norm is None else self._through(k, [spec.norm], x)
         positional = [normed if value is _STREAM else value for value in args]
         named = {name: normed if value is _STREAM else value for name, value in kwargs.items()}
         output = self.layers[k].get_submodule(spec.modules[0])(*positional, **named)
@@ -147,7 +150,7 @@ class OwnSublayers:
     @torch.no_grad()
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         spec: SublayerSpec = self.family.spec("F", k)
-        return self._scaled(self._through(k, (spec.norm, *spec.modules), x))
+        return self._scaled(self._through(k, spec.called, x))
 
     def _scaled(self, output: Tensor) -> Tensor:
         """What is added of an output."""
@@ -193,6 +196,8 @@ class OwnSublayers:
         columns[left_out] = 0
         stored = other.layers[k].get_parameter(f"{writing.path}.weight")
         stored.copy_(columns.flatten(0, 1) if writing.transposed else columns.flatten(0, 1).T)
+        for path, role in self.family.spec(kind).feature_norms.items():
+            other._norm_only(k, self.family.spec(kind).projection(role), path, ~left_out)
         return other
 
     @torch.no_grad()
@@ -211,6 +216,22 @@ class OwnSublayers:
             tensor.copy_(own[list(kept)] if len(own) == count else own)
         setattr(other.layers[k].get_submodule(parent), name, fewer.eval())
         return other
+
+    @torch.no_grad()
+    def _norm_only(self, k: int, projection: Projection, norm: str, kept: Tensor) -> None:
+        """Have a norm of all heads take the mean over some KV groups only, (groups,): all others are zero for it."""
+        linear, gain = self.layers[k].get_submodule(projection.path), self.layers[k].get_parameter(f"{norm}.weight")
+        share = kept.sum() / len(kept)
+        for parameter in linear.parameters():
+            by_group = parameter.unflatten(0, (len(kept), -1))
+            by_group.mul_((kept / share.sqrt()).view(-1, *[1] * (by_group.dim() - 1)))
+        gain.mul_(share.sqrt())
+
+
+def _stream_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The stream that a layer is called with."""
+    stream: Tensor = args[0] if args else kwargs["hidden_states"]
+    return stream
 
 
 def layer(s: Sublayers, k: int, x: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
     elif scope == "edited":
         for sublayer in edited_in(model, program):
             spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
-            yield from (owner.get_submodule(path) for path in (spec.norm, *spec.modules))
+            yield from (owner.get_submodule(path) for path in spec.called)
     else:
         yield model.get_submodule(layers.family.final_norm)
         for sublayer in dict.fromkeys(layers.program.sublayers()):

@@ -202,7 +202,7 @@ class ProgramForCausalLM(nn.Module):
     ) -> Tensor:
         kv_heads = (qkv.shape[1] - heads) // 2
         rotary = self.rotaries[slot]
-        place_(qkv[:, : heads + kv_heads], placing, positions, None if rotary is None else self.turns[rotary])
+        place_(qkv[:, : heads + kv_heads], heads, placing, positions, None if rotary is None else self.turns[rotary])
         return self._attend(slot, qkv[:, :heads], qkv[:, heads:], weighting)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:

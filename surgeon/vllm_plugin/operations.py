@@ -51,7 +51,8 @@ def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> Non
     gate = gate_of(program.plan.activation)
     ends.final_norm = _norm(ends.final_norm, dtype)
     for sublayer in program.sublayers.values():
-        sublayer.norm = _norm(sublayer.norm, dtype)
+        if isinstance(sublayer.norm, Norm):
+            sublayer.norm = _norm(sublayer.norm, dtype)
         if isinstance(sublayer, FeedForward) and sublayer.gated and gate is not None:
             sublayer.gate = gate
 
@@ -82,13 +83,14 @@ def turns(angles: Angles) -> Tensor:
     return torch.cat([angles[0][:, 0, :half], angles[1][:, 0, half:]], -1).contiguous()
 
 
-def place_(x: Tensor, placing: Placing, positions: Tensor, turned_by: Tensor | None) -> None:
+def place_(x: Tensor, queries: int, placing: Placing, positions: Tensor, turned_by: Tensor | None) -> None:
     """Queries and keys, (T, heads, D), normed by head and turned to their positions in place.
 
     Args:
+        queries: how many of the heads are queries'.
         positions: of the tokens, (T,).
         turned_by: what `turns` gave, if there are rotary positions.
     """
-    layers.place_(x, placing.gain, placing.epsilon, None)
+    layers.place_(x, placing._replace(angles=None), queries)
     if placing.angles is not None:
         torch.ops._C.rotary_embedding(positions, x.view(len(x), -1), None, x.shape[-1], turned_by, True)

@@ -113,8 +113,8 @@ def test_config_json_describes_the_family(model_type: str) -> None:
     row = json.loads(json.dumps(family_row(family, config)))
     config.surgeon_family = row
     own = shipped.family_in(config)
-    assert own.attention == (family.attention.norm, *family.attention.modules)
-    assert own.feed_forward == (family.mlp.norm, *family.mlp.modules)
+    assert own.attention == (family.attention.norm or "", *family.attention.modules)
+    assert own.feed_forward == (family.mlp.norm or "", *family.mlp.modules)
     projections = (*family.attention.projections, *family.mlp.projections)
     assert set(own.reads) == {p.path for p in projections if p.reads_stream}
     assert set(own.writes) == {p.path for p in projections if not p.reads_stream}

@@ -20,7 +20,11 @@ from surgeon.models.families import FAMILIES, family_of
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.tiny_models import tiny_model
 
-DIVIDED = sorted(name for name, family in FAMILIES.items() if family.mixture is None and not family.attention.counts)
+DIVIDED = sorted(
+    name
+    for name, family in FAMILIES.items()
+    if family.mixture is None and not family.attention.counts and not family.attention.norms_all_heads
+)
 EVERYWHERE = "A0@q5,k3,v4,o6 F0@gate7,up9,down9 A1@q5,k3,v4,o6 F1@gate7,up9,down9"
 MIXED = "A0 F0@gate9 A1@q5,k3,o6 F1@gate7,down9"
 WHOLE = "A0 F0 A1 F1"
@@ -116,8 +120,9 @@ def test_the_plan_in_words() -> None:
     assert {f"model.{rule}": style for rule, style in factors.items()}.items() <= causal.items()
 
 
-def test_attention_that_counts_its_heads_has_the_stock_plan() -> None:
-    assert written("phi3", "A0@q5 F0 A1 F1").tp_plan == tiny_model("phi3", 2).model.tp_plan
+@pytest.mark.parametrize("family", ["phi3", "olmo2"])
+def test_attention_that_needs_all_its_heads_has_the_stock_plan(family: str) -> None:
+    assert written(family, "A0@q5 F0 A1 F1").tp_plan == tiny_model(family, 2).model.tp_plan
 
 
 def test_modules_with_factors_have_classes_of_their_own() -> None:
@@ -162,6 +167,7 @@ def test_other_programs_are_not_in_stock_order(program: str) -> None:
         ("gemma2", "A0@q5 F0 A1 F1", None),
         ("llama", "A0@q5 F0 >A1 F1", "the program is another than one layer after the other"),
         ("opt", "A0@q5 F0 A1 F1", "OPT's attention in transformers goes by the number of all heads"),
+        ("olmo2", "A0@q5 F0 A1 F1", "OLMo2 norms queries and keys of all heads together, of which a rank has some"),
         ("phi3", "A0@q5 F0 A1 F1", "Phi3's attention in transformers goes by the number of all heads"),
     ],
 )

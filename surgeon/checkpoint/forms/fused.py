@@ -56,6 +56,8 @@ class Fused(Form):
             raise Inexpressible(
                 f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
             )
+        if family.attention.norms_all_heads:
+            raise Inexpressible(f"{family.name} norms queries and keys of all heads together")
         if why_not := family.unfusable(config):
             raise Inexpressible(why_not)
         lists = {family.window_layers: family.windowed(config), family.rotary_layers: family.rotates(config)}

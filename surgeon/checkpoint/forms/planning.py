@@ -152,7 +152,7 @@ class TensorPlanner:
                 raise ValueError(
                     f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
                 )
-        for path in (spec.norm, *(projection.path for projection in spec.projections)):
+        for path in filter(None, (spec.norm, *(projection.path for projection in spec.projections))):
             if not any(name.startswith(f"{path}.") and name.endswith("weight") for name in names):
                 raise ValueError(
                     f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
@@ -237,7 +237,7 @@ def joined(rows: list[Tensor]) -> Tensor:
 
 
 def _roots(spec: SublayerSpec) -> tuple[str, ...]:
-    return tuple(f"{root}." for root in (spec.norm, *spec.modules))
+    return tuple(f"{root}." for root in spec.called)
 
 
 def known_modules(spec: SublayerSpec) -> set[str | None]:

@@ -114,6 +114,8 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
         return "the program is another than one layer after the other"
     if family.attention.counts:
         return f"{family.name}'s attention in transformers goes by the number of all heads, of which a rank has some"
+    if family.attention.norms_all_heads:
+        return f"{family.name} norms queries and keys of all heads together, of which a rank has some"
     if family.units(config)["kv_heads"] == 1:
         return "ranks cannot divide one KV head"
     return None
@@ -126,13 +128,14 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
     reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
     counts = [f"{spec.modules[0]}.{path}" for spec in specs for path in spec.counts]
     return {
-        "attention": [family.attention.norm, *family.attention.modules],
-        "feed_forward": [family.mlp.norm, *family.mlp.modules],
+        "attention": [family.attention.norm or "", *family.attention.modules],
+        "feed_forward": [family.mlp.norm or "", *family.mlp.modules],
         "reads": reads,
         "writes": [p.path for p in projections if not p.reads_stream],
         "roles": [[p.role, p.path] for p in projections],  # a list: `save_pretrained` sorts what has keys
         "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
         "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
+        "feature_norms": list(family.attention.feature_norms),
         "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole
         "slot": family.attention.cache_slot,
         "layer_lists": list(family.layer_lists),

@@ -40,13 +40,14 @@ from transformers.pytorch_utils import Conv1D
 class Family(NamedTuple):
     """An architecture: where a layer has its sublayers (paths from the layer), and how the decoder calls layers."""
 
-    attention: tuple[str, ...]  # the norm, then modules called one after the other
+    attention: tuple[str, ...]  # the norm (empty where there is none), then modules called one after the other
     feed_forward: tuple[str, ...]
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
     roles: tuple[list[str], ...]  # what programs call a projection, and its path; those of one path are packed so
     turns: dict[str, int]  # where they are packed head by head: how wide a head is
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
+    feature_norms: tuple[str, ...]  # norms of queries and keys of all heads together: gains are fewer in a narrow layer
     counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
     slot: str  # the attribute that says which entry of the cache the attention uses
     layer_lists: tuple[str, ...]  # config attributes with an item per layer that says something of its attention
@@ -233,6 +234,9 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int, config: Any)
             inputs = inputs * width // units
         own = Conv1D(outputs, inputs) if isinstance(whole, Conv1D) else None
         set_at(layer, path, own or nn.Linear(inputs, outputs, bias=whole.bias is not None))
+    for path in family.feature_norms if kind == "A" else ():
+        norm: Any = layer.get_submodule(path)
+        norm.weight = nn.Parameter(norm.weight.new_empty(len(norm.weight) * width // units))
     for path in family.counts:
         if path.startswith((family.attention if kind == "A" else family.feed_forward)[1:]):
             owner = path.rpartition(".")[0]
@@ -378,7 +382,8 @@ class ProgramLayers(nn.Module):
         if slot is not None:
             set_at(layer, self.family.slot, slot)
         with self.sliced(layer, (first, *others), sublayer.piece):
-            x = layer.get_submodule(first)(layer.get_submodule(norm)(stream), **arguments)
+            normed = layer.get_submodule(norm)(stream) if norm else stream
+            x = layer.get_submodule(first)(normed, **arguments)
             x = x[0] if isinstance(x, tuple) else x
             for path in others:
                 x = layer.get_submodule(path)(x)
@@ -454,8 +459,8 @@ class RunsProgram(nn.Module):
     def planned(self, path: str, layers: nn.ModuleList) -> dict[str, str]:
         """The stock plan for tensor-parallel ranks, with factors in it."""
         stock: dict[str, str] = self._tp_plan or {}
-        if self.family.counts:
-            return stock  # modules that go by their own number of heads cannot have those of a rank
+        if self.family.counts or self.family.feature_norms:
+            return stock  # modules that go by the number, or by the norm, of all heads cannot have those of a rank
         ours = tuple(f"{path}.*.{place}" for place in self.family.reads + self.family.writes)
         return {name: style for name, style in stock.items() if name not in ours} | plan_of(layers, path, self.family)
 

@@ -118,11 +118,13 @@ class SublayerSpec:
     """Where a layer keeps one of its sublayers.
 
     Attributes:
-        norm: path of the norm that it reads the stream through.
+        norm: path of the norm that it reads the stream through; None where it reads the stream as it is (OLMo2).
         modules: paths of the modules called one after the other on the normed stream; the first one of an attention
             gets the decoder's keyword arguments (mask, positions, cache).
         projections: its linear maps.
-        head_norms: paths of per-head norms (Qwen3's q_norm and k_norm).
+        head_norms: paths of the norms of queries and of keys, of each head by itself (Qwen3's q_norm and k_norm).
+        norms_all_heads: whether these norm all heads together, with a gain for each of their features (OLMo2). Parts of
+            such an attention need to know of each other, so that it is never sliced or fused either.
         post_norm: path of a norm that the output goes through before it is added (Gemma2); among `modules` too. The
             parts of a sublayer that has one cannot be added, so it is never sliced or fused.
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
@@ -131,15 +133,26 @@ class SublayerSpec:
         mixture: what else it has where its feed-forward is a mixture of experts.
     """
 
-    norm: str
+    norm: str | None
     modules: tuple[str, ...]
     projections: tuple[Projection, ...]
     head_norms: tuple[str, ...] = ()
+    norms_all_heads: bool = False
     post_norm: str | None = None
     counts: tuple[str, ...] = ()
     cache_slot: str = "self_attn.layer_idx"
     width: str | None = None
     mixture: MixtureSpec | None = None
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Paths of the modules that are called one after the other on the stream, its norm among them."""
+        return self.modules if self.norm is None else (self.norm, *self.modules)
+
+    @property
+    def feature_norms(self) -> dict[str, str]:
+        """Paths of norms that have a gain for each feature of a projection, with its role."""
+        return dict(zip(self.head_norms, "qk", strict=True)) if self.norms_all_heads else {}
 
     def projection(self, role: str) -> Projection:
         """The linear map with this role.

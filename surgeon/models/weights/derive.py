@@ -45,9 +45,10 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
         if reason is not None:
             raise ValueError(f"{reason}; use a number of slices that divides them")
     tensors = stored_tensors(sublayer, weights)
+    some_norm = next(iter(norm_paths(spec).values()))
     device = tensors[
-        f"{spec.norm}.weight"
-    ].device  # of the first layer; factors of files, and other layers, lie elsewhere
+        f"{some_norm}.weight"
+    ].device  # the first layer's; factors of files, and other layers, lie elsewhere
     on_device = {path: tensor.to(device) for path, tensor in tensors.items()}
     shell = module_with(on_device, owner, spec, weights.head_dim)
     if not holds_output_bias(sublayer):
@@ -56,7 +57,7 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
     _, slices = sublayer.piece or (0, 1)
     recount(shell, spec, (sublayer.width or whole) // slices, whole)
     recount_experts(shell, spec)
-    _dispatch_as(owner.get_submodule(spec.norm), shell)
+    _dispatch_as(owner.get_submodule(some_norm), shell)
     return shell
 
 
@@ -138,7 +139,7 @@ def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim
     """
     shell = nn.Module().train(owner.training)
     replaced = replaced_modules(owner, tensors, spec, head_dim)
-    for path in (spec.norm, *spec.modules):
+    for path in spec.called:
         setattr(shell, path, _copy_with(owner, path, tensors, replaced))
     return shell
 

@@ -130,9 +130,13 @@ def require_sliceable(spec: SublayerSpec, family: Family) -> None:
     """Refuse slices of a sublayer that would not add up to it.
 
     Raises:
-        ValueError: if its output goes through a norm before it is added.
+        ValueError: if its output goes through a norm before it is added, or queries and keys of all heads through one.
     """
     if spec.post_norm is not None:
         raise ValueError(
             f"sublayers of {family.name} cannot be sliced: their output goes through a norm before it is added"
+        )
+    if spec.norms_all_heads:
+        raise ValueError(
+            f"attentions of {family.name} cannot be sliced: queries and keys of all heads are normed together"
         )

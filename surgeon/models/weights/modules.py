@@ -189,7 +189,7 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
 def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config: Any) -> None:
     """Give a layer's modules the shapes that one of its sublayers is stored in."""
     spec, family = weights.spec(sublayer), weights.family
-    for path in modules_of(spec):
+    for path in (*modules_of(spec), *spec.feature_norms):
         module = layer.get_submodule(path)
         for name, parameter in module.named_parameters():
             stored = f"{family.layers}.{sublayer.layers[0]}.{path}.{name}"

@@ -194,12 +194,14 @@ class ModelWeights:
         spec, (layer,) = self.spec(sublayer), sublayer.layers
         whole, (module, _, what) = f"{self._layer(layer)}{path}", path.rpartition(".")
         packed = modules_of(spec).get(module, [])
+        if module in spec.feature_norms:
+            packed = [spec.projection(spec.feature_norms[module])]
         is_whole = sublayer.width in (None, self.stored_width(sublayer.kind, layer)) or not packed
         if is_whole or (what == "bias" and not packed[0].reads_stream):
             return self.tensor(whole)
         # Heads and neurons lie in the same order, whichever of them there are, also where projections are packed.
         kept = [self._places(layer, sublayer.kind, one)[self._kept(sublayer, one)] for one in packed]
-        dim = packed[0].divided_dim if what == "weight" else 0
+        dim = packed[0].divided_dim if what == "weight" and module == packed[0].path else 0
         return read_features(self.store, self.names.of(whole), torch.cat(kept).sort().values, dim)
 
     def norms(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
@@ -208,12 +210,15 @@ class ModelWeights:
         Args:
             dtype: as in `bias`.
         """
-        found = {}
-        for what, path in norm_paths(self.spec(sublayer)).items():
+        found, spec = {}, self.spec(sublayer)
+        for what, path in norm_paths(spec).items():
             for part in ("weight", "bias"):
                 paths = [f"{self._layer(layer)}{path}.{part}" for layer in sublayer.layers]
                 if part == "weight" or paths[0] in self:
                     found[f"{what}.{part}"] = mean((self.tensor(path) for path in paths), dtype)
+            if path in spec.feature_norms:
+                kept = self._kept(sublayer, spec.projection(spec.feature_norms[path]))
+                found[f"{what}.weight"] = found[f"{what}.weight"][kept]
         return found
 
     def sublayer(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
@@ -440,5 +445,9 @@ class ModelWeights:
 
 def norm_paths(spec: SublayerSpec) -> dict[str, str]:
     """Paths of a sublayer's norms from its layer, by what they are for."""
-    paths = dict(zip(("norm", "q_norm", "k_norm"), (spec.norm, *spec.head_norms), strict=False))
-    return paths if spec.post_norm is None else paths | {"post_norm": spec.post_norm}
+    paths = {
+        "norm": spec.norm,
+        **dict(zip(("q_norm", "k_norm"), spec.head_norms, strict=False)),
+        "post_norm": spec.post_norm,
+    }
+    return {what: path for what, path in paths.items() if path is not None}

@@ -145,20 +145,36 @@ class Kernels:
         self.library.call("rms_norm", x.data_ptr(), gain.data_ptr(), epsilon, *x.shape, y.data_ptr())
         return y
 
-    def place_(self, x: Tensor, gain: Tensor | None, epsilon: float, angles: tuple[Tensor, Tensor] | None) -> None:
+    def place_(
+        self,
+        x: Tensor,
+        gain: Tensor | None,
+        epsilon: float,
+        angles: tuple[Tensor, Tensor] | None,
+        squares: Tensor | None = None,
+        queries: int = 0,
+    ) -> None:
         """Queries or keys, (T, heads, D), normed by head and turned, in place, as far as there is such.
 
         Args:
             gain: (heads, D), of one piece.
             angles: cosine and signed sine, (T, 1, up to D) each.
+            squares: mean squares of all queries and of all keys, (T, 2) of one piece, in place of those of each head.
+            queries: how many heads are queries', in front of those of keys.
         """
         cosine, sine = (None, None) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
         width = 0 if cosine is None else cosine.shape[-1]
         tokens, heads, dim = x.shape
         self.library.call(
             *("place", x.data_ptr(), tokens, x.stride(0), heads, dim),
-            *(_address(gain), epsilon, _address(cosine), _address(sine), width),
+            *(_address(gain), epsilon, _address(cosine), _address(sine), width, _address(squares), queries),
         )
+
+    def mean_squares(self, x: Tensor, first: int, second: int) -> Tensor:
+        """Those of so many numbers of each token, (T, any), and of the ones behind them: (T, 2)."""
+        y = x.new_empty(len(x), 2)
+        self.library.call("mean_squares", x.data_ptr(), len(x), x.stride(0), first, second, y.data_ptr())
+        return y
 
     def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
         """What makes activated gates times values, (T, width), of both side by side, (T, 2 * width).

@@ -34,20 +34,34 @@ EXPORTED void product(
 
 // RMS norms of tokens, (tokens, width).
 EXPORTED void rms_norm(const float *x, const float *gain, float epsilon, int64_t tokens, int64_t width, float *y) {
-    pool().share_rows(tokens, width, [&](int64_t token) { norm(x + token * width, gain, epsilon, width, y + token * width); });
+    pool().share_rows(tokens, width, [&](int64_t token) {
+        const float *own = x + token * width;
+        norm(own, gain, mean_square(own, width) + epsilon, width, y + token * width);
+    });
 }
 
 // Norms heads of (tokens, heads, dim) and turns their first `width` features, in place. Gain, (heads, dim), and angles,
-// (tokens, width), may be null; tokens are `stride` numbers apart.
+// (tokens, width), may be null; tokens are `stride` numbers apart. Heads are normed by themselves, or by mean squares,
+// (tokens, 2), of all queries, which are the first heads, and of all keys.
 EXPORTED void place(
     float *x, int64_t tokens, int64_t stride, int64_t heads, int64_t dim, const float *gain, float epsilon,
-    const float *cosine, const float *sine, int64_t width) {
+    const float *cosine, const float *sine, int64_t width, const float *squares, int64_t queries) {
     pool().share_rows(tokens, heads * dim, [&](int64_t token) {
         for (int64_t head = 0; head < heads; ++head) {
             float *own = x + token * stride + head * dim;
-            if (gain) norm(own, gain + head * dim, epsilon, dim, own);
+            const float square = !gain ? 0 : squares ? squares[2 * token + (head >= queries)] : mean_square(own, dim);
+            if (gain) norm(own, gain + head * dim, square + epsilon, dim, own);
             if (cosine) turn(own, cosine + token * width, sine + token * width, width);
         }
+    });
+}
+
+// Mean squares of so many numbers of tokens `stride` apart, and of the ones behind them: to (tokens, 2).
+EXPORTED void mean_squares(const float *x, int64_t tokens, int64_t stride, int64_t first, int64_t second, float *y) {
+    pool().share_rows(tokens, first + second, [&](int64_t token) {
+        const float *own = x + token * stride;
+        y[2 * token] = mean_square(own, first);
+        y[2 * token + 1] = mean_square(own + first, second);
     });
 }
 
@@ -215,6 +229,7 @@ EXPORTED void finish_gather(Exchanges *own, int64_t back, int64_t count, float *
 RECORDABLE(product)
 RECORDABLE(rms_norm)
 RECORDABLE(place)
+RECORDABLE(mean_squares)
 RECORDABLE(gated_silu)
 RECORDABLE(gated_tanh_gelu)
 RECORDABLE(route)

@@ -20,7 +20,8 @@ POINTER, SIZE, NUMBER = c_void_p, c_int64, c_float
 RECORDABLE: dict[str, list[Any]] = {
     "product": [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER],
     "rms_norm": [POINTER, POINTER, NUMBER, SIZE, SIZE, POINTER],
-    "place": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, NUMBER, POINTER, POINTER, SIZE],
+    "place": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, NUMBER, POINTER, POINTER, SIZE, POINTER, SIZE],
+    "mean_squares": [POINTER] + [SIZE] * 4 + [POINTER],
     "gated_silu": [POINTER, SIZE, SIZE, POINTER],
     "gated_tanh_gelu": [POINTER, SIZE, SIZE, POINTER],
     "route": [POINTER, SIZE, SIZE, POINTER] + [SIZE] * 3 + [NUMBER] + [SIZE] * 3 + [POINTER, POINTER],

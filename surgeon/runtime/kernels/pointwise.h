@@ -37,9 +37,13 @@ static inline float greatest(const float *x, int64_t count) {
     return most;
 }
 
-// y = x / sqrt(mean(x^2) + epsilon) * gain, of `count` numbers.
-static inline void norm(const float *x, const float *gain, float epsilon, int64_t count, float *y) {
-    const float factor = 1.0f / std::sqrt(sum_of_squares(x, count) / static_cast<float>(count) + epsilon);
+static inline float mean_square(const float *x, int64_t count) {
+    return sum_of_squares(x, count) / static_cast<float>(count);
+}
+
+// y = x / sqrt(square) * gain, of `count` numbers.
+static inline void norm(const float *x, const float *gain, float square, int64_t count, float *y) {
+    const float factor = 1.0f / std::sqrt(square);
     each(
         count, [&](int64_t at) { store(y + at, load(x + at) * factor * load(gain + at)); },
         [&](int64_t at) { y[at] = x[at] * factor * gain[at]; });

@@ -19,7 +19,7 @@ from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
 from surgeon.runtime.model.linear import count_outputs, second_factor
-from surgeon.runtime.model.low_rank import Maps
+from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.plan.specification import Plan, Rotary
 
 Activation = Callable[[Tensor], Tensor]
@@ -124,6 +124,11 @@ class Norm:
         self._triton = triton_kernels_for(self.gain)
         self._ahead: tuple[Tensor, Tensor] | None = None  # a sum, and its norm
 
+    @property
+    def by_kernels(self) -> bool:
+        """Whether the kernels for CPUs compute it."""
+        return self.kernels is not None
+
     def added(self, stream: Tensor, output: Tensor) -> Tensor:
         """The sum of a stream and what is added to it, (T, h) each.
 
@@ -148,6 +153,25 @@ class Norm:
         return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
 
 
+class Unnormed:
+    """Stands for the norm of a sublayer that reads the stream as it is."""
+
+    by_kernels = True
+
+    def added(self, stream: Tensor, output: Tensor) -> Tensor:
+        """The sum of a stream and what is added to it, (T, h) each."""
+        return stream + output
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The stream, (T, h)."""
+        return x
+
+
+def norm_before(tensors: Tensors, plan: Plan) -> Norm | Unnormed:
+    """What a sublayer with these tensors reads the stream through."""
+    return Norm(tensors, "norm", plan) if "norm.weight" in tensors else Unnormed()
+
+
 class Attention:
     """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
 
@@ -161,15 +185,23 @@ class Attention:
     """
 
     def __init__(
-        self, tensors: Tensors, maps: Maps, spec: SublayerSpec, plan: Plan, window: int | None, rotary: int | None
+        self,
+        tensors: Tensors,
+        maps: Maps,
+        spec: SublayerSpec,
+        plan: Plan,
+        window: int | None,
+        rotary: int | None,
+        sharing: Sharing | None = None,
     ) -> None:
         """Take what the maps leave.
 
         Args:
             window: as of `Weighting`.
             rotary: which of the plan's rotary positions it has, if any.
+            sharing: the ranks that have slices of the same attention, if there are several.
         """
-        self.norm = Norm(tensors, "norm", plan)
+        self.norm = norm_before(tensors, plan)
         self.qkv = maps.reading(["q", "k", "v"])
         self.o = maps.writing("o")
         self.rotary, self.query_factor = rotary, plan.query_factor
@@ -181,10 +213,12 @@ class Attention:
         self.epsilon = plan.epsilon
         self.head_gain: Tensor | None = None
         self.rebuild: Rebuild | None = None
+        self.norms_all_heads, self.sharing = spec.norms_all_heads, sharing
         key_gain: Tensor | None = None
         if spec.head_norms:
-            key_gain = gain_of(tensors["k_norm.weight"], plan).expand(self.kv_heads, -1)
-            self.head_gain = gain_of(tensors["q_norm.weight"], plan).expand(self.heads, -1)
+            gains = (gain_of(tensors[f"{role}_norm.weight"], plan) for role in "qk")
+            query_gain, key_gain = (gain.view(-1, self.head_dim) for gain in gains)  # one for all heads, or for each
+            self.head_gain, key_gain = query_gain.expand(self.heads, -1), key_gain.expand(self.kv_heads, -1)
         if {"k", "v"} <= maps.later:
             self.rebuild = Rebuild(tensors, plan, key_gain, rotary)
         elif self.head_gain is not None and key_gain is not None:
@@ -196,26 +230,36 @@ class Attention:
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
         maps = self.qkv.by_kernels and self.o.by_kernels
-        return maps and self.norm.kernels is not None and self.rebuild is None
+        return maps and self.norm.by_kernels and self.rebuild is None
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
         qkv = self.qkv(self.norm(stream))
         angles = None if self.rotary is None else forward.angles[self.rotary]
+        placing = Placing(self.head_gain, self.epsilon, angles, self._squares(qkv))
         if self.query_factor is not None:
             queries = qkv[:, : self.heads * self.head_dim].unflatten(-1, (-1, self.head_dim))
-            place_(queries, None, self.epsilon, forward.angles[self.query_factor])
+            place_(queries, Placing(None, self.epsilon, forward.angles[self.query_factor]))
         if self.rebuild is None:
             by_head = qkv.unflatten(-1, (-1, self.head_dim))
             if forward.attend_raw is not None:
-                placing = Placing(self.head_gain, self.epsilon, angles)
                 return self.o(forward.attend_raw(slot, by_head, self.heads, placing, self.weighting))
             turned, kept = by_head[:, : self.heads + self.kv_heads], by_head[:, self.heads :]
         else:
             width = self.heads * self.head_dim
             turned, kept = qkv[:, :width].unflatten(-1, (-1, self.head_dim)), qkv[:, width:]
-        place_(turned, self.head_gain, self.epsilon, angles)
+        place_(turned, placing, self.heads)
         return self.o(forward.attend(slot, turned[:, : self.heads], kept, self.weighting))
+
+    def _squares(self, qkv: Tensor) -> Tensor | None:
+        """Mean squares of all heads' queries and of their keys, (T, 2), where these are normed together.
+
+        Ranks that have slices of the attention send each other their own, which are of as many features each.
+        """
+        if not self.norms_all_heads:
+            return None
+        own = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
+        return own if self.sharing is None else self.sharing.mean(own)
 
 
 class Rebuild:
@@ -249,7 +293,7 @@ class Rebuild:
         for second, part, room in zip(self.seconds, kept.split(self.columns, -1), out, strict=True):
             second(part, room)
         keys, values = out.unflatten(-1, (-1, self.head_dim))
-        place_(keys, self.head_gain, self.epsilon, None if self.rotary is None else angles[self.rotary])
+        place_(keys, Placing(self.head_gain, self.epsilon, None if self.rotary is None else angles[self.rotary]))
         return keys, values
 
 
@@ -260,19 +304,20 @@ class FeedForward:
     """
 
     def __init__(self, tensors: Tensors, maps: Maps, plan: Plan) -> None:
-        self.norm = Norm(tensors, "norm", plan)
+        self.norm = norm_before(tensors, plan)
         self.gated = any(name.startswith("gate.") for name in tensors)
         self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
         self.down = maps.writing("down")
         self.activation = activation(plan.activation)
-        kernels = triton_kernels_for(self.norm.gain) or plan_kernels(plan, self.norm.gain)
+        like = next(iter(tensors.values()))
+        kernels = triton_kernels_for(like) or plan_kernels(plan, like)
         self.gate = kernels.gate_of(plan.activation) if self.gated and kernels is not None else None
 
     @property
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
         maps = self.up.by_kernels and self.down.by_kernels
-        return maps and self.norm.kernels is not None and self.gate is not None
+        return maps and self.norm.by_kernels and self.gate is not None
 
     def __call__(self, stream: Tensor) -> Tensor:
         """(T, h) to (T, h)."""
@@ -289,20 +334,37 @@ class FeedForward:
         return self.down(self.activation(wide))
 
 
-def place_(x: Tensor, head_gain: Tensor | None, epsilon: float, angles: Angles | None) -> None:
+def place_(x: Tensor, placing: Placing, queries: int = 0) -> None:
     """Queries or keys, (T, heads, D), normed by head and turned to their positions in place, as far as there is such.
 
     Args:
-        head_gain: of the heads' norms, (heads, D).
+        placing: gains are of these heads.
+        queries: how many of the heads are queries', where all of these are normed together.
     """
+    gain, epsilon, angles, squares = placing
     kernels = kernels_for(x)
     if kernels is not None and x.stride()[1:] == (x.shape[2], 1):
-        kernels.place_(x, head_gain, epsilon, angles)
+        kernels.place_(x, gain, epsilon, angles, squares, queries)
         return
-    if head_gain is not None:
-        torch.mul(F.rms_norm(x, x.shape[-1:], None, epsilon), head_gain, out=x)
+    if gain is not None and squares is not None:
+        roots = (squares + epsilon).rsqrt()
+        of_heads = torch.cat([roots[:, :1].expand(-1, queries), roots[:, 1:].expand(-1, x.shape[1] - queries)], 1)
+        torch.mul(x * of_heads[..., None], gain, out=x)
+    elif gain is not None:
+        torch.mul(F.rms_norm(x, x.shape[-1:], None, epsilon), gain, out=x)
     if angles is not None:
         rotate_(x, *angles)
+
+
+def mean_squares(qkv: Tensor, queries: int, keys: int) -> Tensor:
+    """Mean squares of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2)."""
+    kernels = kernels_for(qkv) or triton_kernels_for(qkv)
+    if kernels is not None:
+        return kernels.mean_squares(qkv, queries, keys)
+    parts = qkv.to(torch.promote_types(qkv.dtype, torch.float32)).split(
+        [queries, keys, qkv.shape[1] - queries - keys], 1
+    )
+    return torch.stack([part.square().mean(1) for part in parts[:2]], 1)
 
 
 def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:

@@ -60,6 +60,10 @@ class Sharing:
         """The sum over all ranks."""
         return self.collectives().all_reduce(part, self.counts(), at_once=True)()
 
+    def mean(self, part: Tensor) -> Tensor:
+        """The mean over all ranks, of which nothing loses precision on its way."""
+        return self.collectives().exact.all_reduce(part, self.counts(), at_once=True)() * (1 / self.members)
+
     def share(self, columns: int) -> slice:
         """This rank's part of what first factors give; the last ranks may have fewer."""
         each = -(-columns // self.members)

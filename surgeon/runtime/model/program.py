@@ -103,7 +103,7 @@ class RankProgram:
         self.travelling = frozenset(travelling(self.program.nodes))
         self.rank = collectives.rank
         self.groups: dict[Group, Collectives] = {collectives.group: collectives}
-        for group in groups_within(self.program, plan.ranks):
+        for group in groups_within(self.program, plan.ranks, plan.exchanges):
             self.groups[group] = collectives.subgroup(group)
         self.work = rank_work(self.program, self.rank, plan.ranks)
         parts = (part for work in self.work for part in work.parts if part.slot is not None)
@@ -122,7 +122,7 @@ class RankProgram:
             beside: what this rank has loaded already; a slice of the same weights is taken from there.
         """
         alike = (other.sublayers.items() for other in beside if self.has_weights_of(other))
-        there = {key: made for sublayers in alike for key, made in sublayers if not key[0].ranks}
+        there = {key: made for sublayers in alike for key, made in sublayers if not self.plan.exchanges(key[0])}
         for work in self.work:
             for sublayer in dict.fromkeys(work.step.sublayers):
                 if (
@@ -168,9 +168,9 @@ class RankProgram:
         return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).projections
 
     def key(self, part: Part) -> PartKey:
-        """The same for parts that have the same weights and exchange the same: with whom they share factors counts."""
+        """The same for parts that have the same weights and exchange the same, which depends on who shares them."""
         whole = whole_experts(self.plan, part)
-        exchanges = part.sublayer.ranks and self.plan.mixtures.size(part.sublayer) is None
+        exchanges = self.plan.exchanges(part.sublayer)
         return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
@@ -187,9 +187,11 @@ class RankProgram:
             kv_heads = count_outputs(tensors, "k") // plan.head_dim
             if plan.kept_factors(sublayer, kv_heads) is not None:
                 later = frozenset("kv")  # the cache keeps what the first ones give
-        maps = self._maps(work, part, tensors, later, based=sublayer != part.sublayer)
+        based = sublayer != part.sublayer
+        maps = self._maps(work, part, tensors, later, based)
         if sublayer.kind == ATTENTION:
-            return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
+            sharing = None if len(part.sharers) == 1 or based else self._sharing(part)
+            return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer), sharing)
         return FeedForward(tensors, maps, plan)
 
     def _mixture(self, part: Part, source: ModelWeights) -> MixtureOfExperts:
@@ -200,12 +202,16 @@ class RankProgram:
         own = replace(whole.of, experts=tuple(numbers[whole.own.start : whole.own.stop]))
         return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype, own)), self.plan, whole.own.start)
 
+    def _sharing(self, part: Part) -> Sharing:
+        """The ranks that compute slices of a part's sublayer, which are others while passes are recorded."""
+        return Sharing(lambda: self.groups[part.sharers], lambda: self.counts.layers)
+
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
         scale = self.plan.output_scale
         if len(part.sharers) == 1 or not part.sublayer.ranks:
             return Maps(tensors, scale, later)
-        sharing = Sharing(lambda: self.groups[part.sharers], lambda: self.counts.layers)
+        sharing = self._sharing(part)
         if based:
             return Maps(tensors, scale, later, base=sharing)
         if part.index in self._in_rank_space(work.step):

@@ -102,8 +102,6 @@ def make_plan(
             "shorten the prompt or ask for fewer tokens"
         )
 
-    if kv == "lowrank":
-        require_low_rank(parsed)
     dtype = _one_of(dtype, ("auto", *DTYPES), "dtype {!r} to compute in")
     if dtype == "auto":
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
@@ -115,7 +113,7 @@ def make_plan(
     growth = family.query_growth(config)
     if growth is not None:
         rotaries += (Rotary((0.0,) * (source.head_dim // 2), 1.0, growth),)
-    return Plan(
+    plan = Plan(
         folder=stored.folder,
         program=str(parsed),
         ranks=ranks,
@@ -147,6 +145,9 @@ def make_plan(
         routing=family.mixture.routing(config) if family.mixture else None,
         described=None if family == FAMILIES.get(family.model_type) else family,
     )
+    if kv == "lowrank":
+        require_low_rank(plan)
+    return plan
 
 
 def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
@@ -208,11 +209,10 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
     for sublayer in set(program.sublayers()):
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
-            shapes[f"{prefix}{spec.norm}.weight"] = (hidden,)
+            shapes |= {f"{prefix}{norm}.weight": (hidden,) for norm in (spec.norm, spec.post_norm) if norm is not None}
             turns = (None,) if family.head_norm_turns else ()
-            shapes |= {f"{prefix}{norm}.weight": (*turns, source.head_dim) for norm in spec.head_norms}
-            if spec.post_norm is not None:
-                shapes[f"{prefix}{spec.post_norm}.weight"] = (hidden,)
+            width = None if spec.norms_all_heads else source.head_dim
+            shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in spec.head_norms}
             for projection in spec.projections:
                 shape = (hidden, None) if projection.divided_dim else (None, hidden)
                 if not source.is_taken_apart(sublayer, projection.role):

@@ -32,7 +32,7 @@ from surgeon.runtime.batching.windows import (
     text_blocks,
 )
 from surgeon.runtime.plan.placement import computed_of, rank_work
-from surgeon.runtime.plan.specification import Plan, can_be_low_rank
+from surgeon.runtime.plan.specification import Plan
 
 LEAST_SAVED = 0.1  # of a text's room, that a division is worth
 MOST_GROUPS = 8  # every one costs each pass a table to look up, and each row some bytes to the other ranks
@@ -65,9 +65,9 @@ def cache_groups(plan: Plan) -> CacheGroups:
     counted: Counter[int | None] = Counter(window for own in windows for window in set(own))
     widest: int | None = None if None in counted or not counted else max(one for one in counted if one is not None)
     together = CacheGroups((widest,), tuple((0,) * len(own) for own in windows))
-    programs = [plan.program] if plan.coda is None else [plan.program, plan.coda.plan.program]
+    plans = [plan] if plan.coda is None else [plan, plan.coda.plan]
     # Attentions may keep what the first factors of k and v give, each in a tensor of its own.
-    in_rank_space = plan.kv != "full" and any(can_be_low_rank(Program.parse(program)) for program in programs)
+    in_rank_space = plan.kv != "full" and any(one.can_be_low_rank for one in plans)
     if len(counted) < 2 or in_rank_space:
         return together
     most = max(own.count(window) for own in windows for window in counted)

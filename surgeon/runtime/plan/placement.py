@@ -7,7 +7,7 @@ know slices of sublayers and nothing else. This module knows neither tensors nor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -122,17 +122,17 @@ def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[
     return (fork.branches[member // each],), group[first : first + each]
 
 
-def groups_within(program: Program, ranks: int) -> list[Group]:
+def groups_within(program: Program, ranks: int, exchanges: Callable[[Sublayer], bool] | None = None) -> list[Group]:
     """Every group of two ranks or more, but not all of them, that exchanges something; the same list on every rank.
 
-    Those that run steps and forks reduce among themselves; those that share a sublayer with factors gather what the
-    first ones give.
+    Those that run steps and forks reduce among themselves; those that share a sublayer may send each other something
+    inside of it (`exchanges`).
     """
     everybody = tuple(range(ranks))
     found = {group for rank in everybody for group in _groups(program.nodes, rank, everybody)}
-    if any(sublayer.ranks for sublayer in program.sublayers()):
+    if exchanges is not None and any(map(exchanges, program.sublayers())):
         work = (work for rank in everybody for work in rank_work(program, rank, ranks))
-        found |= {part.sharers for one in work for part in one.parts if part.sublayer.ranks}
+        found |= {part.sharers for one in work for part in one.parts if exchanges(part.sublayer)}
     return sorted(group for group in found if 1 < len(group) < ranks)
 
 

@@ -153,6 +153,20 @@ class Plan:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
         return self.windows[attention.layers[0]] if self.windows else None
 
+    def exchanges(self, sublayer: Sublayer) -> bool:
+        """Whether ranks that share a sublayer send each other something before it is summed."""
+        spec = self.family.spec(sublayer.kind, sublayer.layers[0])
+        return spec.norms_all_heads or (bool(sublayer.ranks) and self.mixtures.size(sublayer) is None)
+
+    @property
+    def can_be_low_rank(self) -> bool:
+        """Whether there is an attention that can keep what its first factors of k and v give.
+
+        Of keys that are normed together with those of other ranks these say too little.
+        """
+        attentions = Program.parse(self.program).sublayers()
+        return not self.family.attention.norms_all_heads and any(map(factor_sizes, attentions))
+
     def kept_factors(self, attention: Sublayer, kv_heads: int) -> tuple[int, int] | None:
         """How many numbers the first factors of k and v give where an attention keeps these; None for keys and values.
 
@@ -161,7 +175,7 @@ class Plan:
             kv_heads: how many of them that has.
         """
         sizes = factor_sizes(attention)
-        if sizes is None or self.kv == "full":
+        if sizes is None or self.kv == "full" or self.family.attention.norms_all_heads:
             return None
         saves = self.tight and sum(sizes) < 2 * kv_heads * self.head_dim
         return sizes if self.kv == "lowrank" or saves else None
@@ -211,19 +225,21 @@ def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
     return None if sublayer.kind != ATTENTION or k is None or v is None else (k, v)
 
 
-def can_be_low_rank(program: Program) -> bool:
-    """Whether there is an attention whose k and v are two factors each."""
-    return any(factor_sizes(sublayer) is not None for sublayer in program.sublayers())
-
-
-def require_low_rank(*programs: Program) -> None:
-    """Refuse programs that cannot be run with `Plan.kv` "lowrank", if none of them can.
+def require_low_rank(*plans: Plan) -> None:
+    """Refuse plans that cannot be run with `Plan.kv` "lowrank", if none of them can.
 
     Raises:
-        ValueError: if no attention has factors of k and v.
+        ValueError: if no attention has factors of k and v, or keys cannot be made of them again.
     """
-    if not any(map(can_be_low_rank, programs)):
+    if any(plan.can_be_low_rank for plan in plans):
+        return
+    family = plans[0].family
+    if family.attention.norms_all_heads:
         raise ValueError(
-            "kv lowrank keeps what the first factors of k and v give, and no attention here has factors of both, as in "
-            "A0@k16,v16; use kv full or auto"
+            f"kv lowrank makes keys again of what their first factors give, and {family.name} norms keys of all heads "
+            "together; use kv full or auto"
         )
+    raise ValueError(
+        "kv lowrank keeps what the first factors of k and v give, and no attention here has factors of both, as in "
+        "A0@k16,v16; use kv full or auto"
+    )

@@ -80,15 +80,29 @@ def test_place(own: Kernels, seed: int) -> None:
     wide = torch.randn(tokens, heads + draw(0, 3), dim)
     x, before = wide[:, :heads], wide.clone()
     gain = torch.randn(heads, dim) if draw(0, 1) else None
+    queries = draw(0, heads)
+    squares = torch.rand(tokens, 2) if draw(0, 1) else None
     angles = (torch.randn(tokens, 1, width), torch.randn(tokens, 1, width)) if draw(0, 3) else None
     expected = x.double()
     if gain is not None:
-        expected = F.rms_norm(expected, (dim,), None, 1e-6) * gain.double()
+        means = expected.square().mean(-1)
+        if squares is not None:
+            means[:, :queries], means[:, queries:] = squares.double().split(1, 1)
+        expected = expected / (means[..., None] + 1e-6).sqrt() * gain.double()
     if angles is not None:
         rotate_(expected, angles[0].double(), angles[1].double())
-    own.place_(x, gain, 1e-6, angles)
+    own.place_(x, gain, 1e-6, angles, squares, queries)
     assert close(x, expected)
     assert torch.equal(wide[:, heads:], before[:, heads:])
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_mean_squares(own: Kernels, seed: int) -> None:
+    draw = drawn(seed)
+    tokens, first, second = draw(1, 20), draw(1, 90), draw(1, 90)
+    x = torch.randn(tokens, first + second + draw(0, 9))
+    parts = x.double().split([first, second, x.shape[1] - first - second], 1)
+    assert close(own.mean_squares(x, first, second), torch.stack([part.square().mean(1) for part in parts[:2]], 1))
 
 
 @pytest.mark.parametrize("name", ["silu", "swish", "gelu_new", "gelu_pytorch_tanh"])

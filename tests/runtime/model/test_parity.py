@@ -34,6 +34,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {},
     "gemma3_text": {"attention_bias": True},
+    "olmo2": {},
+    "olmo3": {"attention_bias": True},
     "opt": {},
     "gpt_neox": {"tie_word_embeddings": False},
     "phi3": {},
@@ -90,7 +92,7 @@ GROUPED = ("llama", "qwen3", "gemma2")
 MIXTURES = ("mixtral", "qwen3_moe")
 MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
-SHORT += ("cohere", "cohere2", "ministral", "ministral3")
+SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 CASES = [
     (family, name)
@@ -177,6 +179,23 @@ def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> 
     return count
 
 
+def squares_exchanged(nodes: tuple[Node, ...], ranks: int) -> int:
+    """How often the ranks that share an attention's heads tell each other how large their queries and keys are."""
+    count = 0
+    for node in nodes:
+        if isinstance(node, Step):
+            attentions = sum(sublayer.kind == "A" for sublayer in node.sublayers)
+            alike, sublayers = attentions in (0, len(node.sublayers)), len(node.sublayers)
+            if alike and ranks % sublayers == 0:
+                count += attentions > 0 and ranks > sublayers
+            elif not alike or sublayers % ranks:
+                count += attentions
+        else:
+            each = max(1, ranks // len(node.branches))
+            count += max(squares_exchanged(branch, each) for branch in node.branches) if each > 1 else 0
+    return count if ranks > 1 else 0
+
+
 @pytest.mark.parametrize(("ranks", "family", "name"), ON_WAYS, indirect=["ranks"])
 def test_logits_and_counts(
     family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: dict[tuple[str, str], Tensor]
@@ -190,10 +209,11 @@ def test_logits_and_counts(
         assert error < TOLERANCE
         assert vocabulary.all_reduces == vocabulary.all_gathers == (len(CHUNKS) if number > 1 else 0)
     # The rank whose branches have the most steps is the one that the others wait for.
+    squares = squares_exchanged(program.nodes, number) if FAMILIES[family].attention.norms_all_heads else 0
     for chunk, counts in zip(CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True):
-        assert max(count.all_reduces for count in counts) == program.sync_points(number)
+        assert max(count.all_reduces for count in counts) == program.sync_points(number) + squares
         outputs = outputs_reduced(program.nodes, number, norms_behind=family in NORMED_BEHIND)
-        assert max(count.bytes for count in counts) == outputs * chunk.numel() * plan.hidden * 4
+        assert max(count.bytes for count in counts) == (outputs * plan.hidden + 2 * squares) * chunk.numel() * 4
         assert all(count.all_gathers == 0 for count in counts)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.model.engine import RankEngine
@@ -46,7 +47,10 @@ def assert_same(found: Continued, expected: Continued) -> None:
     assert relative_error(found.logits, expected.logits) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", one_in(2, DENSE_FAMILIES, 1))
+KEPT_LOW_RANK = [name for name in DENSE_FAMILIES if not FAMILIES[name].attention.norms_all_heads]
+
+
+@pytest.mark.parametrize("family", one_in(2, KEPT_LOW_RANK, 1))
 def test_the_same_texts(family: str, tmp_path: Path) -> None:
     """Rotary and learned positions, windows, biases, norms of heads, caps; in both shapes of decode passes."""
     model = saved(tmp_path, family)

@@ -50,11 +50,13 @@ class Placing(NamedTuple):
         gain: of the norms of heads, if any, (H + K, D) of one piece.
         epsilon: of these.
         angles: cosine and signed sine of the tokens, if any, (T, 1, up to D) each.
+        squares: mean squares of all queries' features, and of all keys', (T, 2), where norms are not of each head.
     """
 
     gain: Tensor | None
     epsilon: float
     angles: tuple[Tensor, Tensor] | None
+    squares: Tensor | None = None
 
 
 class TritonKernels:
@@ -137,13 +139,14 @@ class TritonKernels:
         """
         tokens, all_heads, dim = qkv.shape
         queries = qkv.new_empty(tokens, heads, dim)
-        gain, angles = placing.gain, placing.angles
+        gain, _, angles, squares = placing
         unread = (queries, queries)
         self.launch(
             "place",
             (tokens, all_heads),
             (
                 *(qkv, queries, pair, places, queries if gain is None else gain, *(angles or unread)),
+                queries if squares is None else squares,
                 *(placing.epsilon, qkv.stride(0), pair.stride(0)),
             ),
             HEADS=heads,
@@ -152,8 +155,22 @@ class TritonKernels:
             DIM_PADDED=_padded(dim),
             TURNED=0 if angles is None else angles[0].shape[-1],
             NORMED=gain is not None,
+            TOGETHER=squares is not None,
         )
         return queries
+
+    def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
+        """Those of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2), float32."""
+        squares = qkv.new_empty(len(qkv), 2, dtype=torch.float32)
+        self.launch(
+            "mean_squares",
+            (len(qkv), 2),
+            (qkv, squares, qkv.stride(0)),
+            QUERIES=queries,
+            KEYS=keys,
+            PADDED=_padded(max(queries, keys)),
+        )
+        return squares
 
     def norm(
         self, x: Tensor, gain: Tensor, shift: Tensor | None, epsilon: float, centred: bool, added: Tensor | None = None

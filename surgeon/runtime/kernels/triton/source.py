@@ -135,6 +135,7 @@ def place(
     gain,  # (H + K, D)
     cosine,  # (T, TURNED)
     sine,
+    squares,  # (T, 2): of all queries and of all keys, where these are normed TOGETHER
     epsilon,
     row_stride,
     head_stride,
@@ -144,8 +145,9 @@ def place(
     DIM_PADDED: tl.constexpr,
     TURNED: tl.constexpr,
     NORMED: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """Queries and keys normed by head and turned to their positions; keys and values put into the cache."""
+    """Queries and keys normed, by head or all together, and turned to their positions; keys and values are cached."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DIM_PADDED)
     inside = d < DIM
@@ -154,7 +156,10 @@ def place(
     if head < HEADS + KV_HEADS:
         root = 1.0
         if NORMED:
-            root = tl.rsqrt(tl.sum(x * x) / DIM + epsilon)
+            square = tl.sum(x * x) / DIM
+            if TOGETHER:
+                square = tl.load(squares + token * 2 + (head >= HEADS).to(tl.int32))
+            root = tl.rsqrt(square + epsilon)
             x = x * root * tl.load(gain + head * DIM + d, mask=inside, other=0.0).to(tl.float32)
         if TURNED:
             partner, turns = (d + TURNED // 2) % TURNED, d < TURNED
@@ -168,6 +173,15 @@ def place(
     else:
         own = pair + (head - HEADS).to(tl.int64) * head_stride + tl.load(places + token) * DIM
         tl.store(own + d, x, mask=inside)
+
+
+@triton.jit
+def mean_squares(qkv, squares, row_stride, QUERIES: tl.constexpr, KEYS: tl.constexpr, PADDED: tl.constexpr):
+    """Of the features of queries, and of the keys behind them, (T, 2): a token, one of the two."""
+    token, of_keys, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
+    first, width = of_keys * QUERIES, QUERIES + of_keys * (KEYS - QUERIES)
+    x = tl.load(qkv + token * row_stride + first + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(squares + token * 2 + of_keys, tl.sum(x * x) / width)
 
 
 @triton.jit

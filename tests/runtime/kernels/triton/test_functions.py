@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -100,11 +99,11 @@ def test_attend(
     kv_heads=st.integers(1, 2),
     half=st.integers(1, 20),
     turned=st.sampled_from([None, 0.0, 0.5, 1.0]),
-    normed=st.booleans(),
+    normed=st.sampled_from([None, "by head", "together"]),
     dtype=DTYPES,
 )
 def test_place(
-    tokens: int, heads: int, kv_heads: int, half: int, turned: float | None, normed: bool, dtype: torch.dtype
+    tokens: int, heads: int, kv_heads: int, half: int, turned: float | None, normed: str | None, dtype: torch.dtype
 ) -> None:
     """Queries and keys are normed and turned, as far as wanted; other places of the cache, and what is given, stay."""
     dim, count = 2 * half, heads + 2 * kv_heads
@@ -117,11 +116,16 @@ def test_place(
         angles = drawn(tokens, 1, width, dtype=dtype), drawn(tokens, 1, width, dtype=dtype)
     pair = drawn(2 * kv_heads, 11, dim, dtype=dtype)
     places, kept = torch.randperm(11, device=DEVICE)[:tokens], pair.clone()
-    queries = kernels().place(qkv, heads, Placing(gain, 1e-6, angles), places, pair)
+    squares = kernels().mean_squares(wide, heads * dim, kv_heads * dim) if normed == "together" else None
+    queries = kernels().place(qkv, heads, Placing(gain, 1e-6, angles, squares), places, pair)
     expected = qkv.double()
     compared = expected[:, : heads + kv_heads]
+    for some in (compared,) if normed == "by head" else compared.split([heads, kv_heads], 1):
+        if gain is not None:
+            mean = some.square().mean(-1 if normed == "by head" else (-2, -1), keepdim=True)
+            some.div_((mean + 1e-6).sqrt())
     if gain is not None:
-        compared.copy_(F.rms_norm(compared, (dim,), None, 1e-6) * gain.double())
+        compared.mul_(gain.double())
     if angles is not None:
         rotate_(compared, angles[0].double(), angles[1].double())
     assert close(queries, expected[:, :heads])
