@@ -85,7 +85,7 @@ PROGRAMS = {
     "repeat": "A0 F0 A1 F1 A1 F1 A3 F3",
 }
 FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
-FAMILIES += ("smollm3", "granite")
+FAMILIES += ("smollm3", "granite", "olmo3")
 WAYS = ("dynamic", "static", "captured")
 # What ranks do of their own, with one program each.
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -355,7 +355,12 @@ class PassCosts(Costs):
             if isinstance(item, Kernel):
                 kernels.append(item)
             elif self.connected:
-                inside = self._transfer(item.operation, self._operand(item.width), item.group, sent)
+                part = self._operand(item.width)
+                inside = (
+                    self._exact(item.operation, part.nbytes, item.group, sent)
+                    if item.exact
+                    else self._transfer(item.operation, part, item.group, sent)
+                )
                 found += [self._burst(kernels), Swap(item.group, inside)]
                 kernels = []
         return Timed([*found, self._burst(kernels)] if kernels else found, sent)

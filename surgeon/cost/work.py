@@ -69,11 +69,13 @@ class Sent:
 
     Attributes:
         width: values of each token, of one rank's operand.
+        exact: whether nothing of it is ever compressed.
     """
 
     operation: Operation
     width: int
     group: Group
+    exact: bool = False
 
 
 Item = Kernel | Sent
@@ -128,7 +130,7 @@ class RankWork:
         if plan.family.attention.norms_all_heads:
             yield self.numbers.copy("squares", forward.tokens * (heads + kv_heads) * plan.head_dim)
             if maps.is_slice:
-                yield Sent("all-reduce", SQUARES_BYTES // self.numbers.size, maps.of.sharers)
+                yield Sent("all-reduce", SQUARES_BYTES // self.numbers.size, maps.of.sharers, exact=True)
         yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
         window = plan.window(sublayer)
         keys = forward.texts * forward.keys(window)

@@ -142,6 +142,24 @@ def test_norms_behind_sublayers_keep_the_sums_of_a_step_apart() -> None:
     assert check("[A0 F0]", 2, model="gemma2").bytes == 4 * TOKENS * 2 * 64
 
 
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_norms_of_all_heads_are_one_more_small_sum_where_heads_are_divided(compress: Compression | None) -> None:
+    for program, ranks, divided in ((WHOLE, 2, 3), ("A0 F0 [A1 A2] [F1 F2]", 2, 1), ("A0 F0 [A1 A2] [F1 F2]", 4, 2)):
+        found, like = check(program, ranks, compress=compress, model="olmo2"), check(program, ranks, compress=compress)
+        assert found.all_reduces == like.all_reduces + divided
+        # The sublayers of a step that are divided are summed by themselves, because each is normed by itself.
+        if compress is None:
+            apart = 64 * 2 * ("[" in program and ranks == 4)
+            assert found.bytes == like.bytes + (2 * divided + apart) * TOKENS * 4
+
+
+@pytest.mark.parametrize("low_rank", ["gather", "replicate", "base"])
+def test_norms_of_all_heads_beside_factors(low_rank: LowRankMode) -> None:
+    """In Base every rank has all heads."""
+    extra = check(FACTORED, 2, low_rank, model="olmo2").all_reduces - check(FACTORED, 2, low_rank).all_reduces
+    assert extra == (low_rank != "base")
+
+
 def test_dense_by_hand() -> None:
     assert check(WHOLE, 2) == Counts(6, 0, 6 * TOKENS * 64 * 4)
     assert check("A0 F0 [A1 A2] [F1 F2]", 2) == Counts(4, 0, 4 * TOKENS * 64 * 4)

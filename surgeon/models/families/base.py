@@ -336,7 +336,7 @@ class Family:
     @property
     def shares_norm(self) -> bool:
         """Whether a layer's two sublayers have one norm between them (Cohere)."""
-        return self.attention.norm == self.mlp.norm
+        return self.attention.norm is not None and self.attention.norm == self.mlp.norm
 
     def epsilon(self, config: Any) -> float:
         """The norms' epsilon under this config."""

@@ -75,6 +75,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "gpt2": {},
     "gemma2": {},
+    "gemma3_text": {},
+    "olmo3": {},
 }
 CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
 GENERATOR = torch.Generator().manual_seed(23)
