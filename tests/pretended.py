@@ -390,12 +390,15 @@ def _stream(_: Any) -> Iterator[None]:
 
 def _answers(count: int, free: int) -> dict[str, Any]:
     """What torch.cuda has and says."""
-    stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    stream = SimpleNamespace(
+        wait_stream=lambda _: None, synchronize=lambda: None, record_event=_Event, wait_event=lambda _: None
+    )
     said: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "is_bf16_supported": True,
         "device_count": count,
+        "can_device_access_peer": True,
         "current_device": 0,
         "mem_get_info": (free, 80 << 30),
         "memory_reserved": 0,

@@ -6,17 +6,24 @@ Ranks import it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
-from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm import symmetric_memory
+from surgeon.runtime.comm.collectives import Collectives, TorchCollectives
 from surgeon.runtime.comm.quantised import Compressed
+from surgeon.runtime.comm.symmetric_memory import Operation
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
@@ -55,11 +62,23 @@ def require_close(found: Any, expected: Any, most: float = CLOSE) -> None:
 
 
 def continued(
-    engine: RankEngine, noted: Noted | None = None, prompts: Sequence[int] = PROMPTS, new_tokens: int = NEW
+    engine: RankEngine,
+    noted: Noted | None = None,
+    prompts: Sequence[int] = PROMPTS,
+    new_tokens: int = NEW,
+    ahead: Callable[[], object] | None = None,
 ) -> Found:
-    """Prompts in two chunks, tokens one by one, a prompt beside them, and logits; a text's blocks lie apart."""
+    """Prompts in two chunks, tokens one by one, a prompt beside them, and logits; a text's blocks lie apart.
+
+    Args:
+        ahead: called when passes have been recorded before texts come, as a server has it; None where none are.
+    """
     groups, blocks = cache_groups(engine.plan).windows, blocks_for(LONGEST)
     cache = engine.new_cache(len(groups) * (len(prompts) + 1) * blocks, len(prompts) + 1, grouped=len(groups) > 1)
+    if ahead is not None:
+        for passed in engine.passes_to_record(cache, len(prompts)):
+            engine.record_ahead(passed, cache)
+        ahead()
     texts = [
         [(3 + 7 * text + place) % engine.plan.vocabulary for place in range(length)]
         for text, length in enumerate(prompts)
@@ -105,3 +124,55 @@ def on_rank(rank: Rank, plans: Sequence[Plan], compression: Any) -> list[Found]:
         with pretended_gpus(2):
             found.append(continued(RankEngine(plan, collectives, torch.device("cuda", rank.rank))))
     return found
+
+
+class Memory:
+    """Stands for PyTorch's symmetric memory on GPUs that are not there; ranks add up over gloo in its place.
+
+    Attributes:
+        sums: bytes of what went each way, and whether that was beside the current stream.
+    """
+
+    def __init__(self) -> None:
+        self.sums: list[tuple[str, int, bool]] = []
+        self._rooms: list[Tensor] = []
+
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._rooms.append(torch.empty(size, dtype=dtype, device=device))
+        return self._rooms[-1]
+
+    def rendezvous(self, room: Tensor, group: str) -> SimpleNamespace:  # noqa: ARG002 - as PyTorch has it
+        return SimpleNamespace(multicast_ptr=0)
+
+    def way(self, name: str) -> Operation:
+        """One of its operations."""
+
+        def add(operand: Tensor, group: str, result: Tensor) -> None:  # noqa: ARG001 - as PyTorch has it
+            self.sums.append((name, operand.nbytes, operand.data_ptr() == self._rooms[1].data_ptr()))
+            dist.all_reduce(operand)
+            result.copy_(operand)
+
+        return add
+
+
+def through_memory(rank: Rank, plans: Sequence[Plan]) -> tuple[Found, Found, str, Memory]:
+    """Runs on a rank: what it makes of texts by a plan for the CPU and one for GPUs with symmetric memory.
+
+    One shot takes least time for operands up to 4 KB, two shots up to 16 KB, as nothing is measured here.
+    """
+    assert isinstance(rank.collectives, TorchCollectives)
+    expected, memory = continued(RankEngine(plans[0], rank.collectives, rank.device)), Memory()
+
+    def seconds(way: Any, inner: Any, size: int, device: Any) -> float:  # noqa: ARG001 - as what it stands for
+        return {"one shot": size / 2048, "two shots": 3 + size / 16384, "": 4.5}["" if way is None else way.name]
+
+    with pretended_gpus(2), ExitStack() as stack:
+        device = torch.device("cuda", rank.rank)
+        stack.enter_context(mock.patch.multiple(symmetric, empty=memory.empty, rendezvous=memory.rendezvous))
+        ways = {name: memory.way(name) for name in ("one shot", "two shots")}
+        stack.enter_context(mock.patch.dict(symmetric_memory.OPERATIONS, ways, clear=True))
+        stack.enter_context(mock.patch.object(symmetric_memory, "_seconds", seconds))
+        collectives = symmetric_memory.with_symmetric_memory(rank.collectives, device)
+        found = continued(RankEngine(plans[1], collectives, device))
+    memory._rooms.clear()
+    return expected, found, str(collectives), memory

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from scripts.gpu import rehearsal
-from scripts.gpu.rehearsal import FAMILIES, PROGRAMS, Stage, parts, passes
+from scripts.gpu.rehearsal import FAMILIES, parts, passes
+from scripts.gpu.stage import PROGRAMS, Stage
 from surgeon.runtime.model.static_decode import StaticLayout
 from tests.pretended import OnGpu
 from tests.selection import case
@@ -21,7 +22,7 @@ FEW |= {f"{family}: captured passes" for family in FAMILIES[::3]}
 FEW |= {f"rank 1 of 2, {name}: captured" for name in ("ladder", "tracks", "gather", "sums in 8 bits")}
 FEW |= {f"two ranks over gloo, {name}" for name in ("dropped sums", "cache in rank space")}
 FEW |= {f"inside transformers, {name}" for name in ("ladder over a pair", "low rank", "width")}
-MANY = ("passes", "rank 1", "two ranks", "inside")
+MANY = ("passes", "rank 1", "two ranks", "inside", "recorded at")
 
 
 def is_default(name: str) -> bool:
