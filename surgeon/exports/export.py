@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from surgeon.beside import Background, one_at_a_time, torch_threads
-from surgeon.checkpoint.companions import left_behind
 from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training
 from surgeon.checkpoint.write import Writing, shard_limit, split_into_shards
@@ -65,13 +64,8 @@ def write_export(
     check_target(target, overwrite)
     needed = plan.needed_bytes
     check_space(target.parent, needed)
-    if left := left_behind(plan.companions.left):
-        warnings.warn(f"left behind in {plan.companions.folder}: {left}", stacklevel=2)
-    if code := sorted(plan.companions.model_code):
-        warnings.warn(
-            f"the model's own code goes along ({', '.join(code)}); the proof is of the class that transformers has",
-            stacklevel=2,
-        )
+    for note in plan.notes:
+        warnings.warn(note, stacklevel=2)
     edits = edit_record(plan, recipe, training)
     advance = one_at_a_time(advance)
     hashing = Background(source.model_hash)  # reads all files once more, beside everything else

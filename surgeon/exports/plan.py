@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from surgeon.checkpoint.companions import AUTO_MAP, Companions, companions_of
+from surgeon.checkpoint.companions import AUTO_MAP, Companions, companions_of, left_behind
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
 from surgeon.checkpoint.forms.planning import carried
+from surgeon.checkpoint.forms.quantisation import quantisation
+from surgeon.checkpoint.read import QUANTIZATION
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
@@ -33,8 +36,8 @@ def check_exportable(model: Model, program: Program | None = None) -> None:
         program: that is to be exported, by default its own.
 
     Raises:
-        ValueError: if the model is an edited one, which does not run each of its layers whole and once, its weights are
-            quantised, a tensor is missing or does not fit config.json, or there is one that surgeon does not know.
+        ValueError: if the model is an edited one, which does not run each of its layers whole and once, a
+            tensor is missing or does not fit config.json, or there is one that surgeon does not know.
     """
     folder = model.folder
     model.family.require_no_mixture("mixtures are not exported yet")
@@ -42,10 +45,6 @@ def check_exportable(model: Model, program: Program | None = None) -> None:
         raise ValueError(
             f"{folder} is an edited checkpoint already ({model.form} form); "
             "export the original model, with one recipe that does everything"
-        )
-    if "quantization_config" in model.checkpoint.config:
-        raise ValueError(
-            f"{folder} has quantized weights, which cannot be folded or proven; export the unquantized model"
         )
     _, match = original_model(model, program, buffers=False)
     layers = model.weights.names.layers
@@ -126,7 +125,37 @@ class ExportPlan:
         entries = form.class_entries(self.original, self.layout)
         if self.companions.auto_map:
             entries[AUTO_MAP] = self.companions.auto_map | entries.get(AUTO_MAP, {})
-        return config | entries
+        return self._as_quantised(config) | entries
+
+    def _as_quantised(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The same entries with what is true of quantised weights."""
+        outside = {key: value for key, value in config.items() if key != QUANTIZATION}
+        said = quantisation(self.original, self.layout, self.tensors)
+        return outside if said is None else outside | {QUANTIZATION: said}
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """What there is to know of it before it is written, a line each."""
+        if left := left_behind(self.companions.left):
+            yield f"left behind in {self.companions.folder}: {left}"
+        if self.original.checkpoint.quantised:
+            yield self._of_quantised
+        if code := sorted(self.companions.model_code):
+            own = ", ".join(code)
+            yield f"the model's own code goes along ({own}); the proof is of the class that transformers has"
+
+    @property
+    def _of_quantised(self) -> str:
+        """What becomes of quantised matrices."""
+        schemes = ", ".join(self.original.schemes)
+        kept = {tensor.part_of for tensor in self.tensors} - {None}
+        computed = [tensor for tensor in self.tensors if tensor.dequantised]
+        if not computed:
+            return f"all {len(kept)} matrices stored as {schemes} stay so, bit for bit"
+        stored = str(computed[0].dtype).removeprefix("torch.")
+        left = f"the other {len(kept)} stay so" if kept else "none stays so"
+        made = f"{len(computed)} matrices made of those stored as {schemes}"
+        return f"{made} are dequantised, and stored in {stored}; {left}"
 
 
 def plan_export(

@@ -247,7 +247,8 @@ class _Versions:
 
     def written(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """As written; they are waited for."""
-        self._wait(self._checkpoint.files[name].name)
+        for part in self._checkpoint.parts_of(name):
+            self._wait(self._checkpoint.files[part].name)
         return zip(self._checkpoint.rows(name, count))  # the only version
 
     def both(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:

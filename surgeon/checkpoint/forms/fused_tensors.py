@@ -31,7 +31,8 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.families.fused import FUSED, POSITIONS, PROJECTIONS
-from surgeon.models.weights import FactorSource, ModelWeights
+from surgeon.models.weights import Dense, FactorSource, ModelWeights
+from surgeon.models.weights.quantised import stacked
 
 ROWS = 64  # that are computed at a time: they stay in the second cache, and the heap keeps them for the next ones
 
@@ -55,9 +56,9 @@ class FusedPlanner(TensorPlanner):
         }
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
-        planned = [self._moved(f"{FUSED.embedding}.weight", self.family.embedding)]
+        planned = self._moved(f"{FUSED.embedding}.weight", self.family.embedding)
         if self.family.position_embedding is not None:
-            planned.append(self._moved(f"{POSITIONS}.weight", self.family.position_embedding))
+            planned += self._moved(f"{POSITIONS}.weight", self.family.position_embedding)
         for index, layer in enumerate(layers):
             for kind, sublayers in ((ATTENTION, layer.attention), (FEED_FORWARD, layer.feed_forward)):
                 for sublayer in sublayers:  # whose tensors none may be left behind
@@ -66,14 +67,17 @@ class FusedPlanner(TensorPlanner):
                         if path.rpartition(".")[0] not in known:
                             raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
                 tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers) if sublayers else {}
-                planned += [self.planned(f"{FUSED.layers}.{index}.{path}", build) for path, build in tensors.items()]
+                for path, compute in tensors.items():
+                    name = f"{FUSED.layers}.{index}.{path}"
+                    planned += self._side_by_side(name, sublayers) or self.planned(name, compute)
         parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
-        planned += [self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part) for part in parts]
+        for part in parts:
+            planned += self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part)
         if not self.config.tie_word_embeddings:
-            planned.append(self._moved(f"{FUSED.head}.weight", self.family.head))
+            planned += self._moved(f"{FUSED.head}.weight", self.family.head)
         return planned
 
-    def _moved(self, name: str, path: str, part: str = "weight") -> PlannedTensor:
+    def _moved(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
         whole = f"{path}.{part}"
         if whole not in self.weights:
             stored = self.weights.names.of(whole)
@@ -114,6 +118,36 @@ class FusedPlanner(TensorPlanner):
             return (self._in_turn(list(rows), sublayers, dim=1) for rows in parts)
         gains = [self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
         return self._folded(matrices, gains, sublayers)
+
+    def _side_by_side(self, name: str, sublayers: tuple[Sublayer, ...]) -> list[PlannedTensor]:
+        """What holds quantised matrices as columns of one, codes and scales as they are; nothing if that is not exact.
+
+        Args:
+            name: of the matrix.
+        """
+        projections = self.family.spec(sublayers[0].kind).projections
+        written = (one for one in projections if not one.reads_stream)
+        projection = next((one for one in written if name.endswith(f".{PROJECTIONS[one.role].path}.weight")), None)
+        if projection is None or len(sublayers) < 2 or self.dtype is not None:
+            return []
+        found = [self.weights.matrix(sublayer, projection.role) for sublayer in sublayers]
+        whole = [one.name for one in found if isinstance(one, Dense) and one.features is None and not one.transposed]
+        matrices = [self.source.quantised[one] for one in whole if one in self.source.quantised]
+        if len(matrices) < len(sublayers):
+            return []
+        parts = stacked(matrices, 1, self._blocks(sublayers)) or {}
+        return [
+            PlannedTensor(
+                f"{name.removesuffix('.weight')}{ending}",
+                part.shape,
+                part.dtype,
+                rounded=False,
+                rows=lambda part=part: iter([part.read()]),  # type: ignore[misc]
+                sources=part.sources,
+                part_of=name,
+            )
+            for ending, part in parts.items()
+        ]
 
     def _folded(self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
         """Rows of all matrices, a block of each in turn, multiplied with a gain per column."""

@@ -6,7 +6,7 @@ Nothing here knows which form they are for; what a form stores in another way th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -21,6 +21,7 @@ from surgeon.language.program import Sublayer
 from surgeon.models.families import Family, SublayerSpec
 from surgeon.models.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
 from surgeon.models.weights.layout import modules_of, own_path
+from surgeon.models.weights.quantised import Quantised
 from surgeon.models.weights.units import LayerWeights
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
@@ -40,6 +41,8 @@ class PlannedTensor:
         rows: computes its value, in float32 if it is rounded afterwards: all rows in order, some at a time.
         sources: the stored tensors that it is computed from, in the order in which they are read.
         blocks: its bytes, where they are those of its only source: it is copied, and never held as a whole.
+        part_of: the quantised matrix that it holds a part of, by the name that this has for its architecture.
+        dequantised: whether it is computed from quantised matrices, and is none any more.
     """
 
     name: str
@@ -49,6 +52,8 @@ class PlannedTensor:
     rows: Callable[[], Iterator[Tensor]]
     sources: tuple[str, ...] = ()
     blocks: Callable[[], Iterator[memoryview]] | None = None
+    part_of: str | None = None
+    dequantised: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +87,7 @@ class TensorPlanner:
         self.weights = ModelWeights(self.source, self.family, head_dim, factors)
         self.outlines = _Outlines(self.source, self.family, head_dim)
         self.prefix = self.weights.names.layers
+        self.unquantised = original.dtype  # of what is computed of quantised matrices
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
         """All tensors in the order in which a forward pass needs them."""
@@ -91,13 +97,14 @@ class TensorPlanner:
         }
         first = [name for name in outside if embeddings & set(name.split("."))]
         last = [name for name in outside if name not in first]
-        planned = [self._copied(name) for name in first]
+        planned = [tensor for name in first for tensor in self._copied(name)]
         for index, layer in enumerate(layers):
             computed = dict(chain.from_iterable(map(self._sublayer_tensors, layer.sublayers)))  # one norm may be both's
-            planned += [self.planned(f"{self.prefix}{index}.{path}", compute) for path, compute in computed.items()]
-        return planned + [self._copied(name) for name in last]
+            for path, compute in computed.items():
+                planned += self.planned(f"{self.prefix}{index}.{path}", compute)
+        return planned + [tensor for name in last for tensor in self._copied(name)]
 
-    def _copied(self, name: str) -> PlannedTensor:
+    def _copied(self, name: str) -> list[PlannedTensor]:
         """A tensor outside the layers; tied embeddings are the embedding, which most software looks for."""
         embedding = f"{self.family.embedding}.weight"
         names = self.weights.names
@@ -124,22 +131,40 @@ class TensorPlanner:
             if self.weights.bias(sublayer, role) is not None:
                 yield f"{own}.second.bias" if factors else f"{own}.bias", partial(_bias, sublayer, role)
 
-    def planned(self, name: str, compute: Compute) -> PlannedTensor:
-        """A tensor of this name; how it is computed is tried on shapes alone."""
+    def planned(self, name: str, compute: Compute) -> list[PlannedTensor]:
+        """A tensor of this name; how it is computed is tried on shapes alone.
+
+        A quantised matrix that is copied stays one: these are the tensors that hold it. What is computed of others is
+        stored in the model's dtype.
+        """
         outline, read = self.outlines.trace(compute)
         sources = tuple(read)
-        original = self.source.dtype(sources[0])
+        matrices = [self.source.quantised[one] for one in sources if one in self.source.quantised]
+        original = self.unquantised if matrices else self.source.dtype(sources[0])
         dtype = self.dtype if self.dtype is not None and original.is_floating_point else original
-        is_copy = outline[0] is read[sources[0]] and dtype == original
-        return PlannedTensor(
-            name,
-            tuple(joined(outline).shape),
-            dtype,
-            rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
-            rows=lambda: _rows(compute(self.weights)),
-            sources=sources,
-            blocks=partial(self.source.blocks, sources[0]) if is_copy else None,
-        )
+        whole = outline[0] is read[sources[0]]
+        if whole and matrices and self.dtype is None:
+            return self._as_stored(name, matrices[0])
+        return [
+            PlannedTensor(
+                name,
+                tuple(joined(outline).shape),
+                dtype,
+                rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
+                rows=lambda: _rows(compute(self.weights)),
+                sources=sources,
+                blocks=partial(self.source.blocks, sources[0])
+                if whole and not matrices and dtype == original
+                else None,
+                dequantised=bool(matrices),
+            )
+        ]
+
+    def _as_stored(self, name: str, matrix: Quantised) -> list[PlannedTensor]:
+        """The tensors that hold a quantised matrix, as they are, for one of another name."""
+        module = name.removesuffix(matrix.scheme.stands_for)
+        parts = ((f"{module}{ending}", part) for ending, part in matrix.parts.items())
+        return [replace(carried(self.source.raw, part), name=written, part_of=name) for written, part in parts]
 
     def paths(self, sublayer: Sublayer) -> list[str]:
         """Paths from the layer of the sublayer's tensors, without buffers."""

@@ -118,6 +118,13 @@ def test_scales_of_another_shape_are_refused(scheme: str, ending: str) -> None:
         _ = found.shape
 
 
+def test_an_order_that_config_does_not_speak_of_is_refused() -> None:
+    stored, _ = SCHEMES["gptq act order"][0](torch.randn(32, 32))
+    (found,) = quantised_matrices(named(stored), SCHEMES["gptq"][1]).values()
+    with pytest.raises(ValueError, match="inputs out of order, and config.json says that desc_act is false"):
+        found.whole()
+
+
 def test_a_zero_point_of_zero_is_the_largest_code() -> None:
     stored, numbers = gptq(torch.rand(16, 32) + 0.1)  # all above zero
     assert (stored[".qzeros"] == -1).all()

@@ -27,6 +27,7 @@ def ranks() -> Ranks:
 
 
 @pytest.mark.filterwarnings("ignore:the weights of")
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["fp8", "gptq", "awq", "nf4"])
 def test_parity(ranks: Ranks, scheme: str, tmp_path: Path) -> None:
     from surgeon.checkpoint.load import load

@@ -2,5 +2,6 @@
 
 from surgeon.models.weights.quantised.find import quantised_matrices, rules_of
 from surgeon.models.weights.quantised.matrix import Quantised, Scheme
+from surgeon.models.weights.quantised.stack import StackedPart, stacked
 
-__all__ = ["Quantised", "Scheme", "quantised_matrices", "rules_of"]
+__all__ = ["Quantised", "Scheme", "StackedPart", "quantised_matrices", "rules_of", "stacked"]

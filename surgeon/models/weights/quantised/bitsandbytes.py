@@ -68,13 +68,13 @@ class FourBits(Scheme):
         said = state_of(store.tensor(parts[self.needed[3]]))
         rows, columns = said["shape"]
         half, block = 2 * store.dtype(parts[WEIGHT]).itemsize, said["blocksize"]
-        places: dict[str, tuple[Along | None, ...]] = {
+        along: dict[str, tuple[Along | None, ...]] = {
             WEIGHT: (Along(0, Fraction(columns, half)), None),
             ABSMAX: (Along(0, Fraction(columns, block)), None),
         }
         if NESTED in parts:
-            places[NESTED] = Along(0, Fraction(columns, block * said["nested_blocksize"])), None
-        return Arrangement((rows, columns), places, whole=(1,))
+            along[NESTED] = Along(0, Fraction(columns, block * said["nested_blocksize"])), None
+        return Arrangement((rows, columns), along, whole=(1,))
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """The table's value times the scale of its block."""

@@ -135,7 +135,8 @@ _STRATEGIES: dict[str, Callable[[Entries], tuple[int, int]]] = {
 def _gptq(config: Entries) -> Iterator[Rule]:
     bits = int(config["bits"])
     _require_bits(bits, (2, 4, 8), "GPTQ")
-    yield Rule(Gptq(bits, int(config["group_size"]), 0 if config.get("checkpoint_format") == "gptq_v2" else 1))
+    offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    yield Rule(Gptq(bits, int(config["group_size"]), offset, in_order=config.get("desc_act") is False))
 
 
 def _awq(config: Entries) -> Iterator[Rule]:

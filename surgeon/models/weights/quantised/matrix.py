@@ -38,19 +38,19 @@ class Arrangement:
 
     Attributes:
         shape: of the matrix.
-        places: for each tensor (by its ending) where each of the matrix's dimensions lies in it; None where the tensor
+        along: for each tensor (by its ending) where each of the matrix's dimensions lies in it; None where the tensor
             has the same for all of that dimension.
         whole: dimensions along which no part can be told from the others.
     """
 
     shape: tuple[int, ...]
-    places: Mapping[str, tuple[Along | None, ...]]
+    along: Mapping[str, tuple[Along | None, ...]]
     whole: tuple[int, ...] = ()
 
     def unit(self, dim: int) -> int:
         """How many elements along a dimension begin and end with an element of every tensor."""
-        along = (places[dim] for places in self.places.values())
-        return math.lcm(*(place.per_element.denominator for place in along if place is not None))
+        places = (along[dim] for along in self.along.values())
+        return math.lcm(*(place.per_element.denominator for place in places if place is not None))
 
 
 class Scheme(ABC):
@@ -82,6 +82,10 @@ class Scheme(ABC):
         Raises:
             ValueError: if they cannot.
         """
+
+    def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:  # noqa: ARG002
+        """What a tensor of a whole matrix is, if it follows from the matrix's shape; else None."""
+        return None
 
     @abstractmethod
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
@@ -120,9 +124,9 @@ class Quantised:
             ValueError: if their shapes do not fit each other.
         """
         found = self.scheme.arrangement(self.parts, self.store)
-        for ending, places in found.places.items():
+        for ending, along in found.along.items():
             stored = self.store.shape(self.parts[ending])
-            for size, place in zip(found.shape, places, strict=True):
+            for size, place in zip(found.shape, along, strict=True):
                 wanted = 0 if place is None else place.bounds(0, size)[1]
                 if place is not None and (place.dim >= len(stored) or stored[place.dim] != wanted):
                     raise ValueError(
@@ -150,7 +154,7 @@ class Quantised:
         shape[dim] = stop - begin
         tensors = {}
         for ending, name in self.parts.items():
-            place = self.arrangement.places.get(ending, (None,) * len(shape))[dim]
+            place = self.arrangement.along.get(ending, (None,) * len(shape))[dim]
             tensors[ending] = (
                 self.store.tensor(name)
                 if place is None

@@ -44,8 +44,8 @@ class Mxfp4(Scheme):
                 f"{store.where}: tensor {parts[BLOCKS]} has the shape {shape}, and MXFP4 needs "
                 f"(experts, out, blocks, {BLOCK // 2})"
             )
-        places = Along(0), Along(2, Fraction(1, BLOCK)), Along(1)
-        return Arrangement((shape[0], shape[2] * BLOCK, shape[1]), {BLOCKS: places, EXPONENTS: places})
+        along = Along(0), Along(2, Fraction(1, BLOCK)), Along(1)
+        return Arrangement((shape[0], shape[2] * BLOCK, shape[1]), {BLOCKS: along, EXPONENTS: along})
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
         """The numbers of its blocks, (experts, in, out)."""

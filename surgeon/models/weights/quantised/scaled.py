@@ -49,8 +49,8 @@ class Fp8(Scheme):
     def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
         """A scale for each block."""
         grid = store.shape(parts[self.needed[1]])
-        places = {WEIGHT: (ROWS, COLUMNS), self.needed[1]: along_grid(grid, self.block)}
-        return Arrangement(store.shape(parts[WEIGHT]), places)
+        along = {WEIGHT: (ROWS, COLUMNS), self.needed[1]: along_grid(grid, self.block)}
+        return Arrangement(store.shape(parts[WEIGHT]), along)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """Each value times the scale of its block."""
@@ -97,23 +97,27 @@ class Grouped(Scheme):
 
     def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
         """Zero points are packed along rows, values along columns."""
-        places: dict[str, tuple[Along | None, ...]] = {}
+        along: dict[str, tuple[Along | None, ...]] = {}
         per_word = Fraction(self.bits, 32) if self.packed else Fraction(1)
         if self.packed:
             rows, columns = map(int, store.tensor(parts[".weight_shape"]))
             shape: tuple[int, ...] = (rows, columns)
         else:
             shape = store.shape(parts[WEIGHT])
-        places[self.needed[0]] = ROWS, Along(1, per_word)
+        along[self.needed[0]] = ROWS, Along(1, per_word)
         scales = along_grid(store.shape(parts[".weight_scale"]), self.block)
         if ".weight_g_idx" in parts:  # columns say which group they are of
-            places[".weight_g_idx"] = None, Along(0)
+            along[".weight_g_idx"] = None, Along(0)
             scales = scales[0], None
-        places[".weight_scale"] = scales
+        along[".weight_scale"] = scales
         if ".weight_zero_point" in parts:
             by_row = None if scales[0] is None else Along(0, scales[0].per_element * per_word)
-            places[".weight_zero_point"] = by_row, scales[1]
-        return Arrangement(shape, places)
+            along[".weight_zero_point"] = by_row, scales[1]
+        return Arrangement(shape, along)
+
+    def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
+        """The shape itself."""
+        return torch.tensor(shape) if ending == ".weight_shape" else None
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """(value - zero point) * scale, of the group that its column is of."""

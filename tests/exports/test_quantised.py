@@ -1,0 +1,134 @@
+"""Exports of quantised checkpoints: what is copied stays as it is stored, and what is computed is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from surgeon.checkpoint.load import load
+from surgeon.checkpoint.read import Checkpoint
+from tests.checkpoint.helpers import load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.quantised import SCHEMES, quantise_folder
+from tests.selection import case
+
+pytestmark = pytest.mark.filterwarnings("ignore:the weights of", "ignore:.*stored as")
+
+SOME = [case(scheme, default=scheme in ("gptq", "int8")) for scheme in SCHEMES]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantised model of each scheme, and a dense one of the same numbers."""
+    folder = tmp_path_factory.mktemp("sources")
+    save_source(folder / "original", num_layers=4)
+    return folder
+
+
+def source(sources: Path, scheme: str) -> Path:
+    """The one of a scheme, which is made when it is first asked for."""
+    if not (sources / scheme).exists():
+        shutil.copytree(sources / "original", sources / scheme)
+        quantise_folder(sources / scheme, scheme, sources / f"{scheme}, dense")
+    return sources / scheme
+
+
+def quantization_of(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text()).get("quantization_config")
+
+
+@pytest.mark.parametrize("scheme", SOME)
+def test_plain_exports_are_copies(scheme: str, sources: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="all 14 matrices stored as .* stay so, bit for bit"):
+        run_export(source(sources, scheme), tmp_path / "out", "A0 F0 A3 F3")
+    written, stored = (load_file(one / "model.safetensors") for one in (tmp_path / "out", sources / scheme))
+    assert written.keys() == {name for name in stored if ".1." not in name and ".2." not in name} - {
+        name for name in stored if ".3." in name
+    } | {name.replace(".3.", ".1.") for name in stored if ".3." in name}
+    for name, tensor in written.items():
+        own = stored[name.replace("layers.1.", "layers.3.")]
+        assert (tensor.dtype, tensor.shape) == (own.dtype, own.shape)
+        assert torch.equal(tensor.view(torch.uint8), own.view(torch.uint8))
+    assert quantization_of(tmp_path / "out") == SCHEMES[scheme][1]
+    expected = plain_logits(load(sources / f"{scheme}, dense"), "A0 F0 A3 F3")
+    assert relative_error(logits_of(load(tmp_path / "out")), expected) < 1e-5
+
+
+@pytest.mark.parametrize("scheme", [case(one, default=one == "fp8") for one in ("fp8", "gptq", "int8 rows")])
+def test_averages_are_dequantised(scheme: str, sources: Path, tmp_path: Path) -> None:
+    program = "A0 F0 A1~A2 F1~F2 A3 F3"
+    with pytest.warns(UserWarning, match="7 matrices made of those stored as .* stored in float32; the other 14 stay"):
+        run_export(source(sources, scheme), tmp_path / "out", program)
+    found = Checkpoint(tmp_path / "out")
+    assert len(found.quantised) == 14
+    assert not any(".1." in name for name in found.quantised)
+    said = quantization_of(tmp_path / "out")
+    if scheme == "fp8":
+        assert set(said["modules_to_not_convert"]) == {
+            "lm_head",
+            *(n[:-7] for n in found.names() if ".1." in n and "proj" in n),
+        }
+    if scheme == "gptq":
+        assert r"-:^model\.layers\.1\.mlp\.up_proj$" in said["dynamic"]
+    expected = plain_logits(load(sources / f"{scheme}, dense"), program)
+    assert relative_error(logits_of(load(tmp_path / "out")), expected) < 1e-5
+
+
+@pytest.mark.parametrize("scheme", [case(one, default=one == "nf4") for one in ("fp8", "awq", "nf4")])
+def test_programs_keep_what_they_do_not_touch(scheme: str, sources: Path, tmp_path: Path) -> None:
+    program = "A0 F0@up8 >A1 >F1 A2#1 F3/2:1"
+    run_export(source(sources, scheme), tmp_path / "out", program)
+    found = Checkpoint(tmp_path / "out")
+    assert "model.layers.0.mlp.up_proj.first.weight" in found
+    assert "model.layers.0.mlp.gate_proj.weight" in found.quantised
+    assert "model.layers.2.self_attn.q_proj.weight" not in found.quantised
+    expected = plain_logits(load(sources / f"{scheme}, dense"), program)
+    assert relative_error(logits_of(load(tmp_path / "out")), expected) < 1e-4
+
+
+def test_another_dtype_dequantises_everything(sources: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="28 matrices .* are dequantised, and stored in bfloat16; none stays so"):
+        run_export(source(sources, "gptq"), tmp_path / "out", "A0 F0 A1 F1 A2 F2 A3 F3", dtype="bfloat16")
+    assert quantization_of(tmp_path / "out") is None
+    written, numbers = (load_file(f / "model.safetensors") for f in (tmp_path / "out", sources / "gptq, dense"))
+    for name, tensor in numbers.items():
+        assert torch.equal(written[name], tensor.to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("scheme", SOME)
+def test_fused_layers_keep_columns_where_scales_allow_it(scheme: str, sources: Path, tmp_path: Path) -> None:
+    """Down and output projections lie side by side; what reads a norm has its gain folded in, and is dequantised."""
+    program = "A0 F0 [A1 A2] [F1 F2] A3 F3"
+    run_export(source(sources, scheme), tmp_path / "out", program)
+    found = Checkpoint(tmp_path / "out")
+    kept = {name for name in found.quantised if ".1." in name}
+    by_blocks = scheme in ("fp8", "packed", "gptq", "awq")
+    assert kept == (
+        {f"model.layers.1.{n}.weight" for n in ("self_attn.o_proj", "mlp.down_proj")} if by_blocks else set()
+    )
+    assert len(found.quantised) == 14 + len(kept)
+    expected = plain_logits(load(sources / f"{scheme}, dense"), program)
+    assert relative_error(logits_of(load(tmp_path / "out")), expected) < 1e-5
+
+
+def test_transformers_reads_what_is_written(sources: Path, tmp_path: Path) -> None:
+    """By its own quantiser, which dequantises FP8 where there is no GPU."""
+    for program, forms in (
+        ("A0 F0 A3 F3", "plain"),
+        ("A0 F0@up8 >A1 >F1", "program"),
+        ("A0 F0 [A1 A2] [F1 F2]", "fused"),
+    ):
+        run_export(source(sources, "fp8"), tmp_path / forms, program)
+        expected = plain_logits(load(sources / "fp8, dense"), program)
+        if forms == "plain":
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / forms, dtype=torch.float32).eval()
+        else:
+            model = load_shipped(tmp_path / forms)
+        assert relative_error(logits_of(model), expected) < 1e-4, forms
