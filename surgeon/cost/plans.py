@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from surgeon.language.program import Program
+from surgeon.language.program import FEED_FORWARD, Program, Sublayer
 from surgeon.models.edit import check_layers
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import require_sliceable
 from surgeon.runtime.plan.division import check_division, different, why_not
+from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import Plan
 
 
@@ -24,7 +25,6 @@ def plan_on_paper(
             ranks, or texts are longer than the model's positions.
     """
     check_layers(program, shapes.layers)
-    shapes.family.require_no_mixture("its costs are not predicted yet")
     for sublayer in set(program.sublayers()):
         spec = shapes.family.spec(sublayer.kind, sublayer.layers[0])
         if sublayer.piece is not None:
@@ -32,7 +32,8 @@ def plan_on_paper(
         for role, _ in sublayer.ranks:
             spec.projection(role)  # a gate that the model lacks, say
         replace(sublayer, piece=None).parameters(shapes.layer_shapes)  # refuses ranks above those of the matrices
-    check_division(different(program, shapes.units), shapes.units, ranks)
+    mixtures = mixtures_of(shapes)
+    check_division(different(program, shapes.units, mixtures), shapes.units, ranks, mixtures)
     if max_tokens > shapes.positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and {shapes.name} has {shapes.positions} positions; "
@@ -57,10 +58,22 @@ def plan_on_paper(
         windows=shapes.windows,
         low_rank=low_rank,
         kv=kv,
+        mixtures=mixtures,
         described=shapes.family,
     )
 
 
 def divides(shapes: ModelShapes, program: Program, ranks: int) -> bool:
     """Whether heads and neurons divide among so many ranks."""
-    return why_not(different(program, shapes.units), shapes.units, ranks) is None
+    mixtures = mixtures_of(shapes)
+    return why_not(different(program, shapes.units, mixtures), shapes.units, ranks, mixtures) is None
+
+
+def mixtures_of(shapes: ModelShapes) -> Mixtures:
+    """Which layers are mixtures of experts, by the configuration alone; ranks share them as is cheaper."""
+
+    def size(layer: int) -> MixtureSize | None:
+        own = shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,)))
+        return None if own.mixture is None else MixtureSize(own.mixture.experts, own.units[FEED_FORWARD])
+
+    return Mixtures.of(size, shapes.layers)

@@ -247,7 +247,9 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     numbers: dict[object, int] = {}
 
     def number(work: Work) -> int:
-        sublayers = tuple((replace(one, layers=(0,)), plan.window(one)) for one in work.step.sublayers)
+        sublayers = tuple(
+            (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one)) for one in work.step.sublayers
+        )
         parts = tuple((part.index, part.sublayer.piece, part.sharers) for part in work.parts)
         return numbers.setdefault((sublayers, parts), len(numbers))
 

@@ -67,7 +67,9 @@ def activation_bytes(shapes: ModelShapes, plan: Plan, texts: int, tokens: int) -
 
     The stream, its normed copy, what is pending, the widest sublayer's own; and the logits of the texts' last tokens.
     """
-    own = 2 * shapes.neurons // plan.ranks + 2 * (shapes.heads + shapes.kv_heads) * shapes.head_dim // plan.ranks
+    mixture = shapes.layer_shapes.mixture
+    neurons = shapes.neurons * (1 if mixture is None else mixture.top_k)
+    own = 2 * neurons // plan.ranks + 2 * (shapes.heads + shapes.kv_heads) * shapes.head_dim // plan.ranks
     logits = 4 * texts * -(-shapes.vocabulary // plan.ranks)
     return plan.dtype_bytes * tokens * (4 * shapes.hidden + own) + logits
 

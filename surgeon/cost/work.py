@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
+from surgeon.cost.mixtures import ExpertLoad, divided_load, sliced_load
 from surgeon.language.program import ATTENTION, Fork, Step, Sublayer
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
-from surgeon.runtime.plan.placement import Group, Part, Work, computed_of
+from surgeon.runtime.plan.placement import Group, Part, Work, computed_of, whole_experts
 from surgeon.runtime.plan.specification import Plan
 
 SQUARES_BYTES = 8  # of a token: how large its queries and its keys are, in float32
@@ -117,7 +118,12 @@ class RankWork:
         normed = self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norm is not None
         adds = self.adding and normed and part is work.parts[0]  # to the stream, which is read and written, too
         items: list[Item] = [self.numbers.copy("norm", (4 if adds else 2) * stream)] if normed else []
-        items += self._attention(maps, forward) if sublayer.kind == ATTENTION else self._feed_forward(maps)
+        if sublayer.kind == ATTENTION:
+            items += self._attention(maps, forward)
+        elif self.plan.mixtures.size(sublayer) is not None:
+            items += self._mixture(maps, forward)
+        else:
+            items += self._feed_forward(maps)
         if work.whole and self._normed(sublayer):
             items.append(self.numbers.copy("norm", 2 * stream))
         return items if adds else [*items, self.numbers.copy("add", 3 * stream)]
@@ -144,11 +150,55 @@ class RankWork:
         yield from maps.writing("o")
 
     def _feed_forward(self, maps: _Maps) -> Iterable[Item]:
-        roles = [one.role for one in self.plan.family.spec("F").projections if one.reads_stream]
+        spec = self.plan.family.spec("F", maps.sublayer.layers[0])
+        roles = [one.role for one in spec.projections if one.reads_stream]
+        yield from self._gated(maps, roles, "down")
+
+    def _gated(self, maps: _Maps, roles: list[str], writing: str) -> Iterable[Item]:
         width = self.shapes.matrix(maps.sublayer, roles[0]).shape[0]
         yield from maps.reading(roles, frozenset())
         yield self.numbers.copy("activation", maps.tokens * width * (len(roles) + 1))
-        yield from maps.writing("down")
+        yield from maps.writing(writing)
+
+    def _mixture(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
+        """The router, the experts that tokens go to, and the shared ones, which are a feed-forward of slices."""
+        plan, part, size = self.plan, maps.of, self.plan.mixtures.size(maps.sublayer)
+        mixture, whole = self.shapes.layer_shapes.of(part.sublayer).mixture, whole_experts(plan, part)
+        assert size is not None
+        assert mixture is not None
+        chosen = min(mixture.top_k, size.experts)
+        yield maps.product("router", size.experts, plan.hidden)
+        yield self.numbers.copy("route", maps.tokens * (size.experts + 2 * chosen))
+        if whole is None:
+            of, here, load = part.sublayer, size.experts, sliced_load(size.experts, chosen, maps.tokens)
+        else:
+            of, here = whole.of, len(whole.own)
+            load = divided_load(size.experts, chosen, maps.tokens, len(part.sharers))
+        yield from self._experts(of, here, load, maps.tokens * chosen, forward)
+        if "shared_gate" in self.shapes.layer_shapes.of(part.sublayer).matrices:
+            yield from self._gated(maps, ["shared_gate", "shared_up"], "shared_down")
+            yield self.numbers.copy("add", 3 * maps.tokens * plan.hidden)
+
+    def _experts(self, of: Sublayer, here: int, load: ExpertLoad, pairs: int, forward: Forward) -> Iterable[Item]:
+        """What `here` experts make of the tokens that come to them, as `runtime/model/mixture.py` has it.
+
+        Args:
+            of: the mixture, or the slice of one, whose experts they are.
+            pairs: of a token and an expert, wherever that is.
+        """
+        copied = self.static and forward.new == 1 and pairs < here
+        if self.static and forward.new == 1:  # what is computed may not depend on what the router says
+            load = ExpertLoad(pairs, pairs) if copied else ExpertLoad(here, here * forward.tokens)
+        matrices = {role: self.shapes.matrix(of, role).shape for role in ("gate", "up", "down")}
+        for role, (outputs, inputs) in matrices.items():
+            for width, depth in _factors(of.rank(role), outputs, inputs):
+                if copied:
+                    yield self.numbers.copy("copies", 2 * load.hit * width * depth)
+                moved = load.hit * width * depth + load.pairs * (width + depth)
+                flops, rows = 2 * load.pairs * width * depth, load.pairs / load.hit
+                yield Kernel(f"{role} of experts", "product", flops, self.numbers.size * moved, rows)
+        yield self.numbers.copy("activation", 3 * load.pairs * matrices["up"][0])
+        yield self.numbers.copy("mix", (load.pairs + forward.tokens) * self.plan.hidden)
 
     # What ranks sum of a step, and what becomes of the sum.
 
@@ -221,7 +271,7 @@ class _Maps:
             yield from self._gathered(roles, later)
         else:
             widths = [self.sublayer.rank(role) or self._shape(role)[0] for role in roles]
-            yield self._product(" ".join(roles), sum(widths), self._shape(roles[0])[1])
+            yield self.product(" ".join(roles), sum(widths), self._shape(roles[0])[1])
             yield from self._seconds(factored, later)
             if factored:
                 yield self._joined(roles)
@@ -231,7 +281,7 @@ class _Maps:
         ranks = {role: rank for role in roles if (rank := self.sublayer.rank(role)) is not None}
         width = -(-sum(ranks.values()) // self._members)
         whole = sum(self._shape(role)[0] for role in roles if role not in ranks)
-        yield self._product(" ".join(roles), width + whole, self._shape(roles[0])[1])
+        yield self.product(" ".join(roles), width + whole, self._shape(roles[0])[1])
         yield Sent("all-gather", width, self.of.sharers)
         yield self.rank_work.numbers.copy("gathered", 2 * self.tokens * self._members * width)
         yield from self._seconds(list(ranks), later)
@@ -247,27 +297,27 @@ class _Maps:
         """The paper's Base: both factors shared out by rank columns, their product summed."""
         outputs, inputs = self._shape(role)
         share = self._share(role)
-        yield self._product(f"{role} first", share, inputs)
-        yield self._product(f"{role} second", outputs, share)
+        yield self.product(f"{role} first", share, inputs)
+        yield self.product(f"{role} second", outputs, share)
         yield Sent("all-reduce", outputs, self.of.sharers)
 
     def _seconds(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         for role in roles:
             if role not in later:
-                yield self._product(f"{role} second", self._shape(role)[0], self.sublayer.rank(role) or 0)
+                yield self.product(f"{role} second", self._shape(role)[0], self.sublayer.rank(role) or 0)
 
     def writing(self, role: str) -> Iterable[Item]:
         """The projection to the stream."""
         outputs, inputs = self._shape(role)
         rank = self.sublayer.rank(role)
         if rank is None:
-            yield self._product(role, outputs, inputs)
+            yield self.product(role, outputs, inputs)
             return
         first = self._share(role) if self._based else rank
-        yield self._product(f"{role} first", first, inputs)
+        yield self.product(f"{role} first", first, inputs)
         summed_first = not self.work.whole and self._members > 1
         if self._based or not (summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)):
-            yield self._product(f"{role} second", outputs, first)
+            yield self.product(f"{role} second", outputs, first)
 
     def _share(self, role: str) -> int:
         """This rank's columns of a role's factors: of the rank that has most."""
@@ -276,5 +326,11 @@ class _Maps:
     def _shape(self, role: str) -> tuple[int, int]:
         return self.rank_work.shapes.matrix(self.sublayer, role).shape
 
-    def _product(self, name: str, outputs: int, inputs: int) -> Kernel:
+    def product(self, name: str, outputs: int, inputs: int) -> Kernel:
+        """A matrix (outputs, inputs) times the pass's tokens."""
         return self.rank_work.numbers.product(name, self.tokens, outputs, inputs)
+
+
+def _factors(rank: int | None, outputs: int, inputs: int) -> list[tuple[int, int]]:
+    """The matrices, (out, in), of one matrix or of the two factors of a rank."""
+    return [(outputs, inputs)] if rank is None else [(rank, inputs), (outputs, rank)]

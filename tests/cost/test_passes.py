@@ -66,7 +66,7 @@ def counted(
     runtime = RankProgram(ranks.plan, collectives, torch.device("meta"))
     runtime.load(weights_of(config, ranks.program))
     stream = torch.empty(TOKENS, ranks.plan.hidden, device="meta")
-    runtime.stream_after(stream, Pass(lambda _, queries, *__: queries.flatten(1), ()), places=places)
+    runtime.stream_after(stream, Pass(lambda _, queries, *__: queries.flatten(1), (), waits=False), places=places)
     return runtime.counts.layers
 
 

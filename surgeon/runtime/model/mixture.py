@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.models.routing import Routed, route
@@ -104,16 +105,30 @@ class Experts:
         self.gate, self.up, self.down = (Stacked(tensors, role) for role in ("gate", "up", "down"))
         self.combine = combine
         self.first, self.count = first, len(self.gate.matrices[0])
+        self.groups = all(map(can_group, (self.gate, self.up, self.down)))
 
     def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
         """The weighted sum of what they make of tokens, (T, h); 0 of tokens that none of them gets."""
         if waits:
-            return self._one_by_one(x, routed)
+            return self._grouped(x, routed) if self.groups else self._one_by_one(x, routed)
         return self._own_copies(x, routed) if routed.experts.numel() < self.count else self._all(x, routed)
 
     def _made(self, x: Tensor, which: Which) -> Tensor:
         """What some experts make of tokens of their own, (E, tokens, h)."""
         return self.down(self.combine(self.gate(x, which), self.up(x, which)), which)
+
+    def _grouped(self, x: Tensor, routed: Routed) -> Tensor:
+        """Tokens of an expert lie side by side, those that go elsewhere behind all others."""
+        own = (routed.experts - self.first).flatten()
+        own, order = own.where((own >= 0) & (own < self.count), self.count).sort(stable=True)
+        ends = torch.searchsorted(own, torch.arange(self.count, device=own.device), right=True, out_int32=True)
+        tokens, of = order // routed.experts.shape[1], own.clamp(max=self.count - 1)
+        sent = x[tokens]
+        gates, values = self.gate.grouped(sent, ends, of), self.up.grouped(sent, ends, of)
+        made = self.down.grouped(self.combine(gates, values), ends, of)
+        made = made * routed.weights.flatten()[order][:, None].to(made.dtype)
+        here = (own < self.count)[:, None]  # of others there may be anything
+        return torch.zeros_like(x).index_add_(0, tokens, made.masked_fill(~here, 0.0))
 
     def _one_by_one(self, x: Tensor, routed: Routed) -> Tensor:
         own, output = routed.experts - self.first, torch.zeros_like(x)
@@ -158,6 +173,23 @@ class Stacked:
         for matrix in self.matrices:
             x = x @ matrix[which].mT
         return x if self.bias is None else x + self.bias[which][:, None]
+
+    def grouped(self, x: Tensor, ends: Tensor, of: Tensor) -> Tensor:
+        """Tokens of one expert after the other, (all tokens, in), to (all tokens, out).
+
+        Args:
+            ends: where each expert's end, (E,), int32.
+            of: each token's expert, (all tokens,).
+        """
+        for matrix in self.matrices:
+            x = F.grouped_mm(x, matrix.mT, offs=ends)
+        return x if self.bias is None else x + self.bias[of]
+
+
+def can_group(maps: Stacked) -> bool:
+    """Whether PyTorch, 2.10 or later, multiplies all experts' tokens at once: rows must be of whole 16 bytes."""
+    sides = {side * matrix.element_size() for matrix in maps.matrices for side in matrix.shape[1:]}
+    return hasattr(F, "grouped_mm") and not any(side % 16 for side in sides)
 
 
 class KernelExperts:

@@ -15,7 +15,7 @@ from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.kernels.recording import Arena, Recording
 from surgeon.runtime.model import layers, mixture
-from surgeon.runtime.model.mixture import Experts, KernelExperts, MixtureOfExperts
+from surgeon.runtime.model.mixture import Experts, KernelExperts, MixtureOfExperts, Stacked, can_group
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from tests.tiny_models import HIDDEN, tiny_model
@@ -105,13 +105,15 @@ def close(found: Tensor, right: Tensor) -> bool:
     return bool((found.double() - right).norm() < 1e-5 * right.norm())
 
 
-@pytest.fixture(params=["kernels", "pytorch"])
+@pytest.fixture(params=["kernels", "grouped", "one by one"])
 def by_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if request.param == "pytorch":
+    if request.param != "kernels":
         for module in (layers, mixture):
             monkeypatch.setattr(module, "plan_kernels", lambda *_: None)
     elif kernels() is None:
         pytest.skip("there is no C++ compiler")
+    if request.param == "one by one":
+        monkeypatch.setattr(mixture, "can_group", lambda _: False)
     return bool(request.param == "kernels")
 
 
@@ -170,6 +172,12 @@ def test_a_recorded_mixture_goes_by_what_comes_later(plan: Plan) -> None:
         stream.copy_(torch.randn(3, HIDDEN))
         replay(False)
         assert close(output, expected(tensors, stream, own))
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="PyTorch is older than 2.10")
+def test_what_is_grouped() -> None:
+    assert can_group(Stacked(drawn(), "gate"))
+    assert not can_group(Stacked(drawn(rank=5), "gate"))  # rows of 20 bytes
 
 
 @torch.inference_mode()
