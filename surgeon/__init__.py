@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from surgeon.library.edit import edit
     from surgeon.library.evaluate import evaluate
     from surgeon.library.export import export
+    from surgeon.library.families import families
     from surgeon.library.generate import generate
     from surgeon.library.heal import heal
     from surgeon.library.predict import predict
@@ -89,6 +90,7 @@ __all__ = [
     "edit",
     "evaluate",
     "export",
+    "families",
     "generate",
     "heal",
     "load",

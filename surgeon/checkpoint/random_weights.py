@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,22 +33,24 @@ class RandomCheckpoint(Checkpoint):
     Args:
         path: of the config.json.
         device: to make them on; a GPU makes others than a CPU.
+        config: what it says, where there is no such file.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if it is no configuration of an architecture that is supported.
     """
 
-    def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
+    def __init__(self, path: Path, device: torch.device | str = "cpu", config: Any = None) -> None:
         from transformers import AutoModelForCausalLM  # ranks that read files start faster without it
 
         from surgeon.checkpoint.config import read_config_only
 
         TensorFiles.__init__(self)
         self.raw = self
-        self.folder, self.where, self.config = path, str(path), text_entries(read_json(path))
+        self.folder, self.where = path, str(path)
+        self.config = text_entries(read_json(path)) if config is None else config.to_dict()
         self._device = torch.device(device)
-        parsed, _ = read_config_only(path)
+        parsed = read_config_only(path)[0] if config is None else config
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype or torch.bfloat16)

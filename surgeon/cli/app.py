@@ -25,6 +25,7 @@ from surgeon.cli.diff import diff
 from surgeon.cli.evaluate import evaluate
 from surgeon.cli.export import export
 from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
+from surgeon.cli.families import families
 from surgeon.cli.generate import generate
 from surgeon.cli.heal import heal
 from surgeon.cli.predict import predict
@@ -43,6 +44,7 @@ from surgeon.threads import wait_asleep
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
 COMMANDS = (
     (check, "Say what would work with a model, and how much memory it takes."),
+    (families, "List the architectures, and what works with each."),
     (scan, "Measure what every stretch of layers tolerates; draw heatmaps."),
     (similarity, "Measure what each layer owes to the one before it (CKA)."),
     (sensitivity, "Bound and measure the error of running layers in pairs."),

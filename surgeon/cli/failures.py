@@ -23,6 +23,7 @@ _GOES_ON = "run the same command again to go on"
 _KEEPS_NOTHING = "nothing was written"
 _INTERRUPTED = {
     "check": _KEEPS_NOTHING,
+    "families": _KEEPS_NOTHING,
     "scan": _GOES_ON,
     "similarity": _KEEPS_NOTHING,
     "sensitivity": _GOES_ON,

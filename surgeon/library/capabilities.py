@@ -31,7 +31,7 @@ from surgeon.language.program import Program
 from surgeon.memory import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.opened import Model
-from surgeon.results.check import NO, PARTLY, YES, Verdict
+from surgeon.results.check import AREAS, NO, PARTLY, YES, Verdict
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
@@ -82,18 +82,19 @@ class Capabilities:
     ranks: Sequence[int]
     dtype: str
 
-    def answers(self) -> Iterator[Verdict]:
+    def verdicts(self, areas: Sequence[str] = AREAS) -> Iterator[Verdict]:
         """All of them, area by area."""
-        for area, asked in (
-            ("load", self.loading()),
-            ("scan", self.measuring()),
-            ("search", self.searching()),
-            ("export", self.exporting()),
-            ("ranks", self.on_ranks()),
-            ("vllm", self.on_vllm()),
-            ("train", self.training()),
-        ):
-            for what, ask in asked:
+        questions = {
+            "load": self.loading,
+            "scan": self.measuring,
+            "search": self.searching,
+            "export": self.exporting,
+            "ranks": self.on_ranks,
+            "vllm": self.on_vllm,
+            "train": self.training,
+        }
+        for area in areas:
+            for what, ask in questions[area]():
                 yield _answer(area, what, ask)
 
     def loading(self) -> Iterator[Question]:
@@ -212,7 +213,7 @@ class Capabilities:
         return f"{layout_of(self.model, program).form} form"
 
     def _as_one_layer(self, program: Program) -> str:
-        layout_of(self.model, program, FUSED.name)
+        FUSED.lay_out(program, self.model.family, self.model.config)
         return ""
 
     # Where it runs.
@@ -264,8 +265,10 @@ class Capabilities:
 
     def _served(self, program: Program) -> str:
         layout = layout_of(self.model, program)
-        config = copy.copy(self.model.config)
-        config.num_hidden_layers = len(layout.layers)
+        config, sources = copy.copy(self.model.config), [layer.sources[0] for layer in layout.layers]
+        entries = self.model.family.per_layer_entries(config, sources) | {"num_hidden_layers": len(sources)}
+        for name, value in entries.items():
+            setattr(config, name, value)
         how, command = layout.form.serving(replace(self.model, config=config, own=layout.program), "vllm serve DIR")
         return f"{re.split(r'[,:]| [(]', how)[0]}, {command.splitlines()[-1]}"
 

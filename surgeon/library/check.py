@@ -59,7 +59,7 @@ def check(
     try:
         opened = _with_shapes(model)
         able = Capabilities(opened, tuple(ranks), dtype or str(opened.dtype).removeprefix("torch."))
-        found = Check.of(able.answers(), model=name, facts=_facts(opened))
+        found = Check.of(able.verdicts(), model=name, facts=_facts(opened))
     except Unsupported as refusal:
         found = Check.of([], model=name, refused=str(refusal), facts=mechanisms(read_json(find_config(name))))
     if output is None:
@@ -76,15 +76,13 @@ def _with_shapes(model: str | Path | Model) -> Model:
     folder = on_disk(name)
     if not isinstance(model, Model) and (name == DEMO or (folder is not None and any(folder.glob("*.safetensors*")))):
         return open_model(name)
+    if isinstance(model, Model) and (folder is None or folder.is_dir()):
+        return Model(name, RandomCheckpoint(Path(name), config=model.config), model.config, model.own)
     path = find_config(name)
     if "model_type" not in read_json(path):
         raise ValueError(f"{path} has no model_type, so that it says of no architecture; give the {CONFIG} of a model")
     known = model if isinstance(model, Model) else open_model(name, weights=False)
     return Model(name, RandomCheckpoint(path), known.config, known.own)
-
-
-def _config_of(model: Model) -> Path:
-    return model.folder / CONFIG if model.folder.is_dir() else model.folder
 
 
 def _facts(model: Model) -> dict[str, str]:
@@ -103,8 +101,11 @@ def _facts(model: Model) -> dict[str, str]:
     if (mixture := shapes.family.mixture) is not None:
         of = f"{getattr(model.config, mixture.count)} in a layer"
         facts["experts"] = f"{of}, {mixture.routing(model.config).top_k} of them for each token"
-    if (wrapper := wrapper_of(read_json(_config_of(model)))) is not None:
-        facts["inside"] = f"{wrapper.name}, of which the rest stays as it is"
+    inside = None if model.wrapped is None else model.wrapped.wrapper
+    if model.folder.is_file():  # a config.json without weights
+        inside = wrapper_of(read_json(model.folder))
+    if inside is not None:
+        facts["inside"] = f"{inside.name}, of which the rest stays as it is"
     if quantised := model.checkpoint.config.get("quantization_config"):
         facts["quantised"] = shown(quantised, MOST_SHOWN)
     if model.own is not None:

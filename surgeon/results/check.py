@@ -16,6 +16,7 @@ from surgeon.results.result import RunResult, TableFile
 WIDTH = 80  # columns of a terminal
 AREA, WORKS = 10, 4  # columns
 YES, NO, PARTLY = "yes", "no", "part"
+AREAS = ("load", "scan", "search", "export", "ranks", "vllm", "train")
 _WORDS = ("area", "what", "works", "why")
 
 
@@ -23,7 +24,7 @@ class Verdict(NamedTuple):
     """What becomes of one thing that can be asked of a model.
 
     Attributes:
-        area: "load", "scan", "search", "export", "ranks", "vllm" or "train".
+        area: one of `AREAS`.
         what: a map of scans, a space of searches, a number of ranks, ...
         works: "yes", "no", or "part" where some of the layers or programs can.
         why: in the words of the code that does it, or that refuses it.
