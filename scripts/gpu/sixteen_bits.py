@@ -50,17 +50,18 @@ class Drawn:
         return torch.randperm(count, generator=self.generator).to(self.device)
 
 
-def attend(drawn: Drawn, window: int | None = None, softcap: float | None = None) -> Tensor:
+def attend(drawn: Drawn, window: int | None = None, softcap: float | None = None, sinks: bool = False) -> Tensor:
     """Of the newest token of each text."""
     blocks = -(-max(TEXTS) // BLOCK_TOKENS)
     tables = drawn.order(len(TEXTS) * blocks).view(len(TEXTS), blocks)
     queries = drawn(len(TEXTS), KV_HEADS * GROUP, DIM)
     pair = drawn(2 * KV_HEADS, tables.numel() * BLOCK_TOKENS, DIM)
+    sink = drawn(KV_HEADS * GROUP).float() if sinks else None
     if drawn.kernels is not None:
         newest = torch.tensor(TEXTS, device=drawn.device) - 1
         arrived = torch.zeros(len(TEXTS) * KV_HEADS, dtype=torch.int32, device=drawn.device)
         texts = TextBlocks(tables, newest, arrived)
-        return drawn.kernels.attend(queries, pair, texts, BLOCK_TOKENS, None, window, softcap)
+        return drawn.kernels.attend(queries, pair, texts, BLOCK_TOKENS, None, window, softcap, sink)
     found = []
     for table, tokens, query in zip(tables, TEXTS, queries, strict=True):
         at = torch.arange(0 if window is None else max(0, tokens - window), tokens)
@@ -68,7 +69,9 @@ def attend(drawn: Drawn, window: int | None = None, softcap: float | None = None
         scores = query.view(KV_HEADS, GROUP, DIM) @ keys.mT * DIM**-0.5
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
-        found.append((scores.softmax(-1) @ values).flatten())
+        if sink is not None:  # one more score, of nothing
+            scores = torch.cat([scores, sink.view(KV_HEADS, GROUP, 1)], -1)
+        found.append((scores.softmax(-1)[..., : len(at)] @ values).flatten())
     return torch.stack(found)
 
 
@@ -110,6 +113,7 @@ KERNELS: dict[str, Callable[[Drawn], Tensor]] = {
     "attend": attend,
     "attend, window": lambda drawn: attend(drawn, window=100),
     "attend, bound": lambda drawn: attend(drawn, softcap=2.0),
+    "attend, sinks": lambda drawn: attend(drawn, sinks=True),
     "place": place,
     "norm": norm,
     "gate": gate,
