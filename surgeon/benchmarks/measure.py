@@ -119,7 +119,8 @@ class RankBench:
         """A load's texts, the blocks of a cache for them, and how many are computed together."""
         vocabulary = min(plan.vocabulary for plan in self.plans.values())  # token ids that all of the models have
         together = min(load.batch * load.prompt, self.pass_tokens or sys.maxsize)
-        limits = Limits(load.batch, self.plans[name].max_tokens, pass_tokens=together)
+        plan = self.plans[name]
+        limits = Limits(load.batch, plan.max_tokens, pass_tokens=together, long_texts=plan.long_texts)
         return load.requests(vocabulary), load.batch * blocks_for(load.length), limits
 
     def measure(self, loads: Sequence[Workload], rounds: int, advance: Callable[[float], None]) -> list[Result]:

@@ -210,7 +210,8 @@ def run_dissected(rank: Rank, name: str, load: Workload) -> list[PassParts]:
     engine: DissectedEngine = rank.engines[name]
     engine.passes_seen = []
     engine.watch.take()
-    limits = Limits(load.batch, engine.plan.max_tokens, pass_tokens=load.batch * load.prompt)
+    longest, long_texts = engine.plan.max_tokens, engine.plan.long_texts
+    limits = Limits(load.batch, longest, pass_tokens=load.batch * load.prompt, long_texts=long_texts)
     requests = load.requests(engine.plan.vocabulary)
     complete(rank, requests, load.batch * blocks_for(load.length), limits, name)
     return engine.passes_seen

@@ -75,7 +75,7 @@ class ModelShapes:
             vocabulary=int(config.vocab_size),
             tied=bool(config.tie_word_embeddings),
             layers=int(config.num_hidden_layers),
-            positions=int(config.max_position_embeddings),
+            positions=family.longest_text(config),
             layer_shapes=family.layer_shapes(config),
             windows=attention_windows(config, family, int(config.num_hidden_layers)),
             dtype=str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch."),

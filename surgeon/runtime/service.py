@@ -181,7 +181,10 @@ class Service(AbstractContextManager["Service"]):
         self.max_tokens = self.capacity.longest
         drafts = 0 if options.draft is None else options.draft_tokens or DRAFT_TOKENS
         pass_tokens = max(PASS_TOKENS[device], options.max_batch * (1 + drafts))
-        limits = Limits(options.max_batch, self.max_tokens, options.max_waiting, pass_tokens, self.plan.ends, drafts)
+        waiting, long_texts = options.max_waiting, self.plan.long_texts
+        limits = Limits(
+            options.max_batch, self.max_tokens, waiting, pass_tokens, self.plan.ends, drafts, long_texts=long_texts
+        )
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
         self._open: dict[int, OpenRequest] = {}

@@ -139,7 +139,7 @@ class ProgramForCausalLM(nn.Module):
             parameter.weight_loader(parameter, read(self.source, plan, device, f"{stored[end]}.{what}"))
         self.ends = Ends(self.source, plan, device)
         like = torch.empty(0, dtype=torch_dtype(plan), device=device)
-        self.angles = tuple(rotation(rotary, 0, plan.max_tokens, like) for rotary in plan.rotaries)
+        self.angles = tuple(rotation(rotary, plan.max_tokens, like) for rotary in plan.rotaries)
         self.turns = [turns(angles) for angles in self.angles]
         self.by_kernels = plan_kernels(plan, like) is not None
         if not self.by_kernels:
@@ -235,7 +235,7 @@ def plan_of(vllm_config: Any) -> Plan:
             model.model, revision=model.revision, cache_dir=load.download_dir, allow_patterns=patterns
         )
         folder = Path(found)
-    return make_plan(
+    plan = make_plan(
         folder,
         get_tensor_model_parallel_world_size(),
         model.max_model_len,
@@ -243,3 +243,9 @@ def plan_of(vllm_config: Any) -> Plan:
         low_rank=read_settings(vllm_config.additional_config).low_rank,
         kv="full",  # vLLM's attentions read keys and values out of the cache themselves
     )
+    if plan.long_texts is not None:  # vLLM says where tokens stand, and not how long their prompts are
+        raise ValueError(
+            f"rotary positions depend on the length of texts of more than {plan.long_texts.beyond} tokens, which "
+            f"surgeon's plugin cannot run; set --max-model-len {plan.long_texts.beyond}"
+        )
+    return plan

@@ -162,6 +162,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "up_bias": biases["up"],
         "down_bias": biases["down"],
         "rope_parameters": rope,
+        "anew_beyond": _anew_beyond(family, config),
         "rotary_neighbours": family.rotary_neighbours,
         "learned_positions": shapes.get(f"{POSITIONS}.weight", (0,))[0],
         "position_offset": family.position_offset,
@@ -174,6 +175,12 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         str(k): _widths(layer, family, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width
     }
     return entries | ({WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True} if widths else {})
+
+
+def _anew_beyond(family: Family, config: Any) -> int | None:
+    """Beyond how many tokens generation computes a text again, if it does."""
+    longer = family.longer_angles(config) if family.computes_anew else None
+    return None if longer is None else longer[0]
 
 
 def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     rotary_layers: list[bool] | None = None  # which layers have the rotary ones; None for all
     rotary_neighbours: bool = False  # features 2i and 2i + 1 turn as a pair, not i and that half a width further on
+    anew_beyond: int | None = None  # a text that grows beyond so many tokens is computed again, its cache thrown away
     learned_positions: int = 0  # rows of their table; 0 for rotary positions
     position_offset: int = 0  # rows before that of position 0
     positions_from_mask: bool = False  # count the tokens that the attention mask has, unless positions are given
@@ -338,6 +339,12 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
         self.model = SurgeonFusedModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def prepare_inputs_for_generation(self, input_ids: Any, *arguments: Any, **kwargs: Any) -> Any:
+        border, cache = self.config.anew_beyond, kwargs.get("past_key_values")
+        if border is not None and cache and cache.get_seq_length() <= border < input_ids.shape[1]:
+            kwargs |= {"past_key_values": None, "next_sequence_length": None}  # all of them
+        return super().prepare_inputs_for_generation(input_ids, *arguments, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -6,6 +6,7 @@ that adding an architecture is adding one description. See CONTRIBUTING.md, "Add
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -230,6 +231,8 @@ class Family:
         heads_fill_stream: whether all heads together are as wide as the stream; others have a head_dim of their own.
         embedding_scale: what embeddings are multiplied by.
         attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
+        computes_anew: whether generation computes a text again as it grows beyond the length from which its rotary
+            positions are others (Phi3); else keys stay in the cache as they were turned.
         query_growth: a rate b and a length n: queries at position p are multiplied by 1 + b * log(1 + floor(p / n)), as
             in Llama 4; of families without head norms.
         output_scale: what is multiplied with the output of every sublayer before it is added (Granite).
@@ -289,6 +292,7 @@ class Family:
     heads_fill_stream: bool = False
     embedding_scale: Scale = _no_factor
     attention_scale: Scale = _no_factor
+    computes_anew: bool = False
     query_growth: Callable[[Any], tuple[float, int] | None] = _no_growth
     output_scale: Scale = _no_factor
     logit_scale: Scale = _no_factor
@@ -447,6 +451,32 @@ class Family:
             width = int(width * rope.get("partial_rotary_factor", 1.0))
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         return tuple((1.0 / rope["rope_theta"] ** powers).tolist()), 1.0
+
+    def longer_angles(self, config: Any, kind: str | None = None) -> tuple[int, tuple[float, ...], float] | None:
+        """Of rotary positions that depend on the length of a text: how far pairs turn in long ones, as of `Longer`.
+
+        Returns:
+            The length beyond which they do so, how far each pair of features turns per position, and by how much of
+            the length that is stretched; None where texts of all lengths turn alike.
+        """
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+        if rope["rope_type"] == "dynamic":
+            return int(config.max_position_embeddings), self.angles(config, kind)[0], float(rope["factor"])
+        if rope["rope_type"] != "longrope":
+            return None
+        beyond = rope["original_max_position_embeddings"]
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=beyond + 1, layer_type=kind)
+        return beyond, tuple(frequencies.tolist()), 0.0
+
+    def longest_text(self, config: Any) -> int:
+        """How many tokens a text may have under this config; learned positions are counted where they are stored."""
+        rope = (getattr(config, "rope_parameters", None) or {}) if self.rotary else {}
+        times = rope.get("factor") if rope.get("rope_type") == "dynamic" else 1
+        if not isinstance(times, int | float) or not 1 <= times < math.inf:  # `angles` cannot be had then
+            times = 1
+        return int(config.max_position_embeddings * times)
 
     def head_dim(self, config: Any) -> int:
         """The width of one head under this config."""

@@ -27,6 +27,7 @@ def _variant(family: Family, config: Any) -> Family:
         rotary=not config.learned_positions,
         position_embedding=POSITIONS if config.learned_positions else None,
         rotary_neighbours=config.rotary_neighbours,
+        computes_anew=config.anew_beyond is not None,
         position_offset=config.position_offset,
         steps_per_layer=1 if config.parallel_residual else 2,
     )

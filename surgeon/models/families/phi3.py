@@ -29,6 +29,7 @@ PHI3 = replace(
         ),
     ),
     partly_rotary=True,
+    computes_anew=True,
     dropout="resid_pdrop",
     window="sliding_window",
 )

@@ -186,13 +186,14 @@ class BlockPool:
         """How many blocks hold so many tokens of one group."""
         return blocks_for(tokens, self.block_tokens)
 
-    def match(self, tokens: Sequence[int], most: int | None = None) -> Prefix:
+    def match(self, tokens: Sequence[int], most: int | None = None, root: int = ROOT) -> Prefix:
         """What a sequence like this one can share; at least its last token is left to compute.
 
         Args:
             most: blocks that it may share, any number if None.
+            root: ROOT, or a number below it for sequences that share among themselves only.
         """
-        size, path, number = self.block_tokens, [], ROOT
+        size, path, number = self.block_tokens, [], root
         end = (len(tokens) - 1) // size
         for block in range(end if most is None else min(end, most)):
             found = self._prefixes.find(number, tuple(tokens[block * size : (block + 1) * size]))
@@ -205,7 +206,7 @@ class BlockPool:
             [self._known[group, one] for one in path[first_block(length * size, window, size) : length]]
             for group, window in enumerate(self.windows)
         )
-        return Prefix(length, path[length - 1] if length else ROOT, shared)
+        return Prefix(length, path[length - 1] if length else root, shared)
 
     def _shareable(self, group: int, path: Sequence[int]) -> set[int]:
         """How many of a path's blocks a sequence can share, as far as one group goes."""

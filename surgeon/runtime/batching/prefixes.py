@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-ROOT = 0  # the beginning without tokens
+ROOT = 0  # the beginning without tokens; numbers below are others of that kind, whose texts share nothing with its
 
 
 class KnownPrefixes:
@@ -41,12 +41,12 @@ class KnownPrefixes:
 
     def hold(self, number: int) -> None:
         """Have it known until it is let go as often as it was held."""
-        if number != ROOT:
+        if number > ROOT:
             self._holds[number] += 1
 
     def let_go(self, number: int) -> None:
         """Undo one `hold`; what nobody holds any more is forgotten, and with it what only this held."""
-        while number != ROOT:
+        while number > ROOT:
             self._holds[number] -= 1
             if self._holds[number]:
                 return
@@ -56,6 +56,6 @@ class KnownPrefixes:
 
     def path(self, number: int) -> Iterator[int]:
         """A beginning and all shorter ones, from the longest on, but the one without tokens."""
-        while number != ROOT:
+        while number > ROOT:
             yield number
             number, _ = self._keys[number]

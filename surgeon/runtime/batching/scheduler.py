@@ -41,6 +41,7 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from surgeon.runtime.batching.blocks import BlockPool, SequenceBlocks
+from surgeon.runtime.batching.prefixes import ROOT
 from surgeon.runtime.batching.request import (
     UNDEFINED,
     Choice,
@@ -51,7 +52,7 @@ from surgeon.runtime.batching.request import (
     TokenLogprob,
     check_length,
 )
-from surgeon.runtime.batching.sequence import Expectation, ScheduledChunk, Sequence
+from surgeon.runtime.batching.sequence import Expectation, LongTexts, ScheduledChunk, Sequence
 from surgeon.runtime.batching.windows import PASS_TOKENS, longest_text
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
@@ -94,6 +95,7 @@ class Limits:
         ends: token ids that end a text.
         draft_tokens: how many tokens are drafted at a time for a sequence that is being continued; no more than
             `max_batch` of them have in `pass_tokens`.
+        long_texts: that turn otherwise than short ones, if any.
         expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
     """
 
@@ -104,6 +106,7 @@ class Limits:
     ends: tuple[int, ...] = ()
     draft_tokens: int = 0
     expected_share: float = 1.0
+    long_texts: LongTexts | None = None
 
     def __post_init__(self) -> None:
         at_least = {"max_batch": 1, "max_tokens": 2, "max_waiting": 0, "pass_tokens": self.max_batch, "draft_tokens": 0}
@@ -159,6 +162,7 @@ class Scheduler:
 
     def plan(self) -> list[ScheduledChunk]:
         """The chunks of the next pass; empty only if no request is open."""
+        self._begin_anew()
         chunks = self._drafting(self._continued())
         budget = self.limits.pass_tokens
         for sequence in tuple(self.running):
@@ -173,6 +177,26 @@ class Scheduler:
             chunks.append(begun)
             budget -= begun.tokens
         return chunks
+
+    def _begin_anew(self) -> None:
+        """Put texts that have grown beyond a length back to be computed again, if `LongTexts.anew` says so."""
+        border = self._border
+        for sequence in reversed([one for one in self.running if one.prompt <= border < len(one.tokens)]):
+            sequence.prompt = len(sequence.tokens)
+            self.running.remove(sequence)
+            self._put_back(sequence)
+
+    @property
+    def _border(self) -> float:
+        """How many tokens a text has at most before it is computed again."""
+        long_texts = self.limits.long_texts
+        return long_texts.beyond if long_texts is not None and long_texts.anew else math.inf
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Have a sequence that ran come first in the queue, without blocks."""
+        self.pool.close(sequence.blocks)
+        sequence.blocks, sequence.computed = SequenceBlocks(), 0
+        self.waiting.appendleft(sequence)
 
     def _continued(self) -> list[ScheduledChunk]:
         """The sequences that lack one token, each with blocks for it."""
@@ -229,7 +253,8 @@ class Scheduler:
         if not sequence.drafting or length == len(sequence.request.prompt):
             return 0
         most = min(self.limits.draft_tokens, self.limits.pass_tokens // self.limits.max_batch - 1)
-        return max(0, min(most, sequence.last - length - 1))
+        longest = sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
+        return max(0, min(most, int(longest) - length))
 
     def _drafts_due(self, sequence: Sequence) -> int:
         """How many are drafted in any case, because they would be if the sequence were alone; 0 if nothing is drawn."""
@@ -248,9 +273,7 @@ class Scheduler:
         whole = len(sequence.tokens)
         while self.pool.lacking(sequence.blocks, end, whole) > self.pool.free:
             youngest = self.running.pop()
-            self.pool.close(youngest.blocks)
-            youngest.blocks, youngest.computed = SequenceBlocks(), 0
-            self.waiting.appendleft(youngest)
+            self._put_back(youngest)
             self.tally.preempted += 1
             self.expected.failed()
             if youngest is sequence:
@@ -271,7 +294,9 @@ class Scheduler:
         sequence = self.waiting[0]
         unscored, size = sequence.unscored, pool.block_tokens
         tokens = sequence.tokens[: len(sequence.tokens) - self._comes_back(sequence)]
-        prefix = pool.match(tokens, None if unscored is None else (unscored - 1) // size)
+        long_texts = self.limits.long_texts
+        root = ROOT if long_texts is None else long_texts.root(sequence.prompt)
+        prefix = pool.match(tokens, None if unscored is None else (unscored - 1) // size, root)
         computed, length = prefix.blocks * size, len(sequence.tokens)
         blocks = pool.open(prefix)
         own = pool.lacking(blocks, min(length, computed + budget), length)

@@ -43,6 +43,8 @@ class Row(NamedTuple):
         runs: the sequence's blocks in each group of the cache, with room for these tokens.
         wanted: of the last token; of every token where they were drafted.
         targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
+        prompt: how many tokens the sequence's prompt has, or what was computed again as one: each of these turns as in
+            a text of so many (`LongTexts`).
         drafted: whether its tokens have been through the first rack already, one in each of the passes that drafted
             those behind the first of them; such rows come first in a pass, and those with the most tokens first.
     """
@@ -53,6 +55,30 @@ class Row(NamedTuple):
     wanted: Wanted
     targets: Targets | None = None
     drafted: bool = False
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
+class LongTexts:
+    """Texts beyond a length, where rotary positions depend on how long a text is.
+
+    A token turns as in a text of as many tokens as its prompt has, or as there are up to the token itself, whichever is
+    more: as when a text is alone, its prompt is one pass and keys stay in the cache as they are. So what a text gets
+    depends neither on chunks of its prompt nor on other texts.
+
+    Attributes:
+        beyond: of more tokens than these.
+        by_length: whether it matters how many more (dynamic), or only that there are more (longrope).
+        anew: whether a text that grows beyond is computed again, all its tokens as if they were a prompt (Phi3).
+    """
+
+    beyond: int
+    by_length: bool
+    anew: bool
+
+    def root(self, prompt: int) -> int:
+        """Where texts whose keys of the same tokens are the same begin, as of `BlockPool.match`."""
+        return 0 if prompt <= self.beyond else -prompt if self.by_length else -1
 
 
 class AskedPlaces(NamedTuple):
@@ -89,6 +115,7 @@ class Sequence:
     Attributes:
         tokens: prompt and output so far.
         wanted: of a pass that completes them.
+        prompt: tokens of the prompt, or of what was computed again as one.
         last: how many they are when the request ends at the latest. The last one is not computed.
         computed: how many of them are in the cache.
         blocks: that it has while it runs.
@@ -103,6 +130,7 @@ class Sequence:
     request: Request
     tokens: list[int]
     wanted: Wanted
+    prompt: int
     last: int
     unscored: int | None
     computed: int = 0
@@ -123,6 +151,7 @@ class Sequence:
             request,
             prompt,
             wanted if sampling.max_new_tokens else Wanted.NOTHING,
+            len(prompt),
             last=len(prompt) + sampling.max_new_tokens,
             unscored=1 if scored else None,
         )
@@ -167,7 +196,8 @@ class ScheduledChunk(NamedTuple):
         """
         sequence, first = self.sequence, self.sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
-        return Row(first, [*tokens, *drafts], sequence.blocks.runs, self.wanted, self.targets, bool(drafts))
+        runs, drafted = sequence.blocks.runs, bool(drafts)
+        return Row(first, [*tokens, *drafts], runs, self.wanted, self.targets, drafted, sequence.prompt)
 
     def drafting_row(self, drafts: Several[int]) -> Row:
         """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
@@ -178,7 +208,7 @@ class ScheduledChunk(NamedTuple):
         sequence = self.sequence
         newest = drafts[-1] if drafts else sequence.tokens[-1]
         wanted = sequence.wanted if len(drafts) < self.drafts else Wanted.NOTHING
-        return Row(sequence.computed + len(drafts), [newest], sequence.blocks.runs, wanted)
+        return Row(sequence.computed + len(drafts), [newest], sequence.blocks.runs, wanted, prompt=sequence.prompt)
 
 
 class Expectation:

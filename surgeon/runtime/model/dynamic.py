@@ -11,7 +11,7 @@ from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, asked_of
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Pass
-from surgeon.runtime.model.paged_cache import PagedCache, angles_at
+from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.paged_layout import PagedLayout
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 
@@ -51,7 +51,7 @@ class DynamicPasses(Way):
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=model.device)
         angles = model.angles_up_to(max(row.start + len(row.tokens) for row in rows))
         layout = PagedLayout(rows, cache, angles)
-        return tokens, layout.positions, Pass(layout.attend, angles_at(angles, layout.positions))
+        return tokens, layout.positions, Pass(layout.attend, model.angles_of(rows, layout.positions))
 
     def _scores(self, stream: Tensor, rows: Sequence[Row]) -> list[list[TokenLogprob]]:
         """How likely the targets of rows are, given the stream before each, (all targets, hidden)."""

@@ -396,17 +396,32 @@ def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
     return found
 
 
-def rotation(rotary: Rotary, first: int, tokens: int, like: Tensor) -> Angles:
-    """Cosine and signed sine, (tokens, 1, features that turn) each, for positions from `first` on."""
+def rotation(rotary: Rotary, tokens: int, like: Tensor) -> Angles:
+    """Cosine and signed sine, (tokens, 1, features that turn) each, of the first positions.
+
+    Each of them is that of the last token of a text, where it depends on the text's length.
+    """
+    positions = torch.arange(tokens, device=like.device)
+    return turned(rotary, positions, positions + 1, like)
+
+
+def turned(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> Angles:
+    """The same of any tokens, by their positions, (T,), and how long their texts are, (T,)."""
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
-    positions = torch.arange(first, first + tokens, dtype=torch.float32, device=like.device)
-    angles = positions[:, None, None] * frequencies
+    if rotary.longer is not None:
+        longer = torch.tensor(rotary.longer.inverse_frequencies, dtype=torch.float32, device=like.device)
+        powers = torch.arange(len(longer), device=like.device) / max(1, len(longer) - 1)
+        stretched = 1 + rotary.longer.stretch * (lengths / rotary.longer.beyond - 1)
+        is_long = lengths > rotary.longer.beyond
+        frequencies = torch.where(is_long[:, None], longer * stretched.clamp(min=1)[:, None] ** -powers, frequencies)
     scale: float | Tensor = rotary.scale
     if rotary.growth is not None:
         rate, length = rotary.growth
-        scale = scale * (1 + rate * torch.log1p(torch.floor(positions / length)))[:, None, None]
+        scale = scale * (1 + rate * torch.log1p(torch.floor(positions / length)))[:, None]
+    angles = positions[:, None].float() * frequencies
     cosine, sine = angles.cos() * scale, angles.sin() * scale
-    return torch.cat([cosine, cosine], -1).to(like.dtype), torch.cat([-sine, sine], -1).to(like.dtype)
+    halves = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
+    return halves[0][:, None].to(like.dtype), halves[1][:, None].to(like.dtype)
 
 
 def attention(

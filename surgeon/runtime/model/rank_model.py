@@ -19,7 +19,7 @@ from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
-from surgeon.runtime.model.layers import AllAngles, Attend, AttendRaw, Pass, rotation
+from surgeon.runtime.model.layers import AllAngles, Attend, AttendRaw, Pass, rotation, turned
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.specification import Plan
@@ -118,7 +118,22 @@ class RankModel(RankProgram):
         return self._angles
 
     def _angles_of(self, tokens: int) -> AllAngles:
-        return tuple(rotation(rotary, 0, tokens, self.vocabulary.like) for rotary in self.plan.rotaries)
+        return tuple(rotation(rotary, tokens, self.vocabulary.like) for rotary in self.plan.rotaries)
+
+    def turns_by_position(self, row: Row) -> bool:
+        """Whether a row's tokens turn as in texts that end with them: by no more than their positions."""
+        long_texts = self.plan.long_texts
+        return long_texts is None or row.prompt <= long_texts.beyond or row.start + 1 >= row.prompt
+
+    def angles_of(self, rows: Sequence[Row], positions: Index) -> AllAngles:
+        """Rotary angles of the rows' tokens, which have these positions, in the texts that the rows are of."""
+        if all(map(self.turns_by_position, rows)):
+            return angles_at(self.angles_up_to(max(row.start + len(row.tokens) for row in rows)), positions)
+        spans = [range(row.start, row.start + len(row.tokens)) for row in rows]
+        lengths = [max(row.prompt, place + 1) for row, span in zip(rows, spans, strict=True) for place in span]
+        places = [place for span in spans for place in span]
+        both = torch.tensor([places, lengths], device=self.device)
+        return tuple(turned(rotary, both[0], both[1], self.vocabulary.like) for rotary in self.plan.rotaries)
 
     def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""

@@ -114,7 +114,9 @@ class RecordedDecode(Way):
 
     def fits(self, rows: Sequence[Row]) -> bool:
         """Whether a pass of these rows can be recorded: each adds one token to a text, and none is scored."""
-        return len(rows) not in self.problems and all(len(row.tokens) == 1 and row.targets is None for row in rows)
+        if len(rows) in self.problems or not all(map(self._model.turns_by_position, rows)):
+            return False
+        return all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One pass, which extends the cache.

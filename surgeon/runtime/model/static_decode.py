@@ -248,10 +248,10 @@ class StaticDecode(Way):
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()
 
-    @staticmethod
-    def fits(rows: Sequence[Row]) -> bool:
+    def fits(self, rows: Sequence[Row]) -> bool:
         """Whether a pass of these rows can be a static one: each adds one token to a text."""
-        return all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
+        continues = all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
+        return continues and all(map(self._model.turns_by_position, rows))
 
     def passes_to_record(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:
         """Rows of each size that passes over up to so many texts have where all of these can be as long.

@@ -30,6 +30,7 @@ from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Decoding,
     KvMode,
+    Longer,
     LowRankMode,
     Plan,
     Rotary,
@@ -89,13 +90,10 @@ def make_plan(
     mixtures = Mixtures.of(partial(mixture_size, source), layers, mode)
     check_division(parsed, source.units, ranks, mixtures)
 
-    positions = int(config.max_position_embeddings)
+    positions = family.longest_text(config)
     if family.position_embedding is not None:
         positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
-    if max_tokens is None:
-        kinds = set(family.rope_kinds(config)) if family.rotary else set()
-        unchanged = (_unchanged(config, kind) for kind in kinds)
-        max_tokens = min([positions, *(tokens for tokens in unchanged if tokens is not None)])
+    max_tokens = positions if max_tokens is None else max_tokens
     if max_tokens > positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
@@ -110,6 +108,8 @@ def make_plan(
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     by_layer = rotaries_by_layer(config, family, layers, max_tokens)
     rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))
+    if any(rotary.longer for rotary in rotaries):
+        kv = _whole_keys(kv, max_tokens)
     growth = family.query_growth(config)
     if growth is not None:
         rotaries += (Rotary((0.0,) * (source.head_dim // 2), 1.0, growth),)
@@ -232,22 +232,18 @@ def _activation(config: Any, family: Family) -> str:
     return name
 
 
-def _unchanged(config: Any, kind: str | None) -> int | None:
-    """Up to how many tokens rotary positions of a kind do not depend on the text's length, if they do beyond."""
-    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
-    scaling = rope["rope_type"]
-    if scaling not in ROPE_TYPES:
+def _whole_keys(kv: str, max_tokens: int) -> str:
+    """What is kept of keys where these turn by the length of their text: they cannot be made again of anything else.
+
+    Raises:
+        ValueError: if something else is asked for.
+    """
+    if kv == "lowrank":
         raise ValueError(
-            f"rope_type in config.json must be known, not {shown(scaling)}; {did_you_mean(str(scaling), ROPE_TYPES)}"
+            f"rotary positions depend on the length of a text here, up to {max_tokens} tokens, and keys in rank space "
+            "would be turned again whenever they are read; use kv full or auto, or shorter texts"
         )
-    if scaling not in ("dynamic", "longrope"):
-        return None
-    first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if type(first) is not int or first < 1:
-        raise ValueError(
-            f"original_max_position_embeddings in config.json must be a number of tokens, not {shown(first)}"
-        )
-    return first
+    return "full" if kv == "auto" else kv
 
 
 def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int) -> list[Rotary | None]:
@@ -292,19 +288,22 @@ def _softcap(config: Any, attribute: str | None) -> float | None:
 
 
 def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> Rotary:
-    first = _unchanged(config, kind)
     rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
-    if first is not None and max_tokens > first:
+    scaling = rope["rope_type"]
+    if scaling not in ROPE_TYPES:
         raise ValueError(
-            f"{rope['rope_type']} rotary positions change beyond {first} tokens, which is not supported; "
-            f"keep prompt and output together within {first} tokens (now {max_tokens})"
+            f"rope_type in config.json must be known, not {shown(scaling)}; {did_you_mean(str(scaling), ROPE_TYPES)}"
         )
     described = f"config.json describes no rotary positions: rope_parameters are {shown(rope, 200)}"
     try:
         rotary = Rotary(*family.angles(config, kind))
+        longer = family.longer_angles(config, kind)
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{described} ({type(error).__name__}: {first_line(error)})") from error
-    if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale))):
+    if longer is not None and longer[0] < max_tokens:
+        rotary = replace(rotary, longer=Longer(*longer))
+    longest = () if rotary.longer is None else (*rotary.longer.inverse_frequencies, rotary.longer.stretch)
+    if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale, *longest))):
         raise ValueError(f"{described} (an angle is infinite, or no number)")
     return rotary
 

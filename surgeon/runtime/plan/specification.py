@@ -10,6 +10,7 @@ from typing import Literal
 from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.routing import Routing
+from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.batching.windows import blocks_for, power_of_two
 from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
@@ -37,6 +38,22 @@ OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_ta
 
 
 @dataclass(frozen=True)
+class Longer:
+    """How far each pair of features turns per position in texts beyond a length.
+
+    In a text of n tokens pair k turns by frequency k times (1 + stretch * (n / beyond - 1)) ** (-k / (pairs - 1)).
+
+    Attributes:
+        beyond: of more tokens than these.
+        stretch: 0 where all longer texts are alike.
+    """
+
+    beyond: int
+    inverse_frequencies: tuple[float, ...]
+    stretch: float = 0.0
+
+
+@dataclass(frozen=True)
 class Rotary:
     """Rotary positions: an angle per position and pair of features, and a factor on both cosine and sine.
 
@@ -44,11 +61,13 @@ class Rotary:
         inverse_frequencies: how far each pair of features turns per position.
         scale: the factor.
         growth: b and n where it is multiplied by 1 + b * log(1 + floor(position / n)).
+        longer: how those turn that are in longer texts, where that is otherwise.
     """
 
     inverse_frequencies: tuple[float, ...]
     scale: float
     growth: tuple[float, int] | None = None
+    longer: Longer | None = None
 
     @property
     def width(self) -> int:
@@ -142,6 +161,16 @@ class Plan:
         bits = re.search(r"\d+", self.dtype)
         assert bits is not None, f"{self.dtype} is no dtype of floating-point numbers"
         return int(bits[0]) // 8
+
+    @property
+    def long_texts(self) -> LongTexts | None:
+        """Texts that turn otherwise than short ones, if there are such."""
+        longer = [rotary.longer for rotary in self.rotaries if rotary.longer is not None]
+        if not longer:
+            return None
+        beyond = {one.beyond for one in longer}
+        by_length = len(beyond) > 1 or any(one.stretch for one in longer)
+        return LongTexts(min(beyond), by_length, self.family.computes_anew)
 
     def rotary_of(self, attention: Sublayer) -> int | None:
         """Which of the rotary positions an attention has, if any; of averaged layers as the first one's has."""

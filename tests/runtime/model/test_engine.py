@@ -167,7 +167,7 @@ def test_fused_checkpoints_of_other_architectures(family: str, tmp_path: Path) -
 
 
 def test_rotation_angles() -> None:
-    cosine, signed_sine = rotation(Rotary((1.0, 0.1), 2.0), 3, 2, torch.ones(1))
+    cosine, signed_sine = (angle[3:] for angle in rotation(Rotary((1.0, 0.1), 2.0), 5, torch.ones(1)))
     angles = torch.tensor([[3.0, 0.3], [4.0, 0.4]])
     assert torch.allclose(cosine[:, 0], 2 * torch.cat([angles.cos(), angles.cos()], 1))
     assert torch.allclose(signed_sine[:, 0], 2 * torch.cat([-angles.sin(), angles.sin()], 1))

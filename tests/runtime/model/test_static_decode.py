@@ -138,11 +138,12 @@ def test_sizes_are_powers_of_two_up_to_what_there_is(starts: list[int], size: tu
     assert PassSize.of([row(0, start, [0]) for start in starts], 7) == size
 
 
-def test_which_passes_have_a_fixed_shape() -> None:
-    one = row(3, 9, [0])
-    assert StaticDecode.fits([one, one._replace(wanted=Wanted.NOTHING)])
+def test_which_passes_have_a_fixed_shape(checkpoints: dict[str, Path]) -> None:
+    model = RankEngine(make_plan(checkpoints["llama"], 1, 64), Alone(), torch.device("cpu"))
+    way, one = StaticDecode(model, None), row(3, 9, [0])
+    assert way.fits([one, one._replace(wanted=Wanted.NOTHING)])
     for other in (one._replace(start=0), one._replace(tokens=[1, 2]), one._replace(targets=Targets(0, [5], 1))):
-        assert not StaticDecode.fits([one, other])
+        assert not way.fits([one, other])
 
 
 class Together(Collectives):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from surgeon.language.operations import desync, tracks
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.families import FAMILIES
+from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.model.layers import ACTIVATIONS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import OWN_ACTIVATIONS
@@ -216,10 +217,22 @@ def test_slices_of_sublayers_with_a_norm_behind_them(saved: Callable[..., Path],
 def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
     folder = saved(rope_parameters=rope)
-    assert make_plan(folder, 1, 16).rotaries
-    assert make_plan(folder, 1, None).max_tokens == 16
-    with pytest.raises(ValueError, match="dynamic rotary positions change beyond 16 tokens"):
-        make_plan(folder, 1, 17)
+    assert make_plan(folder, 1, 128).long_texts is None  # transformers goes by the model's positions
+    assert make_plan(folder, 1, None).max_tokens == 256
+    assert make_plan(folder, 1, 129).long_texts == LongTexts(128, by_length=True, anew=False)
+    with pytest.raises(ValueError, match="are 257 tokens, and the model has 256 positions"):
+        make_plan(folder, 1, 257)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    longrope = rope | factors | {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    folder = saved(rope_parameters=longrope)
+    assert make_plan(folder, 1, None).long_texts == LongTexts(16, by_length=False, anew=False)
+    low_rank = "A0@k3,v4 F0"
+    assert make_plan(folder, 1, 17, low_rank).kv == "full"
+    assert make_plan(folder, 1, 16, low_rank, kv="lowrank").kv == "lowrank"
+    with pytest.raises(ValueError, match="rotary positions depend on the length of a text here, up to 17 tokens"):
+        make_plan(folder, 1, 17, low_rank, kv="lowrank")
+    folder = saved("phi3", rope_parameters=longrope, original_max_position_embeddings=16)
+    assert make_plan(folder, 1, None).long_texts == LongTexts(16, by_length=False, anew=True)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +246,11 @@ def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]
         ({"rope_type": []}, r"rope_type in config.json must be known, not \[\]; known: default, linear"),
         ({"rope_type": "yarn", "factor": {}}, "describes no rotary positions: "),
         (
-            {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": "x"},
-            "original_max_position_embeddings in config.json must be a number of tokens, not 'x'",
+            {"rope_type": "longrope", "short_factor": [], "long_factor": [], "original_max_position_embeddings": "x"},
+            "describes no rotary positions: ",
         ),
+        ({"rope_type": "dynamic", "factor": "x"}, "describes no rotary positions: .*Type"),
+        ({"rope_type": "dynamic", "factor": float("inf")}, "describes no rotary positions: "),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
