@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ class WeightsOnDemand(TorchFunctionMode):
         """The stored tensor, in float32, where the value is a parameter; else the value itself."""
         if id(value) not in self.rows:
             return value
-        return joined([versions[0] for versions in self.rows[id(value)](None)]).float()
+        return joined([versions[0] for versions in self.rows[id(value)](None)]).float().view(value.shape)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`functional.linear`, a block of output features at a time, several blocks in threads side by side."""
@@ -153,13 +154,13 @@ class Match(NamedTuple):
     """A model's parameters and the tensors of a store.
 
     Attributes:
-        names: the stored tensor that each parameter is read from.
+        names: the stored tensors that each parameter is read from: its rows, one after the other; one, as a rule.
         missing: parameters that are not stored.
         misshapen: those whose stored tensor has another shape.
         unexpected: stored tensors that are no parameter of the model.
     """
 
-    names: dict[str, str]
+    names: dict[str, tuple[str, ...]]
     missing: list[str]
     misshapen: list[str]
     unexpected: list[str]
@@ -177,13 +178,20 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
         # What is around the text decoder no text is computed with.
         paths = {parameter: store.wrapped.wrapper.text_path(parameter) for parameter in parameters}
         parameters = {parameter: tensor for parameter, tensor in parameters.items() if paths[parameter] is not None}
-    own = ((parameter, stored.weights.names.own(path)) for parameter, path in paths.items() if path is not None)
-    found = {parameter: name for parameter, name in own if name in store}
+    own = (
+        (parameter, stored.weights.names.parts(path, parameters[parameter].shape[0]))
+        for parameter, path in paths.items()
+        if path is not None
+    )
+    found = {parameter: names for parameter, names in own if all(name in store for name in names)}
     for parameter in found:  # in place of one that several modules may share, its own, without numbers
         path, _, last = parameter.rpartition(".")
         empty = torch.empty_like(parameters[parameter], device="meta")
         setattr(model.get_submodule(path), last, nn.Parameter(empty, requires_grad=False))
-    known, ignored = set(found.values()), (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
+    known, ignored = (
+        set(chain.from_iterable(found.values())),
+        (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())),
+    )
     left = (name for name in store.names() if name not in known)
     unexpected = [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
     tied = model.all_tied_weights_keys
@@ -191,5 +199,15 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
         if second in found:
             found.setdefault(first, found[second])
     missing = [parameter for parameter in parameters if parameter not in found]
-    misshapen = [parameter for parameter, name in found.items() if store.shape(name) != parameters[parameter].shape]
+    shapes = {parameter: shape_of(names, stored, parameters[parameter]) for parameter, names in found.items()}
+    misshapen = [parameter for parameter, shape in shapes.items() if shape != parameters[parameter].shape]
     return Match(found, missing, misshapen, unexpected)
+
+
+def shape_of(names: tuple[str, ...], stored: StoredModel, like: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter that is stored so: that of one tensor, or of experts' matrices stacked as in it."""
+    first, store = stored.checkpoint.shape(names[0]), stored.checkpoint
+    if len(first) == like.dim():
+        return first
+    experts = like.shape[0]
+    return (experts, sum(store.shape(name)[0] for name in names) // experts, *first[1:])

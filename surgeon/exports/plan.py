@@ -40,7 +40,6 @@ def check_exportable(model: Model, program: Program | None = None) -> None:
             tensor is missing or does not fit config.json, or there is one that surgeon does not know.
     """
     folder = model.folder
-    model.family.require_no_mixture("mixtures are not exported yet")
     if model.form.shipped is not None and (model.own is None or not runs_whole_layers(model.own, model.num_layers)):
         raise ValueError(
             f"{folder} is an edited checkpoint already ({model.form} form); "

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from surgeon.checkpoint.load import check_complete, open_stored, quiet
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import NotProven
-from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match_names
+from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match_names, shape_of
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
@@ -161,10 +162,8 @@ def original_model(
         model = build_empty(model_class, copy.deepcopy(original.config), buffers)
     make_room(model, original.weights, program or original.program)
     match = match_names(model, original)
-    shapes = [
-        (match.names[name], original.checkpoint.shape(match.names[name]), model.get_parameter(name).shape)
-        for name in match.misshapen
-    ]
+    wrong = [(match.names[name], model.get_parameter(name)) for name in match.misshapen]
+    shapes = [(names[0], shape_of(names, original, like), like.shape) for names, like in wrong]
     check_complete(original.folder, {"mismatched_keys": shapes, "missing_keys": match.missing})
     return model, match
 
@@ -211,7 +210,7 @@ def prove(
     logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
     if not rounded:
         exact = written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
-    elif _only_linear(model, match, rounded):
+    elif _only_linear(model, match, rounded.keys()):
         # One run in which each half of the batch has one version: most of the work is to read and fold the weights.
         tokens, twice = reference.tokens.repeat(2, 1), lambda size: advance(2 * size)
         exact, written = map(reference.difference, logits_of(tokens, rows=versions.both, advance=twice).chunk(2))
@@ -291,14 +290,14 @@ def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, M
             raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
     for name in match.misshapen:
         stored = match.names[name]
-        shape = written.checkpoint.shape(stored)
-        raise NotProven(f"the {form} form has a tensor of a wrong shape: {stored}, {shape}")
+        shape = shape_of(stored, written, model.get_parameter(name))
+        raise NotProven(f"the {form} form has a tensor of a wrong shape: {stored[0]}, {shape}")
     return model, match
 
 
-def _only_linear(model: PreTrainedModel, match: Match, stored: Collection[str]) -> bool:
+def _only_linear(model: PreTrainedModel, match: Match, stored: Set[str]) -> bool:
     """Whether some stored tensors, as far as the model has any use for them, belong to linear maps."""
-    used = (parameter.rpartition(".")[0] for parameter, name in match.names.items() if name in stored)
+    used = (parameter.rpartition(".")[0] for parameter, names in match.names.items() if not stored.isdisjoint(names))
     return all(isinstance(model.get_submodule(module), nn.Linear) for module in used)
 
 
@@ -318,15 +317,16 @@ def _logits(
         rows: of a stored tensor, as `Rows` are of a parameter.
         advance: told of the bytes of a stored tensor when it is first read.
     """
-    unread = {name: checkpoint.num_bytes(name) for name in match.names.values()}
+    unread = {name: checkpoint.num_bytes(name) for name in chain.from_iterable(match.names.values())}
 
-    def read(name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
-        if name in unread:
-            advance(unread.pop(name))
-        return rows(name, count)
+    def read(names: tuple[str, ...], count: int | None) -> Iterable[Sequence[Tensor]]:
+        for name in names:
+            if name in unread:
+                advance(unread.pop(name))
+            yield from rows(name, count)
 
     try:
-        with WeightsOnDemand(model, {parameter: partial(read, name) for parameter, name in match.names.items()}):
+        with WeightsOnDemand(model, {parameter: partial(read, names) for parameter, names in match.names.items()}):
             logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     except (ValueError, OSError, MemoryError, Stopped):
         raise

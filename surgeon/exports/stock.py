@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, WRITING, Program, Sublayer
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHARED, WRITING, Program, Sublayer
 from surgeon.models.edit import decoder_layers, decoder_parent, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
@@ -63,7 +63,8 @@ def stock_layers_of(model: PreTrainedModel, state: dict[str, Tensor] | None = No
     sources = [*range(len(layers.original[0])), *(group.layers[0] for group in groups.groups)]
 
     def stored(sublayer: Sublayer) -> Sublayer:
-        return replace(sublayer, layers=(layers.stored_place(sublayer, groups),))
+        place = layers.stored_place(sublayer, groups)
+        return sublayer.stored_in(place) if layers.is_derived(sublayer) else replace(sublayer, layers=(place,))
 
     return StockLayers([*layers.original[0], *made], sources, layers.program.renamed(stored))
 
@@ -88,13 +89,14 @@ def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor
     """A sublayer's tensors by role, from the module that was derived for it, or as they would be derived."""
     if not _lives(sublayer, edited):
         return edited.weights().by_role(sublayer)
-    inside, own = f"{edited.family.layers}.0.", f"{edited.family.layers}.{sublayer}."
+    layer = sublayer.layers[0]
+    inside, own = f"{edited.family.layers}.{layer}.", f"{edited.family.layers}.{sublayer}."
     store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
     if state is not None:
         found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
         store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
     weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
-    return weights.by_role(Sublayer(sublayer.kind, (0,), ranks=sublayer.ranks))
+    return weights.by_role(Sublayer(sublayer.kind, (layer,), ranks=sublayer.ranks))
 
 
 def _lives(sublayer: Sublayer, edited: EditedLayers) -> bool:
@@ -128,11 +130,11 @@ def _joined(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
 def _divided_dim(key: str) -> int | None:
     """The dimension along which slices have parts of a tensor of a sublayer; None for what all of them have."""
     role, _, what = key.partition(".")
-    if role not in ROLES[ATTENTION] + ROLES[FEED_FORWARD]:
+    if role not in ROLES[ATTENTION] + ROLES[FEED_FORWARD] + SHARED:
         return None
     if role in WRITING:
-        return 1 if what in ("weight", "first.weight") else None
-    return None if what == "first.weight" else 0
+        return -1 if what in ("weight", "first.weight") else None
+    return None if what == "first.weight" else -1 if what == "bias" else -2  # matrices of experts are stacked
 
 
 @contextmanager

@@ -137,6 +137,11 @@ class Sublayer:
         width = () if self.width is None else ((UNITS[self.kind], self.width),)
         return (*experts, *width, *self.ranks)
 
+    def stored_in(self, place: int) -> Sublayer:
+        """The same as part of a stored layer of this number, whose experts count from 0."""
+        experts = None if self.experts is None else tuple(range(len(self.experts)))
+        return replace(self, layers=(place,), experts=experts)
+
     def rank(self, role: str) -> int | None:
         """The rank of a matrix that is the product of two factors; None for a whole one."""
         return dict(self.ranks).get(role)

@@ -116,10 +116,11 @@ class EditedLayers(nn.Module):
             stored = f"{prefix}{self.stored_place(sublayer, groups)}."
             own = {name: tensor for name, tensor in state_dict.items() if name.startswith(stored)}
             if own:
-                inside = f"{self.family.layers}.0."
+                layer = sublayer.layers[0]
+                inside = f"{self.family.layers}.{layer}."
                 store = NamedTensors({f"{inside}{name.removeprefix(stored)}": own[name] for name in own})
                 weights = ModelWeights(store, self.family, self.family.head_dim(self.config))
-                values = stored_tensors(replace(sublayer, layers=(0,)), weights)
+                values = stored_tensors(sublayer.stored_in(layer), weights)
                 held = {path for path, _ in self.owner(sublayer).named_parameters()}
                 state_dict |= {f"{prefix}{sublayer}.{path}": values[path] for path in values if path in held}
         for index in range(len(groups.groups)):

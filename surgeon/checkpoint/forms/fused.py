@@ -52,6 +52,11 @@ class Fused(Form):
 
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
         layers = stored_layers(program, family.steps_per_layer, partly=True)
+        if family.mixture is not None:
+            raise Inexpressible(
+                f"layers of {family.name} are mixtures of experts, and two mixtures are not one: each router weighs "
+                "its own experts, which one softmax over those of both would weigh otherwise"
+            )
         if family.attention.post_norm is not None:
             raise Inexpressible(
                 f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"

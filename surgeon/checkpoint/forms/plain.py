@@ -19,6 +19,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Program
 from surgeon.models.families import Family
+from surgeon.models.routing import check_groups
 from surgeon.models.weights.layout import narrowed
 
 
@@ -40,7 +41,7 @@ class Plain(Form):
             raise Inexpressible(f"{wide} would be one layer, whose sublayers have one norm in {family.name}")
         require_uniform(layers, family, per_layer_lists(family, config, config.to_dict()))
         reason = f"the program is a sequence of {len(layers)} whole layers, which any software loads"
-        if widths := _widths(layers[0], family, config):
+        if widths := _widths(layers[0], family, config) | _experts(layers, family, config):
             reason = f"its {len(layers)} layers are all of one width, which any software loads"
             try:
                 type(config).from_dict(config.to_dict() | widths)
@@ -51,7 +52,11 @@ class Plain(Form):
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:
         widths = _widths(layout.layers[0], original.family, original.config)
-        return super().config(original, layout, tensors) | widths
+        entries = super().config(original, layout, tensors) | widths
+        for key, value in _experts(layout.layers, original.family, original.config).items():
+            names = {key, original.config.attribute_map.get(key, key)}
+            entries |= dict.fromkeys(names & entries.keys() or names, value)  # by any name that software knows
+        return entries
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         if checkpoint.wrapped is not None:
@@ -79,6 +84,31 @@ def _widths(layer: StoredLayer, family: Family, config: Any) -> dict[str, int]:
         entries["head_dim"] = family.head_dim(config)
     aliases = config.attribute_map
     return {aliases.get(key, key): value for key, value in entries.items()}
+
+
+def _experts(layers: tuple[StoredLayer, ...], family: Family, config: Any) -> dict[str, int]:
+    """The entries of a configuration of mixtures with fewer experts than the original's.
+
+    Raises:
+        Inexpressible: if some mixtures have others than the rest, or groups of them cannot be chosen from.
+    """
+    mixture, shapes = family.mixture, family.layer_shapes(config)
+    if mixture is None:
+        return {}
+    mixtures = (one for layer in layers for one in layer.feed_forward if shapes.of(one).mixture is not None)
+    counts = sorted({shapes.experts(one) for one in mixtures})
+    if counts in ([], [getattr(config, mixture.count)]):
+        return {}
+    if len(counts) > 1:
+        raise Inexpressible(
+            f"its mixtures have from {counts[0]} to {counts[-1]} experts, and those of stock layers are alike"
+        )
+    routing = mixture.routing(config)
+    try:
+        check_groups(counts[0], routing)
+    except ValueError as error:
+        raise Inexpressible(str(error)) from error
+    return {mixture.count: counts[0], "num_experts_per_tok": routing.chosen(counts[0])}
 
 
 PLAIN = Plain()

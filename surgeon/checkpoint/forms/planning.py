@@ -18,9 +18,20 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Sublayer
-from surgeon.models.families import Family, SublayerSpec
-from surgeon.models.weights import Factored, Factorised, Factors, FactorSource, ModelWeights, WeightMatrix, mean
-from surgeon.models.weights.layout import modules_of, own_path
+from surgeon.models.families import Family, Projection, SublayerSpec
+from surgeon.models.weights import (
+    Factored,
+    Factorised,
+    Factors,
+    FactorSource,
+    ModelWeights,
+    Tensors,
+    WeightMatrix,
+    mean,
+    norm_paths,
+    packed,
+)
+from surgeon.models.weights.layout import modules_of, own_path, taken_apart
 from surgeon.models.weights.quantised import Quantised
 from surgeon.models.weights.units import LayerWeights
 
@@ -113,23 +124,47 @@ class TensorPlanner:
 
     def _sublayer_tensors(self, sublayer: Sublayer) -> Iterator[tuple[str, Compute]]:
         """A sublayer's tensors by path from the layer, and how each is computed."""
-        spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         # Modules in which some matrix is stored as two factors are taken apart; the others are stored as they are.
-        apart = {
-            path: packed for path, packed in modules_of(spec).items() if any(sublayer.rank(one.role) for one in packed)
-        }
+        apart = taken_apart(self.weights.spec(sublayer), lambda role: sublayer.rank(role) is not None)
         for path in self.paths(sublayer):
-            if not path.startswith(tuple(f"{module}." for module in apart)):
-                yield path, partial(self.part, sublayer, path)
-        for projection in chain.from_iterable(apart.values()):
+            if path.startswith(tuple(f"{one.path}." for one in apart)):
+                continue
+            written = path if sublayer.experts is None else self._of_experts(sublayer, path)
+            if written is not None:
+                yield written, partial(self.part, sublayer, path)
+        yield from self.apart(sublayer, apart)
+
+    def _of_experts(self, sublayer: Sublayer, path: str) -> str | None:
+        """The path of a tensor of a mixture whose experts that stay count from 0; None if its expert does not stay."""
+        assert sublayer.experts is not None
+        for stem in filter(None, (one.stored for one in self.weights.spec(sublayer).projections)):
+            before, after = self._stored(sublayer, f"{stem.replace('{}', '0')}.weight").split(".0.")
+            expert = path.removeprefix(f"{before}.").partition(".")[0]
+            if path.startswith(f"{before}.") and expert.isdecimal() and path.endswith(f".{after}"):
+                kept = int(expert) in sublayer.experts
+                return f"{before}.{sublayer.experts.index(int(expert))}.{after}" if kept else None
+        return path
+
+    def _stored(self, sublayer: Sublayer, path: str) -> str:
+        """A path from the layer as the source has it."""
+        names = self.weights.names
+        prefix = f"{self.family.layers}.{sublayer.layers[0]}."
+        return names.own(f"{prefix}{path}").removeprefix(f"{self.prefix}{sublayer.layers[0]}.")
+
+    def apart(self, sublayer: Sublayer, apart: list[Projection]) -> Iterator[tuple[str, Compute]]:
+        """The tensors of modules that are taken apart; of a mixture's experts stacked, one after the other."""
+        spec = self.weights.spec(sublayer)
+        for projection in apart:
             role, own = projection.role, own_path(projection, spec)
+            each = self.weights.each_expert(sublayer) if projection.stacked else None
             factors = () if sublayer.rank(role) is None else ("first", "second")
             for name in factors:
-                yield f"{own}.{name}.weight", partial(_factor, sublayer, role, name)
+                yield f"{own}.{name}.weight", _each(each, sublayer, partial(_factor, role, name))
             if not factors:
-                yield f"{own}.weight", partial(_whole, sublayer, role)
-            if self.weights.bias(sublayer, role) is not None:
-                yield f"{own}.second.bias" if factors else f"{own}.bias", partial(_bias, sublayer, role)
+                yield f"{own}.weight", _each(each, sublayer, partial(_whole, role))
+            if self.weights.bias(each[0] if each else sublayer, role) is not None:
+                place = f"{own}.second.bias" if factors else f"{own}.bias"
+                yield place, _each(each, sublayer, partial(_bias, role))
 
     def planned(self, name: str, compute: Compute) -> list[PlannedTensor]:
         """A tensor of this name; how it is computed is tried on shapes alone.
@@ -171,27 +206,78 @@ class TensorPlanner:
         spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         prefix = f"{self.prefix}{sublayer.layers[0]}."
         names = [name.removeprefix(prefix) for name in self.source.names() if name.startswith(prefix)]
-        known = _roots(self.family.attention) + _roots(self.family.mlp)
+        known = tuple(root for one in self.family.specs() for root in self._roots(one))
         for name in names:
             if not name.startswith(known):
                 raise ValueError(
                     f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
                 )
-        for path in filter(None, (spec.norm, *(projection.path for projection in spec.projections))):
+        needed = [projection.path for projection in spec.projections if not projection.stacked]
+        for path in filter(None, (spec.norm, *needed)):
             if not any(name.startswith(f"{path}.") and name.endswith("weight") for name in names):
                 raise ValueError(
                     f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
                 )
         modules = known_modules(spec)
-        own = (name for name in names if name.startswith(_roots(spec)))
+        own = (name for name in names if name.startswith(self._roots(spec)))
+        if spec.mixture is not None:
+            return list(own)
         return [name for name in own if name.rpartition(".")[2] not in BUFFERS or name.rpartition(".")[0] in modules]
+
+    def _roots(self, spec: SublayerSpec) -> tuple[str, ...]:
+        """What the names of a sublayer's tensors begin with, behind those of the layer."""
+        roots = _roots(spec)
+        return roots + tuple(
+            stored + root.removeprefix(own)
+            for root in roots
+            for own, stored in self.family.stored_names
+            if root.startswith(own)
+        )
 
     def part(self, sublayer: Sublayer, path: str, weights: ModelWeights) -> Tensor:
         """One tensor of an unsliced sublayer as its layers store it; in float32 if it is their average."""
         if len(sublayer.layers) == 1:
-            return weights.stored(sublayer, path)
+            stored = weights.stored(sublayer, path)
+            return stored if path not in self._by_expert(sublayer) else stored[list(sublayer.experts or ())]
         tensors = (weights.tensor(f"{self.family.layers}.{layer}.{path}") for layer in sublayer.layers)
         return mean(tensors, averaging_dtype(sublayer))
+
+    def _by_expert(self, sublayer: Sublayer) -> set[str]:
+        """The paths of tensors that have something of each of a mixture's experts, where it keeps some of them."""
+        spec = self.weights.spec(sublayer)
+        if spec.mixture is None or sublayer.experts is None:
+            return set()
+        router = (path for name, path in spec.mixture.whole.items() if not name.startswith("shared"))
+        stacked = (path for one in spec.projections if one.stacked for path in (one.weight, one.bias))
+        return {self._stored(sublayer, path) for path in (*router, *stacked)}
+
+
+class ModulePlanner(TensorPlanner):
+    """Mixtures as their modules have them, experts stacked: where no stock class finds them one by one."""
+
+    def _sublayer_tensors(self, sublayer: Sublayer) -> Iterator[tuple[str, Compute]]:
+        spec = self.weights.spec(sublayer)
+        if spec.mixture is None:
+            yield from super()._sublayer_tensors(sublayer)
+            return
+        self.paths(sublayer)  # refuses a layer with what is not known
+        tensors = self.outlines.weights.norms(sublayer) | self.outlines.weights.router(sublayer)
+        for name in tensors:
+            places = norm_paths(spec) | {"router": "", "shared_router": ""}
+            path = spec.mixture.whole.get(name) or f"{places[name.partition('.')[0]]}.{name.rpartition('.')[2]}"
+            yield path, partial(_beside, sublayer, name)
+        apart = taken_apart(spec, lambda role: sublayer.rank(role) is not None)
+        for packed_here in modules_of(spec).values():
+            if packed_here[0] not in apart:
+                yield from self._module(sublayer, packed_here)
+        yield from self.apart(sublayer, apart)
+
+    def _module(self, sublayer: Sublayer, projections: list[Projection]) -> Iterator[tuple[str, Compute]]:
+        like = projections[0]
+        each = self.weights.each_expert(sublayer) if like.stacked else None
+        has_bias = self.weights.bias(each[0] if each else sublayer, like.role) is not None
+        for path in (like.weight, like.bias) if has_bias else (like.weight,):
+            yield path, _each(each, sublayer, partial(_packed, self.weights.spec(sublayer), projections, path))
 
 
 class _Outlines:
@@ -204,12 +290,12 @@ class _Outlines:
         self.where, self.names, self.shape, self.dtype = source.where, source.names, source.shape, source.dtype
         self._source = source
         self._read: dict[str, Tensor] = {}
-        self._weights = ModelWeights(self, family, head_dim, self)
+        self.weights = ModelWeights(self, family, head_dim, self)
 
     def trace(self, compute: Compute) -> tuple[list[Tensor], dict[str, Tensor]]:
         """What is computed, some rows at a time, and the stored tensors that this takes, in the order of reading."""
         self._read = {}
-        return list(_rows(compute(self._weights))), self._read
+        return list(_rows(compute(self.weights))), self._read
 
     def __contains__(self, name: str) -> bool:
         return name in self._source
@@ -230,18 +316,44 @@ class _Outlines:
         return torch.arange(weights.stored_width(kind, layer))
 
 
-def _factor(sublayer: Sublayer, role: str, name: str, weights: ModelWeights) -> Tensor:
+def _each(
+    experts: tuple[Sublayer, ...] | None, sublayer: Sublayer, compute: Callable[[Sublayer, ModelWeights], Tensor]
+) -> Compute:
+    """What is computed of a sublayer; or of a mixture's experts, stacked, one at a time."""
+    if experts is None:
+        return partial(compute, sublayer)
+    return lambda weights: (compute(expert, weights)[None] for expert in experts)
+
+
+def _packed(
+    spec: SublayerSpec, projections: list[Projection], path: str, sublayer: Sublayer, weights: ModelWeights
+) -> Tensor:
+    """A parameter of the module that some projections are packed in; of a mixture, one expert's part of it."""
+    tensors: Tensors = {}
+    for projection in projections:
+        found = weights.matrix_tensors(sublayer, projection.role, None)
+        tensors |= {name: tensor[None] if projection.stacked else tensor for name, tensor in found.items()}
+    made = packed(tensors, spec, weights.unit_width(sublayer.kind))[path]
+    return made[0] if projections[0].stacked else made
+
+
+def _beside(sublayer: Sublayer, name: str, weights: ModelWeights) -> Tensor:
+    """A tensor of a mixture that is no projection's."""
+    return (weights.norms(sublayer) | weights.router(sublayer))[name]
+
+
+def _factor(role: str, name: str, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
     matrix = weights.matrix(sublayer, role)
     assert isinstance(matrix, Factored | Factorised)
     factor: Tensor = getattr(matrix.factors(), name)
     return factor
 
 
-def _whole(sublayer: Sublayer, role: str, weights: ModelWeights) -> Tensor:
+def _whole(role: str, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
     return weights.matrix(sublayer, role).whole(averaging_dtype(sublayer))
 
 
-def _bias(sublayer: Sublayer, role: str, weights: ModelWeights) -> Tensor:
+def _bias(role: str, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
     bias = weights.bias(sublayer, role, averaging_dtype(sublayer))
     assert bias is not None
     return bias

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # 
 
 from surgeon.checkpoint import remote_code
 from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, config_beside
-from surgeon.checkpoint.forms.planning import PlannedTensor
+from surgeon.checkpoint.forms.planning import ModulePlanner, PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY
@@ -28,6 +28,7 @@ class ProgramForm(Form):
 
     name = "program"
     shipped = remote_code.PROGRAM
+    planner = ModulePlanner
     stored_once = True
     why_code = "no class of transformers runs its program"
     on_vllm = (
@@ -44,7 +45,7 @@ class ProgramForm(Form):
         groups = _groups(program)
         layers = tuple(StoredLayer((one.sublayer(ATTENTION),), (one.sublayer(FEED_FORWARD),)) for one in groups.groups)
         require_divisible(program.sublayers(), family, config)
-        renumbered = program.renamed(lambda sublayer: replace(sublayer, layers=(groups.place(sublayer),)))
+        renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
         why_plugin = needs_plugin(renumbered, family, config, len(layers))
         who = "transformers loads" if why_plugin else "transformers and unmodified vLLM load"
         reason = f"{who} it with the modeling file inside (trust_remote_code=True), which runs the program"
@@ -108,6 +109,8 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
         program: over stored layers.
         num_layers: that are stored.
     """
+    if family.mixture is not None:
+        return "its layers are mixtures of experts, which the modeling file does not divide among ranks"
     if any(sublayer.width is not None for sublayer in program.sublayers()):
         return "its layers are of other widths than config.json says, which vLLM goes by"
     if program.whole() != Program.dense(num_layers, family.steps_per_layer):
@@ -123,10 +126,10 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
 
 def family_row(family: Family, config: Any) -> dict[str, Any]:
     """What config.json tells the modeling file of an architecture; `Family` there says what each entry is."""
-    specs = (family.attention, family.mlp)
-    projections = [projection for spec in specs for projection in spec.projections]
+    specs = family.specs()
+    projections = list(dict.fromkeys(p for spec in specs for p in spec.projections if not p.stacked))
     reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
-    counts = [f"{spec.modules[0]}.{path}" for spec in specs for path in spec.counts]
+    counts = [f"{spec.modules[0]}.{path}" for spec in specs for path in spec.counts if spec.mixture is None]
     return {
         "attention": [family.attention.norm or "", *family.attention.modules],
         "feed_forward": [family.mlp.norm or "", *family.mlp.modules],
@@ -136,6 +139,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
         "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
         "feature_norms": list(family.attention.feature_norms),
+        "mixture": _mixture_row(family),
         "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole
         "slot": family.attention.cache_slot,
         "layer_lists": list(family.layer_lists),
@@ -147,9 +151,25 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
     }
 
 
+def _mixture_row(family: Family) -> dict[str, Any] | None:
+    mixture, stacked = family.mixture, [one for one in family.mlp.projections if one.stacked]
+    if mixture is None:
+        return None
+    return {
+        "experts": mixture.experts,
+        "rows": [path for name, path in mixture.whole.items() if not name.startswith("shared")],
+        "counts": list(mixture.counts),
+        "top_k": list(mixture.top_k),
+        "roles": [[one.role, one.path.rpartition(".")[2]] for one in stacked],
+        "transposed": stacked[0].transposed,
+        "turns": stacked[0].interleaved,
+    }
+
+
 def with_room(stock: Any, stored: StoredModel) -> Any:
-    """A stock class whose models have two factors in place of the matrices that are stored so, and narrower layers."""
-    if not stored.weights.has_factors() and all(sublayer.width is None for sublayer in stored.program.sublayers()):
+    """A stock class whose models have the factors, the narrower layers and the fewer experts that are stored."""
+    as_wide = all(one.width is None and one.experts is None for one in stored.program.sublayers())
+    if not stored.weights.has_factors() and as_wide:
         return stock
 
     def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
@@ -161,7 +181,7 @@ def with_room(stock: Any, stored: StoredModel) -> Any:
 
 def _shares(family: Family, config: Any, path: str) -> list[int]:
     """How wide the projections are that lie side by side in a module, in the smallest whole numbers."""
-    projections = [p for spec in (family.attention, family.mlp) for p in spec.projections if p.path == path]
+    projections = [p for spec in family.specs() for p in spec.projections if p.path == path]
     widths = [family.units(config)[p.unit] for p in projections if not p.interleaved]  # those: a slice is one stretch
     return [width // math.gcd(*widths) for width in widths]
 

@@ -26,7 +26,7 @@ class StoredLayer:
     @property
     def has_stock_width(self) -> bool:
         """Whether it is as wide as the layers of the original."""
-        return self.is_single and all(sublayer.width is None for sublayer in self.sublayers)
+        return self.is_single and all(one.width is None and one.experts is None for one in self.sublayers)
 
     @property
     def is_single(self) -> bool:
@@ -114,8 +114,8 @@ def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any
         ValueError: naming the sublayer, its heads or neurons, and the number of slices; or if it is to have more of
             them than the layers.
     """
-    units = family.units(config)
     for sublayer in sublayers:
+        units = family.units(config, sublayer.layers[0])
         own = {
             projection.unit: units[projection.unit]
             for projection in family.spec(sublayer.kind, sublayer.layers[0]).projections

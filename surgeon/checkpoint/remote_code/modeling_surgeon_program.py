@@ -5,6 +5,7 @@ and what each one reads:
 
     A4  F4           attention and feed-forward of stored layer 4, each with its own norm inside
     A4#3  F4#344     stored layer 4 has 3 KV groups (a KV head with the heads that share it), 344 neurons
+    F4!e0,e1         stored layer 4 has two experts, 0 and 1
     A4/8:0           slice 0 of 8 of the heads (of the neurons, for F)
     F4@up64,down96   two factors in place of a matrix: up of rank 64, down of rank 96
     [A4 A5]          both read the same x, and the sum of their outputs is added
@@ -48,6 +49,8 @@ class Family(NamedTuple):
     turns: dict[str, int]  # where they are packed head by head: how wide a head is
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
     feature_norms: tuple[str, ...]  # norms of queries and keys of all heads together: gains are fewer in a narrow layer
+    mixture: dict[str, Any] | None  # where a layer has a mixture of experts: "experts", the module of their matrices,
+    # "roles", what programs call those, and their parameters, "rows", what has a row of each, "counts" and "top_k"
     counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
     slot: str  # the attribute that says which entry of the cache the attention uses
     layer_lists: tuple[str, ...]  # config attributes with an item per layer that says something of its attention
@@ -73,6 +76,7 @@ class Sublayer(NamedTuple):
 
     kind: str
     layer: int
+    experts: int | None  # how many a mixture has; None for as many as the config says
     width: int | None  # how many KV groups, or neurons, that has; None for as many as the config says
     piece: tuple[int, int] | None  # (index, count) of a slice
     ranks: dict[str, int]  # of projections that two factors stand for
@@ -91,7 +95,7 @@ class Fork(NamedTuple):
     branches: list[list[Any]]
 
 
-TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:#\d+)?(?:/\d+:\d+)?(?:@[a-z]+\d+(?:,[a-z]+\d+)*)?")
+TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:!e\d+(?:,e\d+)*)?(?:#\d+)?(?:/\d+:\d+)?(?:@[a-z]+\d+(?:,[a-z]+\d+)*)?")
 
 
 def parse(text: Any) -> list[Any]:
@@ -127,10 +131,18 @@ def _nodes(tokens: list[str]) -> list[Any]:
 def _sublayer(name: str) -> Sublayer:
     place, _, ranks = name.partition("@")
     whole, _, piece = place.partition("/")
-    layer, *width = map(int, whole[1:].split("#"))
+    chosen, _, width = whole.partition("#")
+    layer, _, experts = chosen[1:].partition("!")
     count, _, index = piece.partition(":")
     by_role = {role: int(rank) for role, rank in re.findall(r"([a-z]+)(\d+)", ranks)}
-    return Sublayer(name[0], layer, width[0] if width else None, (int(index), int(count)) if piece else None, by_role)
+    return Sublayer(
+        name[0],
+        int(layer),
+        len(experts.split(",")) if experts else None,
+        int(width) if width else None,
+        (int(index), int(count)) if piece else None,
+        by_role,
+    )
 
 
 def sublayers(nodes: list[Any]) -> Iterator[Sublayer]:
@@ -219,9 +231,126 @@ class TakenApart(nn.Module):
         return torch.stack([output.unflatten(-1, (-1, self.head)) for output in outputs], -2).flatten(-3)
 
 
+class Experts(nn.Module):
+    """Stands for a mixture's experts: by their own matrices, by two factors in place of some, or a slice of each.
+
+    Without ranks it has no weights, and takes those of the module that it stands for.
+    """
+
+    def __init__(
+        self, whole: Any, mixture: dict[str, Any], ranks: Any = None, piece: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        self.mixture, self.piece = mixture, piece
+        for role, _ in mixture["roles"] if ranks is not None else ():
+            weight, bias = stock_map(whole, mixture, role, slice(None))
+            self.add_module(role, Stack(weight, bias, ranks.get(role)))
+        bare = copy.copy(whole)
+        bare._parameters = {} if ranks is not None else whole._parameters
+        self.whole = [bare]  # in a list, so that it is not registered
+
+    def maps(self, role: str, expert: int) -> list[tuple[Tensor, Tensor | None]]:
+        """An expert's map, or two maps one after the other: matrices (out, in), biases."""
+        own: Any = self._modules.get(role)
+        if own is not None:
+            return own.maps(expert)  # type: ignore[no-any-return]
+        whole = self.whole[0]
+        if isinstance(whole, Experts):
+            return whole.maps(role, expert)
+        return [stock_map(whole, self.mixture, role, expert)]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, place = torch.where(top_k_index == expert)
+            made = self.made(expert, hidden_states[tokens]) * top_k_weights[tokens, place, None]
+            total = total.index_add(0, tokens, made.to(total.dtype))
+        return total
+
+    def made(self, expert: int, x: Tensor) -> Tensor:
+        """What one expert makes of tokens."""
+        *reading, writing = (role for role, _ in self.mixture["roles"])
+        read = []
+        for role in reading:
+            *first, (weight, bias) = self.maps(role, expert)
+            if self.piece is not None:
+                weight = part(weight, self.piece, dim=0)
+                bias = None if bias is None else part(bias, self.piece)
+            inner = nn.functional.linear(x, first[0][0]) if first else x
+            read.append(nn.functional.linear(inner, weight, bias))
+        together = torch.stack(read, -1).flatten(-2) if self.mixture["turns"] else torch.cat(read, -1)
+        output: Tensor = gate_of(self.whole[0])(together)
+        maps = self.maps(writing, expert)
+        for place, (weight, bias) in enumerate(maps):
+            own = weight if place or self.piece is None else part(weight, self.piece)
+            output = nn.functional.linear(output, own, None if self.piece is not None and self.piece[0] else bias)
+        return output
+
+
+class Stack(nn.Module):
+    """The stacked matrices of one role, (experts, out, in), or two stacked factors of each."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, rank: int | None) -> None:
+        super().__init__()
+        experts, outputs, inputs = weight.shape
+        if rank is None:
+            self.weight = nn.Parameter(weight.new_empty(weight.shape))
+        else:
+            self.first = Stack(weight.new_empty(experts, rank, inputs), None, None)
+            self.second = Stack(weight.new_empty(experts, outputs, rank), bias, None)
+        self.bias = None if bias is None or rank is not None else nn.Parameter(bias.new_empty(bias.shape))
+
+    def maps(self, expert: int) -> list[tuple[Tensor, Tensor | None]]:
+        if hasattr(self, "first"):
+            return self.first.maps(expert) + self.second.maps(expert)
+        return [(self.weight[expert], None if self.bias is None else self.bias[expert])]
+
+
+def stock_map(whole: Any, mixture: dict[str, Any], role: str, which: Any) -> tuple[Tensor, Tensor | None]:
+    """A matrix (out, in) and a bias of an expert, or of all of them, as the stock module has them."""
+    name = dict(mixture["roles"])[role]
+    packed = [one for one, place in mixture["roles"] if place == name]
+    weight, bias = getattr(whole, name)[which], getattr(whole, f"{name}_bias", None)
+    weight = weight.mT if mixture["transposed"] else weight
+    bias = None if bias is None else bias[which]
+    if len(packed) == 1:
+        return weight, bias
+    count, place = len(packed), packed.index(role)
+    if mixture["turns"]:
+        return weight[..., place::count, :], None if bias is None else bias[..., place::count]
+    return weight.chunk(count, -2)[place], None if bias is None else bias.chunk(count, -1)[place]
+
+
+def gate_of(whole: Any) -> Any:
+    """What a stock module makes of gates and values."""
+    return gate_of(whole.whole[0]) if isinstance(whole, Experts) else whole._apply_gate
+
+
+def leave_experts(layer: nn.Module, mixture: dict[str, Any], count: int) -> None:
+    """Give a layer the modules that hold so many experts, and have it count those."""
+    whole: Any = layer.get_submodule(mixture["experts"])
+    names = [f"{mixture['experts']}.{name}" for name, _ in whole.named_parameters()]
+    for path in (*names, *(path for path in mixture["rows"] if has(layer, path))):
+        old = attrgetter(path)(layer)
+        new = old.new_empty(count, *old.shape[1:])
+        set_at(layer, path, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
+    for path in mixture["counts"]:
+        set_at(layer, path, count)
+    for path in mixture["top_k"]:
+        set_at(layer, path, min(attrgetter(path)(layer), count))
+
+
+def has(layer: nn.Module, path: str) -> bool:
+    """Whether there is something at a path; layers may differ (a dense one among mixtures)."""
+    try:
+        return attrgetter(path)(layer) is not None
+    except AttributeError:
+        return False
+
+
 def narrow(layer: nn.Module, family: Family, kind: str, width: int, config: Any) -> None:
     """Give a layer the modules that hold so many KV groups, or neurons, and have it count those."""
-    paths = {role: path for role, path in family.roles if (role in "qkvo") == (kind == "A")}
+    paths = {role: path for role, path in family.roles if (role in "qkvo") == (kind == "A") and has(layer, path)}
     units = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if kind == "F":
         units = sizes_of(layer.get_submodule(paths["down"]))[0]
@@ -238,7 +367,7 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int, config: Any)
         norm: Any = layer.get_submodule(path)
         norm.weight = nn.Parameter(norm.weight.new_empty(len(norm.weight) * width // units))
     for path in family.counts:
-        if path.startswith((family.attention if kind == "A" else family.feed_forward)[1:]):
+        if has(layer, path) and path.startswith((family.attention if kind == "A" else family.feed_forward)[1:]):
             owner = path.rpartition(".")[0]
             counting = attrgetter(owner)(layer)
             if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
@@ -254,7 +383,12 @@ def sizes_of(linear: Any) -> tuple[int, int]:
 
 def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
     """Give a layer the modules that hold the factors of one of its sublayers."""
-    for path in dict.fromkeys(path for role, path in family.roles if role in sublayer.ranks):
+    mixture = family.mixture
+    if mixture is not None and sublayer.kind == "F" and has(layer, mixture["experts"]) and sublayer.ranks:
+        own = layer.get_submodule(mixture["experts"])
+        if not isinstance(own, Experts):
+            set_at(layer, mixture["experts"], Experts(own, mixture, sublayer.ranks))
+    for path in dict.fromkeys(path for role, path in family.roles if role in sublayer.ranks and has(layer, path)):
         whole: Any = layer.get_submodule(path)
         if isinstance(whole, (Factored, TakenApart)):
             continue  # another slice of the sublayer was here
@@ -397,8 +531,11 @@ class ProgramLayers(nn.Module):
     @contextmanager
     def sliced(self, layer: nn.Module, roots: tuple[str, ...], piece: tuple[int, int] | None) -> Iterator[None]:
         """While inside, the layer's modules have one slice of their heads or neurons."""
-        paths = () if piece is None else self.family.reads + self.family.writes + self.family.counts
-        before = {path: attrgetter(path)(layer) for path in paths if path.startswith(roots)}
+        mixture = self.family.mixture
+        stacked = () if mixture is None else (mixture["experts"],)
+        paths = () if piece is None else self.family.reads + self.family.writes + self.family.counts + stacked
+        here = [path for path in paths if path.startswith(roots) and has(layer, path)]
+        before = {path: attrgetter(path)(layer) for path in here}
         try:
             for path, whole in before.items():
                 set_at(layer, path, self.narrowed(path, whole, piece))
@@ -411,6 +548,8 @@ class ProgramLayers(nn.Module):
         """What stands in for a projection or a count while a slice runs."""
         if path in self.family.counts:
             return whole // piece[1]
+        if self.family.mixture is not None and path == self.family.mixture["experts"]:
+            return Experts(whole, self.family.mixture, piece=piece)
         return SlicedProjection(whole, path in self.family.reads, piece, self.shares.get(path, (1,)))
 
 
@@ -442,6 +581,8 @@ class RunsProgram(nn.Module):
         path, layers = next((path, m) for path, m in self.named_modules() if isinstance(m, nn.ModuleList))
         program = parse(config.surgeon_program)
         for sublayer in {(one.kind, one.layer): one for one in sublayers(program)}.values():
+            if sublayer.experts is not None and self.family.mixture is not None:
+                leave_experts(layers[sublayer.layer], self.family.mixture, sublayer.experts)
             if sublayer.width is not None:
                 narrow(layers[sublayer.layer], self.family, sublayer.kind, sublayer.width, config)
         for sublayer in sublayers(program):
@@ -459,7 +600,7 @@ class RunsProgram(nn.Module):
     def planned(self, path: str, layers: nn.ModuleList) -> dict[str, str]:
         """The stock plan for tensor-parallel ranks, with factors in it."""
         stock: dict[str, str] = self._tp_plan or {}
-        if self.family.counts or self.family.feature_norms:
+        if self.family.counts or self.family.feature_norms or self.family.mixture is not None:
             return stock  # modules that go by the number, or by the norm, of all heads cannot have those of a rank
         ours = tuple(f"{path}.*.{place}" for place in self.family.reads + self.family.writes)
         return {name: style for name, style in stock.items() if name not in ours} | plan_of(layers, path, self.family)

@@ -160,7 +160,7 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
 
 
 def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
-    """The inverse of `ModelWeights.by_role`: tensors by path from the layer, each in memory of its own.
+    """The inverse of `ModelWeights.by_role`, or of a part of it: tensors by path from the layer, in their own memory.
 
     Args:
         width: of one head; 1 for a feed-forward.
@@ -177,7 +177,7 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
     for one in apart:
         found |= _on_its_own(one.role, own_path(one, spec), tensors)
     for projections in modules_of(spec).values():
-        if projections[0] in apart:
+        if projections[0] in apart or f"{projections[0].role}.weight" not in tensors:
             continue
         own = [tensors[f"{projection.role}.weight"] for projection in projections]
         like, stacks = projections[0], int(projections[0].stacked)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgeon.language.program import KINDS, Program, Sublayer
+from surgeon.language.program import FEED_FORWARD, KINDS, Program, Sublayer
 from surgeon.models.families import Projection, SublayerSpec
 from surgeon.models.weights.layout import modules_of, own_path, units_in
 from surgeon.models.weights.store import Tensors
@@ -162,8 +162,8 @@ def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, hea
 def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
     """Replace modules of a model, so that it can hold what is stored of the layers of a program.
 
-    Those are two factors in place of some matrices, and the narrower layers that the program says are stored. What is
-    new has no numbers yet, and the dtype and device of what it replaces.
+    Those are two factors in place of some matrices, fewer experts, and the narrower layers that the program says. What
+    is new has no numbers yet, and the dtype and device of what it replaces.
 
     Args:
         model: with the causal language model's own paths, and its configuration.
@@ -172,18 +172,45 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
     for index in range(weights.count_layers()) if weights.has_factors() else ():
         layer = model.get_submodule(f"{layers}{index}")
         for spec in (weights.family.spec(kind, index) for kind in KINDS):
-            for path in modules_of(spec):
-                inside = f"{weights.names.layers}{index}."
+            inside = f"{weights.names.layers}{index}."
+            if spec.mixture is not None and weights.stored_ranks(Sublayer(FEED_FORWARD, (index,))):
+                path = spec.mixture.experts
+                whole = layer.get_submodule(path)
+                like = next(whole.parameters())
+                stored = [name for name in weights.store.names() if name.startswith(f"{inside}{path}.")]
+                tensors = {name.removeprefix(inside): like.new_empty(weights.store.shape(name)) for name in stored}
+                _set_module(layer, path, _experts(spec, tensors, whole))
+            for path in (path for path, packed in modules_of(spec).items() if not packed[0].stacked):
                 stored = [name for name in weights.store.names() if name.startswith(f"{inside}{path}.")]
                 like = next(layer.get_submodule(path).parameters())
                 tensors = {name.removeprefix(inside): like.new_empty(weights.store.shape(name)) for name in stored}
                 if f"{path}.weight" not in tensors and tensors:
                     packed = modules_of(spec)[path]
                     _set_module(layer, path, _taken_apart(packed, spec, tensors, weights.head_dim))
+    for index in range(weights.count_layers()) if weights.family.mixture is not None else ():
+        _leave_experts(model.get_submodule(f"{layers}{index}"), index, weights)
     for sublayer in {replace(one, piece=None, ranks=()) for one in program.sublayers() if one.width is not None}:
         (index,) = sublayer.layers
         if weights.stored_width(sublayer.kind, index) == sublayer.width:
             _narrow(model.get_submodule(f"{layers}{index}"), sublayer, weights, model.config)
+
+
+def _leave_experts(layer: nn.Module, index: int, weights: ModelWeights) -> None:
+    """Have a layer as many experts as are stored."""
+    mixture, experts = weights.family.spec(FEED_FORWARD, index).mixture, weights.stored_experts(index)
+    if mixture is None or experts is None or experts == len(layer.get_parameter(f"{mixture.router}.weight")):
+        return
+    whole = layer.get_submodule(mixture.experts)
+    names = [f"{mixture.experts}.{name}" for name, _ in whole.named_parameters(recurse=False)]
+    for path in (*names, *(path for name, path in mixture.whole.items() if not name.startswith("shared"))):
+        module, _, name = path.rpartition(".")
+        owner = layer.get_submodule(module)
+        old = getattr(owner, name, None)
+        if isinstance(old, nn.Parameter):
+            setattr(owner, name, nn.Parameter(old.new_empty(experts, *old.shape[1:])))
+        elif old is not None:
+            setattr(owner, name, old.new_empty(experts))
+    recount_experts(layer, weights.family.spec(FEED_FORWARD, index))
 
 
 def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config: Any) -> None:

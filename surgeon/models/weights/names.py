@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from surgeon.language.program import FEED_FORWARD
 from surgeon.models.families import Family
 from surgeon.models.weights.store import Store
 
@@ -61,6 +62,22 @@ class Names:
             return self._renamed(name) if self.family.stored_names and name not in self.store else name
         renamed = f"{stored}.{path.removeprefix(head)}"
         return path if stored is None or renamed not in self.store else renamed
+
+    def parts(self, path: str, experts: int) -> tuple[str, ...]:
+        """The tensors that a parameter of the model is stored as: rows of it, one after the other; one, as a rule.
+
+        Args:
+            experts: how many matrices are stacked in it, if it is stacked.
+        """
+        name = self.own(path)
+        if name in self.store or not path.startswith(f"{self.family.layers}."):
+            return (name,)
+        number, _, inside = path.removeprefix(f"{self.family.layers}.").partition(".")
+        projections = self.family.spec(FEED_FORWARD, int(number)).projections if number.isdecimal() else ()
+        alone = [one.stored for one in projections if one.stored is not None and one.weight == inside]
+        layer = f"{self.family.layers}.{number}."
+        each = tuple(self.own(f"{layer}{one.format(expert)}.weight") for expert in range(experts) for one in alone)
+        return each or (name,)
 
     def _renamed(self, name: str) -> str:
         """The name that files have for a layer's tensor, if they have it under another one."""

@@ -251,7 +251,7 @@ class ModelWeights:
             experts: whose experts' matrices there are in place of a mixture's own: fewer than its router knows, where
                 ranks divide them.
         """
-        found = self.norms(sublayer, dtype) | self._router(sublayer, dtype)
+        found = self.norms(sublayer, dtype) | self.router(sublayer, dtype)
         for projection in self.spec(sublayer).projections:
             of = experts if experts is not None and projection.stacked else sublayer
             found |= self._projection_tensors(of, projection, dtype)
@@ -269,7 +269,7 @@ class ModelWeights:
         """The description of a sublayer."""
         return self.family.spec(sublayer.kind, sublayer.layers[0])
 
-    def _router(self, sublayer: Sublayer, dtype: torch.dtype | None) -> Tensors:
+    def router(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """What chooses among a mixture's experts: the rows, or numbers, of those that the sublayer has."""
         mixture, found = self.spec(sublayer).mixture, {}
         if mixture is None:
@@ -283,11 +283,12 @@ class ModelWeights:
 
     def _projection_tensors(self, sublayer: Sublayer, projection: Projection, dtype: torch.dtype | None) -> Tensors:
         if not projection.stacked:
-            return self._matrix_tensors(sublayer, projection.role, dtype)
-        each = [self._matrix_tensors(one, projection.role, dtype) for one in self.each_expert(sublayer)]
+            return self.matrix_tensors(sublayer, projection.role, dtype)
+        each = [self.matrix_tensors(one, projection.role, dtype) for one in self.each_expert(sublayer)]
         return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
-    def _matrix_tensors(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None) -> Tensors:
+    def matrix_tensors(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None) -> Tensors:
+        """A matrix or its two factors, and its bias, by role; of a mixture, of one of `each_expert`."""
         matrix = self.matrix(sublayer, role)
         if sublayer.rank(role) is None:
             found = {f"{role}.weight": matrix.whole(dtype)}
