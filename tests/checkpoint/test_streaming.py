@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def streamed_logits(folder: Path) -> Tensor:
     model, match = original_model(original)
     assert all(parameter.is_meta for parameter in model.parameters())
 
-    def rows(name: str, count: int | None) -> Iterable[tuple[Tensor]]:
-        return zip(original.checkpoint.rows(name, count))
+    def rows(names: tuple[str, ...], count: int | None) -> Iterable[tuple[Tensor]]:
+        return zip(chain.from_iterable(original.checkpoint.rows(name, count) for name in names))
 
-    with WeightsOnDemand(model, {parameter: partial(rows, name) for parameter, name in match.names.items()}):
+    with WeightsOnDemand(model, {parameter: partial(rows, names) for parameter, names in match.names.items()}):
         return logits_of(model)
 
 
