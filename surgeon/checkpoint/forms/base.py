@@ -122,7 +122,7 @@ class Form(ABC):
         sources = [layer.sources[0] for layer in layout.layers]
         for key, values in per_layer_lists(original.family, original.config, original.checkpoint.config).items():
             config[key] = [values[source] for source in sources]
-        feed_forwards = [layer.feed_forward[0].layers[0] for layer in layout.layers]
+        feed_forwards = [(layer.feed_forward or layer.attention)[0].layers[0] for layer in layout.layers]
         return config | original.family.per_layer_entries(original.config, sources, feed_forwards)
 
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
