@@ -221,6 +221,20 @@ def _olmo3(draw: Draw, layers: int) -> dict[str, Any]:
     return drawn | {"rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}}
 
 
+def _exaone4(draw: Draw, layers: int) -> dict[str, Any]:
+    whole = {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    return _gated(draw) | (_layer_types(draw, layers) if draw(st.booleans()) else whole)
+
+
+def _seed_oss(draw: Draw, layers: int) -> dict[str, Any]:
+    return _llama(draw, layers) | {"attention_out_bias": draw(st.booleans())}
+
+
+def _starcoder2(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    drawn = _gated(draw) | _window(draw) | {"use_bias": draw(st.booleans())}
+    return drawn | {"norm_epsilon": drawn.pop("rms_norm_eps")}
+
+
 def _phi3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     heads = _heads(draw)
     head_dim = 32 // heads["num_attention_heads"]
@@ -310,6 +324,9 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "olmo2": _olmo2,
+    "exaone4": _exaone4,
+    "seed_oss": _seed_oss,
+    "starcoder2": _starcoder2,
     "olmo3": _olmo3,
     "phi3": _phi3,
     "glm": _glm,

@@ -446,6 +446,19 @@ class _Olmo(Reference):
         return self.norm(self.at(k, "post_feedforward_layernorm"), self.gated(k, x))
 
 
+class _Exaone4(_Olmo):
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return Reference.qkv(self, k, x)
+
+    def rotate(self, k: int, x: Tensor) -> Tensor:
+        """Only layers with a window have positions, if any has one."""
+        turns = self.config.sliding_window is None or self.window(k) is not None
+        return Reference.rotate(self, k, x) if turns else x
+
+    def rope(self, k: int) -> dict[str, Any]:
+        return Reference.rope(self, k)
+
+
 class _Gemma3(_Gemma2):
     def rope(self, k: int) -> dict[str, Any]:
         rope: dict[str, Any] = self.config.rope_parameters[self.config.layer_types[k]]
@@ -470,6 +483,10 @@ class _LayerNorms(Reference):
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         normed = self.norm(self.at(k, self.mlp_norm), x)
         return self.linear(self.at(k, self.down), self.activation(self.linear(self.at(k, self.up), normed)))
+
+
+class _StarCoder2(_LayerNorms):
+    epsilon, activation_name = "norm_epsilon", "hidden_act"
 
 
 class _Opt(_LayerNorms):
@@ -563,6 +580,8 @@ _CLASSES: dict[str, type[Reference]] = {
     "glm4": _Glm4,
     "cohere": _Cohere,
     "cohere2": _Cohere2,
+    "exaone4": _Exaone4,
+    "starcoder2": _StarCoder2,
     "gemma2": _Gemma2,
     "gemma3_text": _Gemma3,
     "olmo2": _Olmo,

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -35,7 +36,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 from surgeon.models.families import FAMILIES
@@ -110,6 +113,9 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "olmo2": (Olmo2Config, _GROUPED),
+    "exaone4": (Exaone4Config, _GROUPED | _WINDOW | {"sliding_window_pattern": 2}),
+    "seed_oss": (SeedOssConfig, _GROUPED | {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "starcoder2": (Starcoder2Config, _GROUPED | _WINDOW),
     # Some layers have windows, and rotary positions of their own with them.
     "olmo3": (
         Olmo3Config,
@@ -148,6 +154,8 @@ _DROPOUTS = {
     "gpt_neo": ("resid_dropout", "embed_dropout", "attention_dropout"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
     "phi3": ("resid_pdrop", "embd_pdrop", "attention_dropout"),
+    "seed_oss": ("residual_dropout", "attention_dropout"),
+    "starcoder2": ("residual_dropout", "embedding_dropout", "attention_dropout"),
 }
 
 

@@ -21,7 +21,17 @@ from tests.tiny_models import tiny_model
 FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
 FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text", "cohere", "cohere2"]
 FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "olmo3"]
-THOROUGH = ("glm", "cohere", "mixtral", "ministral", "olmo2")  # whose mechanisms others have, too
+FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2"]
+THOROUGH = (
+    "glm",
+    "cohere",
+    "mixtral",
+    "ministral",
+    "olmo2",
+    "exaone4",
+    "seed_oss",
+    "starcoder2",
+)  # whose mechanisms others have, too
 
 
 class TestFamilies(FamilyContract):

@@ -35,6 +35,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {"attention_bias": True},
     "olmo2": {},
+    "exaone4": {},
+    "seed_oss": {},
+    "starcoder2": {},
     "olmo3": {"attention_bias": True},
     "opt": {},
     "gpt_neox": {"tie_word_embeddings": False},
@@ -92,7 +95,7 @@ GROUPED = ("llama", "qwen3", "gemma2")
 MIXTURES = ("mixtral", "qwen3_moe")
 MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
-SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3")
+SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3", "exaone4", "seed_oss", "starcoder2")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 CASES = [
     (family, name)
