@@ -24,7 +24,8 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.recording import spanned
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.layers import Attention, Pass
+from surgeon.runtime.model.layers import Attention, FeedForward, Pass
+from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine, WorkAhead
 from surgeon.runtime.model.rank_model import Results
@@ -37,6 +38,11 @@ from surgeon.runtime.worker.worker import complete
 SUBLAYER, NORM, READING, WRITING, ATTENDING = "sublayer", "norm", "reading", "writing", "attending"
 STARTING, WAITING = "starting", "waiting"  # of the collectives of steps
 EMBEDDING, HEAD, BEST = "embedding", "head", "best"
+PRODUCTS: dict[type, dict[str, str]] = {  # what these are called
+    Attention: {READING: "qkv", WRITING: "o"},
+    FeedForward: {READING: "up", WRITING: "down"},
+    MixtureOfExperts: {READING: "router", WRITING: "experts"},  # which read, too
+}
 EMPTY_CALLS, TURNS = 100, 20  # to find out what timing itself takes: the least of some turns
 LEFT = 0.02  # of a time, at least, when those that timing took are taken off it
 
@@ -136,8 +142,7 @@ class DissectedEngine(RankEngine):
         self.passes_seen: list[PassParts] = []
         for sublayer in self.sublayers.values():
             kind = "A" if isinstance(sublayer, Attention) else "F"
-            reading, writing = ("qkv", "o") if isinstance(sublayer, Attention) else ("up", "down")
-            for what, attribute in ((NORM, "norm"), (READING, reading), (WRITING, writing)):
+            for what, attribute in ((NORM, "norm"), *PRODUCTS[type(sublayer)].items()):
                 setattr(sublayer, attribute, watch.wrap(f"{what} {kind}", getattr(sublayer, attribute)))
         vocabulary: Any = self.vocabulary
         for name, method in ((EMBEDDING, "embed"), (HEAD, "logits"), (BEST, "best")):

@@ -62,3 +62,24 @@ def test_what_timing_takes_is_not_what_interrupts_it(monkeypatch: pytest.MonkeyP
     watch.add("short", 0.75)
     assert watch.take() == {"long": (5, 1), "short": (pytest.approx(LEFT * 1.25), 2)}
     assert watch.take() == {}
+
+
+def test_a_mixture_is_taken_apart(tmp_path: Path) -> None:
+    """Its router reads the stream; its experts are what takes long, and write to it."""
+    plan = make_plan(save_checkpoint(tmp_path / "tiny", "mixtral", 2), 1, 64)
+    engine = DissectedEngine(plan, Alone(), torch.device("cpu"))
+    cache, found = engine.new_cache(1), []
+    for start in (0, 4, 5, 6):  # a prompt, then passes that are recorded where there are kernels
+        tokens = [5, 7, 9, 11] if not start else [start]
+        found.append(engine.step([Row(start, tokens, ([(0, 1)],), Wanted.LOGITS)], cache).logits)
+    plain = RankEngine(plan, Alone(), torch.device("cpu"))
+    whole = plain.text_logits([5, 7, 9, 11, 4, 5, 6])
+    for logits, place in zip(found, (3, 4, 5, 6), strict=True):
+        torch.testing.assert_close(logits[0], whole[place], rtol=1e-4, atol=1e-4)  # type: ignore[index]
+    for seen in engine.passes_seen:
+        assert {name: times for name, (_, times) in seen.parts.items() if name.endswith(" F")} == {
+            "sublayer F": 2,
+            "norm F": 2,
+            "reading F": 2,
+            "writing F": 2,
+        }

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon.models.routing import Routed, route
+from surgeon.models.routing import Routed, Routing, route
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import GATED, Kernels, PackedExperts
 from surgeon.runtime.model.layers import FeedForward, Norm, activation, plan_kernels
@@ -42,6 +42,7 @@ class MixtureOfExperts:
 
     Attributes:
         router: gives logits of all experts, (T, all).
+        route: says where tokens go by their logits.
         experts: make (T, h) of tokens and of where they go.
         shared: of normed tokens, if there are any.
     """
@@ -55,15 +56,15 @@ class MixtureOfExperts:
         self.scale = plan.output_scale
         packed = None if self.kernels is None else pack_experts(tensors, first, plan, self.kernels)
         self.experts: KernelExperts | Experts
+        self.route: Callable[[Tensor, Routing, Tensor | None], Routed]
         if self.kernels is not None and packed is not None:
-            self.experts = KernelExperts(self.kernels, packed)
+            self.experts, self.route = KernelExperts(self.kernels, packed), self.kernels.route
         else:
-            self.experts = Experts(tensors, first, combine_of(plan))
+            self.experts, self.route = Experts(tensors, first, combine_of(plan)), route
         beside = {name.removeprefix("shared_"): one for name, one in tensors.items() if name.startswith("shared_")}
         own_router = beside.pop("router.weight", None)
         self.shared: FeedForward | None = None
         if beside:
-            beside["norm.weight"] = self.norm.gain
             self.shared = FeedForward(beside, Maps(beside, None), plan)
         self.shared_router = None if own_router is None else own_router.t()
 
@@ -71,8 +72,7 @@ class MixtureOfExperts:
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
         shared = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
-        experts = isinstance(self.experts, KernelExperts) and self.router.by_kernels
-        return experts and self.norm.kernels is not None and shared
+        return self.route is not route and self.router.by_kernels and self.norm.by_kernels and shared
 
     def __call__(self, stream: Tensor, waits: bool = True) -> Tensor:
         """(T, h) to (T, h).
@@ -81,17 +81,11 @@ class MixtureOfExperts:
             waits: whether the host may wait for the device.
         """
         x = self.norm(stream)
-        output = self.experts(x, self.routed(self.router(x)), waits)
+        output = self.experts(x, self.route(self.router(x), self.routing, self.correction), waits)
         if self.shared is not None:
             beside = self.shared.of_normed(x)
             output = output + (beside if self.shared_router is None else beside * (x @ self.shared_router).sigmoid())
         return output if self.scale is None else output.mul_(self.scale)
-
-    def routed(self, logits: Tensor) -> Routed:
-        """Where tokens go, by their logits, (T, all)."""
-        if isinstance(self.experts, KernelExperts):
-            return self.experts.kernels.route(logits, self.routing, self.correction)
-        return route(logits, self.routing, self.correction)
 
 
 class Experts:

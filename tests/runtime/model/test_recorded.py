@@ -55,7 +55,7 @@ PROGRAMS = WHOLE | {
     "factors of pairs": "A0 F0 [A1@q9 A2@o7] [F1 F2@down6] A3@o16 F3@gate9",
 }
 FAMILIES = ("llama", "qwen3", "gemma2", "granite", "smollm3", "mistral", "ministral3", "glm4")
-FAMILIES += ("gemma3_text", "olmo3")
+FAMILIES += ("gemma3_text", "olmo3", "mixtral", "qwen3_moe")
 CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
 CASES += [("gemma2", "LP"), ("gemma2", "factors of pairs"), ("granite", "factors")]
 
@@ -297,6 +297,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[tuple[int, Ranks]]:
 ON_RANKS = [("wide llama", name, "auto") for name in ("dense", "ladder over LP", "fork", "tracks")]
 ON_RANKS += [("wide llama", "factors", way) for way in ("gather", "replicate")]
 ON_RANKS += [("wide qwen2", "factors of many columns", "base"), ("wide gemma2", "factors of pairs", "gather")]
+ON_RANKS += [("wide mixtral", "LP", "auto"), ("wide qwen3_moe", "ladder over LP", "auto")]  # sliced, and divided
 ON_RANKS += [("wide olmo3", "LP", "auto"), ("wide olmo2", "factors of pairs", "gather")]
 
 
