@@ -17,6 +17,7 @@ from surgeon.runtime.kernels.triton.functions import Placing
 from surgeon.runtime.model import layers
 from surgeon.runtime.model.ends import Ends
 from surgeon.runtime.model.layers import Angles, FeedForward, Norm
+from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.program import RankProgram
 
 GATES = {
@@ -53,8 +54,9 @@ def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> Non
     for sublayer in program.sublayers.values():
         if isinstance(sublayer.norm, Norm):
             sublayer.norm = _norm(sublayer.norm, dtype)
-        if isinstance(sublayer, FeedForward) and sublayer.gated and gate is not None:
-            sublayer.gate = gate
+        dense = sublayer.shared if isinstance(sublayer, MixtureOfExperts) else sublayer
+        if isinstance(dense, FeedForward) and dense.gated and gate is not None:
+            dense.gate = gate
 
 
 def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
