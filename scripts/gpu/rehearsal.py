@@ -53,7 +53,7 @@ from surgeon.runtime.worker.worker import ENGINE, complete
 from tests.pretended import pretended_gpus
 
 FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
-FAMILIES += ("smollm3", "granite", "olmo3")
+FAMILIES += ("smollm3", "granite", "olmo3", "glm4", "cohere2", "ministral3")
 WAYS = ("dynamic", "static", "captured")
 # What ranks do of their own, with one program each.
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -25,7 +25,7 @@ from surgeon.opened import open_model
 from tests.checkpoint.helpers import IDS, plain_logits, save_source
 
 NEW_TOKENS = 8
-PAIRS = {"gpt_neo": (1, 3), "smollm3": (1, 3)}  # layers of one kind of attention
+PAIRS = dict.fromkeys(("gpt_neo", "smollm3", "cohere2", "ministral"), (1, 3))  # layers of one kind of attention
 DEFAULT_PAIR = (2, 3)
 
 

@@ -34,6 +34,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 128},
     "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 1]]},
     "smollm3": {"no_rope_layers": [1, 0, 0, 1], "use_sliding_window": False},
+    **{name: {"head_dim": 32} for name in ("glm", "glm4", "ministral", "ministral3")},
+    **{name: {"tie_word_embeddings": True} for name in ("cohere", "cohere2")},  # as vLLM's own asks
 }
 NARROWEST = 32  # features of a head that vLLM's attention on CPUs has code for
 

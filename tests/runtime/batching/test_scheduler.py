@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.sequence import Wanted
+from surgeon.runtime.batching.scheduler import Limits, Scheduler
+from surgeon.runtime.batching.sequence import LongTexts, Wanted
 from surgeon.runtime.batching.windows import Windows, text_blocks
 from tests.runtime.batching.machine import END, Machine, ask, continued, scores
 
@@ -204,3 +205,27 @@ def test_whatever_comes_everything_ends_right(
             assert tokens == continued(request)[: len(tokens)]
     begun = [machine.passes_of(request.id)[0] for request in requests if machine.passes_of(request.id)]
     assert begun == sorted(begun)
+
+
+def test_a_text_that_grows_beyond_a_length_is_computed_anew() -> None:
+    """All its tokens as a prompt, once; what is drafted before stays within the length."""
+    limits = Limits(1, 100, pass_tokens=16, draft_tokens=4, long_texts=LongTexts(10, by_length=False, anew=True))
+    scheduler, seen = Scheduler(BlockPool(16, 4), limits), []
+    scheduler.submit(ask(0, [1] * 6, 12))
+    while not scheduler.idle:
+        (chunk,) = scheduler.plan()
+        seen.append((chunk.sequence.computed, chunk.tokens + chunk.drafts, chunk.sequence.prompt))
+        scheduler.advance([chunk], [[(5, None)] * (1 + chunk.drafts)])
+    assert seen == [(0, 6, 6), (6, 4, 6), (0, 11, 11), (11, 5, 11), (16, 1, 11)]
+
+
+def test_texts_share_what_keys_are_the_same_of() -> None:
+    """With texts of their own kind, or of their own length."""
+    for by_length, shared in ((False, 12), (True, 0)):
+        limits = Limits(1, 100, long_texts=LongTexts(10, by_length, anew=False))
+        scheduler, cached = Scheduler(BlockPool(64, 4), limits), []
+        for number, length in enumerate((9, 12, 13, 12, 10)):
+            scheduler.submit(ask(number, list(range(length)), 1))
+            while not scheduler.idle:
+                cached += [output.cached for output in scheduler.advance(scheduler.plan(), [[(5, None)]])]
+        assert cached == [0, 0, shared, 8, 8]

@@ -18,6 +18,7 @@ from surgeon.models.edit import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.model.layers import turned
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
@@ -46,6 +47,51 @@ SHARED = torch.randint(2, VOCABULARY, (80,), generator=GENERATOR).tolist()
 # Far below the border; such that they come across it, from just below and from the last token on; and far above. Two
 # blocks are shared by all, but what short and long texts keep of them is not the same.
 PROMPTS = [SHARED[:length] for length in (9, 33, 39, 40, 41, 60)] + [[*SHARED[:41], 7, 8, 9]]
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+MINISTRAL3 = YARN | {"factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0}
+MINISTRAL3 |= {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1}
+PHI4 = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+PHI4 |= {"short_factor": [1.0] * 48, "long_factor": [1 + k**2 / 50 for k in range(48)]}
+# What models say of themselves: the family, the width of a head, its rotary positions, and how long texts may be.
+PUBLISHED: dict[str, tuple[str, int, dict[str, Any], int, int]] = {
+    "Llama 3.1": ("llama", 128, LLAMA3 | {"factor": 8.0}, 8192, 131072),
+    "Llama 3.2": ("llama", 64, LLAMA3 | {"factor": 32.0}, 8192, 131072),
+    "Qwen2.5": ("qwen2", 128, YARN, 32768, 131072),
+    "Qwen3": ("qwen3", 128, YARN, 32768, 131072),
+    "Mistral Nemo": ("mistral", 128, {"rope_type": "default", "rope_theta": 1e6}, 8192, 131072),
+    "Ministral 3": ("ministral3", 128, MINISTRAL3, 16384, 262144),
+    "Phi-4-mini": ("phi3", 128, PHI4 | {"original_max_position_embeddings": 4096}, 4096, 131072),
+    "Phi-4": ("phi3", 128, {"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 1.0}, 4096, 16384),
+    "GLM-4": ("glm4", 128, {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 8192, 32768),
+    "DeepSeek Coder": ("llama", 128, {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}, 4096, 16384),
+    "InternLM2": ("llama", 128, {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}, 32768, 65536),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_angles_up_to_the_full_length(name: str, tmp_path: Path) -> None:
+    """In texts of half the length that a model began with, of that length, of one token more, and of the full one."""
+    family, head_dim, rope, first, longest = PUBLISHED[name]
+    own = {"original_max_position_embeddings": first} if family == "phi3" else {}
+    positions = first if rope["rope_type"] == "dynamic" else longest
+    sizes = {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": head_dim, "head_dim": head_dim}
+    model = tiny_model(family, 1, max_position_embeddings=positions, rope_parameters=dict(rope), **sizes | own)
+    model.save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 1, None)
+    assert plan.max_tokens == longest
+    for length in (first // 2, first, first + 1, longest):
+        places = torch.tensor([0, 1, first // 3, length // 2, length - 1])
+        cosine, sine = model.model.rotary_emb(torch.ones(1), position_ids=places[None])
+        found = turned(plan.rotaries[0], places, torch.full_like(places, length), torch.ones(1))
+        # transformers computes dynamic frequencies in another order, and a turn is many thousand positions.
+        tolerance = 0.02 if plan.long_texts is not None and plan.long_texts.by_length else 1e-6
+        half = cosine.shape[-1] // 2
+        assert torch.allclose(found[0][:, 0, :half], cosine[0, :, :half], atol=tolerance)
+        assert torch.allclose(found[1][:, 0, half:], sine[0, :, half:], atol=tolerance)
 
 
 class Text(NamedTuple):
