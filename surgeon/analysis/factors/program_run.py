@@ -28,7 +28,8 @@ from surgeon.models.weights import FactorSource
 from surgeon.quality.head import OutputHead, joined
 
 Renaming = Callable[[Sublayer], Sublayer]
-Seen = Callable[[Matrix, Tensor], None]  # gets the inputs, (..., in), of a matrix
+Seen = Callable[..., None]  # gets a matrix and its inputs, (..., in); of experts, too, who is sent to which (EXPERTS)
+EXPERTS = "experts"  # stands for the role of a matrix where a mixture's experts together get their inputs
 
 
 @dataclass
@@ -174,8 +175,10 @@ class _Tapping(ModelMachine):
     def owner(self, sublayer: Sublayer) -> nn.Module:
         owner, spec = super().owner(sublayer), self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         for matrix in self.watched:
-            module = owner.get_submodule(spec.projection(matrix.role).path)
-            hook = module.register_forward_pre_hook(partial(_show, matrix, self.seen))
+            path = (
+                spec.mixture.experts if matrix.role == EXPERTS and spec.mixture else spec.projection(matrix.role).path
+            )
+            hook = owner.get_submodule(path).register_forward_pre_hook(partial(_show, matrix, self.seen))
             self.hooks.callback(hook.remove)
         return owner
 
@@ -183,7 +186,7 @@ class _Tapping(ModelMachine):
 def _show(matrix: Matrix, seen: Seen, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
     """What a module's hook does."""
     del module
-    (inputs,) = arguments
+    inputs, *routed = arguments
     if not inputs.isfinite().all():
         raise ValueError(f"the inputs of {matrix} hold NaN or infinity; check the weights of what comes before it")
-    seen(matrix, inputs)
+    seen(matrix, inputs, *routed)

@@ -1,0 +1,166 @@
+"""How a text uses each expert of a model's mixtures: how many tokens it gets, what it gives, and who would stand in.
+
+In the unedited model, with w_e(x) the weight that the router gives expert e for a token x (0 where it is not chosen)
+and f_e(x) what the expert makes of it,
+
+    load        the share of tokens that are sent to the expert; those of a mixture come to top-k together
+    weight      the mean of w_e(x) over these tokens
+    size        the mean of ||f_e(x)|| over them
+    saliency    the mean of w_e(x) ||f_e(x)|| over them (REAP, Lasby et al. 2025, section 4): what the layer's output
+                loses where the expert is left out
+
+A mixture's inputs do not change where one of its own experts is left out, so that the loads after that are exact, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.analysis.factors.matrices import Matrix
+from surgeon.analysis.factors.program_run import EXPERTS, ProgramRun, matrices_in
+from surgeon.language.program import FEED_FORWARD, Node, Program, Sublayer
+from surgeon.memory import stay_below
+from surgeon.models.edit import as_stored
+from surgeon.models.families import family_of
+from surgeon.models.routing import Routing, route
+from surgeon.models.weights import ModelWeights
+from surgeon.progress import progress
+from surgeon.quality.data import Windows
+
+
+@dataclass(frozen=True)
+class ExpertUse:
+    """How one mixture's experts are used, sums over the tokens of a text.
+
+    Attributes:
+        tokens: of the text.
+        sent: how many of them each expert gets, (experts,), float64.
+        weights: the sum of their weights, (experts,).
+        sizes: the sum of the norms of what it makes of them, (experts,).
+        saliency: the sum of the products of both, (experts,).
+        without: how many each expert would get if another one were left out, (left out, experts).
+    """
+
+    tokens: int
+    sent: Tensor
+    weights: Tensor
+    sizes: Tensor
+    saliency: Tensor
+    without: Tensor
+
+    def mean(self, sums: Tensor) -> Tensor:
+        """Over the tokens that each expert gets; 0 where it gets none."""
+        return torch.where(self.sent > 0, sums / self.sent.clamp_min(1), 0.0)
+
+    def order(self) -> list[int]:
+        """The experts, the most salient first (REAP); of equal ones the first."""
+        return self.mean(self.saliency).argsort(descending=True, stable=True).tolist()
+
+
+def expert_use(
+    model: PreTrainedModel, windows: Windows, layers: Iterable[int] | None = None, memory: int | None = None
+) -> dict[int, ExpertUse]:
+    """How the experts of a model's mixtures are used on a text, by layer, in one walk through the model.
+
+    Args:
+        model: in memory; it is left as it is. One that runs a program of its own is measured in that.
+        layers: only of these; those that are no mixtures are passed over.
+        memory: a limit in bytes on the memory of the whole process.
+
+    Raises:
+        ValueError: if numbers are not finite, the memory limit is too small, or a mixture is not run.
+    """
+    family = family_of(model.config)
+    asked = range(int(model.config.num_hidden_layers)) if layers is None else layers
+    wanted = {layer for layer in asked if family.spec(FEED_FORWARD, layer).mixture is not None}
+    with as_stored(model) as own:
+        places = {one: place for place, node in enumerate(own.nodes) for one in Program((node,)).sublayers()}
+        blocks = {Matrix(Sublayer(FEED_FORWARD, (layer,)), EXPERTS) for layer in wanted}
+        lost = sorted(one.layer for one in blocks if one.sublayer not in places)
+        if lost:
+            raise ValueError(f"the model does not run F{lost[0]}, so that nothing is known of its experts")
+        nodes = own.nodes[: max((1 + places[one.sublayer] for one in blocks), default=0)]
+        return _walk(model, own, nodes, windows.ids, blocks, memory) if nodes else {}
+
+
+def _walk(
+    model: PreTrainedModel,
+    own: Program,
+    nodes: tuple[Node, ...],
+    ids: Tensor,
+    blocks: Collection[Matrix],
+    memory: int | None,
+) -> dict[int, ExpertUse]:
+    run = ProgramRun(model, own, ids, memory=memory)
+    layers = run.parts[0].machine.layers
+    sums = {one: _Sums.of(layers.weights(), model.config, one.sublayer) for one in sorted(blocks)}
+
+    def seen(matrix: Matrix, *inputs: Tensor) -> None:
+        mixture = layers.family.spec(FEED_FORWARD, matrix.layer).mixture
+        assert mixture is not None
+        sums[matrix].add(layers.layer(matrix.layer).get_submodule(mixture.experts), *inputs)
+
+    with progress("experts", len(nodes), "steps") as ran:
+        for node in nodes:
+            run.step([run.see(part, matrices_in(node, blocks), seen) for part in run.parts])
+            stay_below(memory)
+            ran(1)
+    return {one.layer: found.use for one, found in sums.items()}
+
+
+@dataclass
+class _Sums:
+    """Sums up what a mixture's experts get."""
+
+    use: ExpertUse
+    logits: Callable[[Tensor], Tensor]  # of the router, (tokens, experts), for its inputs
+    routing: Routing
+    correction: Tensor | None
+
+    @classmethod
+    def of(cls, weights: ModelWeights, config: Any, block: Sublayer) -> _Sums:
+        spec = weights.spec(block).mixture
+        assert spec is not None
+        tensors = weights.router(block, torch.float32)
+        router, bias = tensors["router.weight"], tensors.get("router.bias")
+        experts = len(router)
+        zero = partial(torch.zeros, experts, dtype=torch.float64, device=router.device)
+        square = torch.zeros(experts, experts, dtype=torch.float64, device=router.device)
+        use = ExpertUse(0, zero(), zero(), zero(), zero(), square)
+        logits = partial(_logits, router, bias)
+        return cls(use, logits, spec.routing(config), tensors.get("router.correction"))
+
+    def add(self, experts: nn.Module, inputs: Tensor, chosen: Tensor, weights: Tensor) -> None:
+        """The inputs of the experts, (tokens, hidden), and which of them each token is sent to, (tokens, k)."""
+        rows, use = inputs.flatten(0, -2), self.use
+        sent, sizes, saliency = use.sent.clone(), use.sizes.clone(), use.saliency.clone()
+        total, without = use.weights.clone(), use.without.clone()
+        for expert in range(len(sent)):
+            tokens, place = (chosen == expert).nonzero(as_tuple=True)
+            if not len(tokens):
+                continue
+            own = torch.full_like(tokens, expert)[:, None]
+            made = experts.forward(rows[tokens], own, weights.new_ones(len(tokens), 1))
+            norms, weight = made.double().norm(dim=-1), weights[tokens, place].double()
+            sent[expert] += len(tokens)
+            total[expert] += weight.sum()
+            sizes[expert] += norms.sum()
+            saliency[expert] += (norms * weight).sum()
+        logits = self.logits(rows)
+        for expert in range(len(sent)):
+            rest = [one for one in range(len(sent)) if one != expert]
+            correction = None if self.correction is None else self.correction[rest]
+            again = route(logits[:, rest], self.routing, correction).experts
+            without[expert, rest] += again.flatten().bincount(minlength=len(rest)).double()
+        self.use = ExpertUse(use.tokens + len(rows), sent, total, sizes, saliency, without)
+
+
+def _logits(router: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+    return nn.functional.linear(inputs.float(), router, bias)

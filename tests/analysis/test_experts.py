@@ -1,0 +1,75 @@
+"""How experts are used, against loops over tokens with the model's own weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from surgeon.analysis.engine import memory
+from surgeon.analysis.experts import expert_use
+from surgeon.models.edit import edit
+from tests.analysis.spectra import text
+from tests.tiny_models import tiny_model
+
+TEXT = text(6, 12, 6)
+
+
+def inputs_of(model: Any, layer: int) -> Tensor:
+    """What a mixture gets, (tokens, hidden), from transformers' own pass."""
+    seen: list[Tensor] = []
+    block = model.model.layers[layer].mlp
+    hook = block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1)))
+    with torch.inference_mode():
+        model(TEXT.ids)
+    hook.remove()
+    return torch.cat(seen)
+
+
+def expert(block: Any, number: int, x: Tensor) -> Tensor:
+    """What one expert makes of a token, written out."""
+    gate, up = (block.experts.gate_up_proj[number] @ x).chunk(2)
+    made: Tensor = block.experts.down_proj[number] @ (torch.nn.functional.silu(gate) * up)
+    return made
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_use_is_counted_token_by_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(memory.TOKENS_AT_ONCE, "cpu", 24)  # several walks
+    model = tiny_model(family, 3)
+    found = expert_use(model, TEXT)
+    assert list(found) == ([0, 1] if family == "qwen3_moe" else [0, 1, 2])
+    use, block = found[1], model.model.layers[1].mlp
+    sums, without = np.zeros((4, 4)), np.zeros((4, 4))
+    tokens = inputs_of(model, 1)
+    for x in tokens:
+        shares = (block.gate.weight @ x).softmax(0)
+        best = shares.argsort(descending=True).tolist()
+        total = float(shares[best[:2]].sum()) if family == "mixtral" else 1.0  # qwen3's tiny one does not divide
+        for one in best[:2]:
+            size, weight = float(expert(block, one, x).norm()), float(shares[one]) / total
+            sums[one] += [1, weight, size, weight * size]
+        for one in range(4):
+            without[one, [other for other in best if other != one][:2]] += 1
+    assert use.tokens == len(tokens) == TEXT.ids.numel()
+    ours = np.stack([use.sent, use.weights, use.sizes, use.saliency], axis=1)
+    np.testing.assert_allclose(ours, sums, rtol=1e-4)
+    np.testing.assert_array_equal(use.without.numpy(), without)
+    means = sums[:, 3] / np.maximum(1, sums[:, 0])
+    assert use.order() == np.argsort(-means).tolist()
+
+
+def test_an_edited_model_is_measured_as_it_runs_and_left_as_it_is() -> None:
+    model = edit(tiny_model("mixtral", 2), "A0 F0 A0 F0 A1 F1")
+    use = expert_use(model, TEXT, [0])[0]
+    assert use.tokens == 2 * TEXT.ids.numel(), "its layer runs twice"
+    with pytest.raises(ValueError, match="does not run F1,"):
+        expert_use(edit(tiny_model("mixtral", 2), "A0 F0 A1"), TEXT)
+
+
+def test_models_without_mixtures_have_no_experts() -> None:
+    assert expert_use(tiny_model("llama", 2), TEXT) == {}
