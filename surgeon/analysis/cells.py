@@ -76,13 +76,14 @@ class Selection:
             longest = min(self.max_length, self.layers.stop - first)
             yield from (range(first, first + length) for length in range(self.every, longest + 1, self.every))
 
-    def places(self, heatmap: Heatmap) -> Iterator[tuple[range, float | None]]:
+    def places(self, heatmap: Heatmap, shapes: LayerShapes | None) -> Iterator[tuple[range, float | None]]:
         """Where a map has cells: every stretch, or each layer at which one begins with every value of the parameter."""
         if heatmap.varied is None:
             yield from ((stretch, None) for stretch in self.stretches())
         else:
             firsts = dict.fromkeys(stretch.start for stretch in self.stretches())
-            yield from ((range(first, first + 1), value) for first in firsts for value in heatmap.values)
+            for first in firsts:
+                yield from ((range(first, first + 1), value) for value in heatmap.columns(first, shapes))
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in `scan.json` and in the journal."""
@@ -181,8 +182,9 @@ def selected_cells(
     """
     seeds = permutation_seeds(seed, max(selection.permutations for selection in selections))
     cells = []
+    names = dict.fromkeys(name for selection in selections for name in selection.operations)
     for name, heatmap in HEATMAPS.items():
-        asked = (selection.places(heatmap) for selection in selections if name in selection.operations)
+        asked = (selection.places(heatmap, shapes) for selection in selections if name in selection.operations)
         # The sort is stable, so that values stay in the order of the columns.
         wanted = dict.fromkeys(place for places in asked for place in places)
         for layers, value in sorted(wanted, key=lambda place: (place[0].start, place[0].stop)):
@@ -202,8 +204,10 @@ def selected_cells(
                     warnings.warn(warning.message, stacklevel=2)
                 cell = Cell(name, layers.start, layers.stop - 1, tuple(programs), value=value)
                 cells.append(replace(cell, seeds=seeds) if heatmap.seeded else cell)
-    if program is not None and not cells:
+    if not cells and program is not None and not all(callable(HEATMAPS[name].values) for name in names):
         raise ValueError(
             f"the model runs none of these layers whole and in order: its program is {shown(str(program), 200)}"
         )
+    if not cells:
+        raise ValueError(f"the model has nothing that {' or '.join(names)} could change in these layers")
     return cells

@@ -14,11 +14,12 @@ A mixture's inputs do not change where one of its own experts is left out, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -88,6 +89,24 @@ def expert_use(
             raise ValueError(f"the model does not run F{lost[0]}, so that nothing is known of its experts")
         nodes = own.nodes[: max((1 + places[one.sublayer] for one in blocks), default=0)]
         return _walk(model, own, nodes, windows.ids, blocks, memory) if nodes else {}
+
+
+def use_tables(found: Mapping[int, ExpertUse]) -> dict[str, pd.DataFrame]:
+    """`experts` and `loads` as `surgeon.results.scan.Scan` has them."""
+    uses, loads = [], []
+    for layer, use in found.items():
+        columns = {"load": use.sent / use.tokens, "weight": use.mean(use.weights), "size": use.mean(use.sizes)}
+        columns["saliency"] = use.mean(use.saliency)
+        experts = range(len(use.sent))
+        uses.append(pd.DataFrame({"layer": layer, "expert": experts, **{k: v.cpu() for k, v in columns.items()}}))
+        share = (use.without / use.tokens).tolist()
+        pairs = [(one, other) for one in experts for other in experts if one != other]
+        loads.append(pd.DataFrame([(layer, one, other, share[one][other]) for one, other in pairs]))
+    names = ["layer", "without", "expert", "load"]
+    return {
+        "experts": pd.concat(uses, ignore_index=True) if uses else pd.DataFrame(),
+        "loads": pd.concat(loads, ignore_index=True).set_axis(names, axis=1) if loads else pd.DataFrame(),
+    }
 
 
 def _walk(

@@ -18,6 +18,7 @@ from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import Job, measure_in_workers
+from surgeon.analysis.experts import expert_use, use_tables
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject
 from surgeon.analysis.tables import Outcome, cell_values, cells_table, permutations_table
@@ -34,6 +35,7 @@ from surgeon.quality.summary import Values, perplexity, perplexity_interval
 from surgeon.results.scan import Scan
 
 JOURNAL = "journal.jsonl"
+EXPERTS_MAP = "experts"  # which comes with tables of what the experts get
 
 
 class ScanJournal(ProgramJournal):
@@ -134,7 +136,10 @@ def scan(
         record |= {"base_perplexity": perplexity(base), "base_interval": perplexity_interval(base)}
         record |= work.counts(table)
         permutations = permutations_table(outcomes, base, predicted, run.values)
-        found = Scan(table, perplexity(base), permutations, record=record)
+        tables: dict[str, Any] = {}
+        if any(EXPERTS_MAP in one["operations"] for one in (asked, *earlier)):
+            tables = use_tables(expert_use(model, windows, memory=subject.memory))
+        found = Scan(table, perplexity(base), permutations, **tables, record=record)
         found.write(folder)
         return found
 

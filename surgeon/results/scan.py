@@ -56,6 +56,10 @@ class Scan(RunResult):
             (a sublayer that ran on half of the windows counts a half).
         base_perplexity: of the unedited model.
         permutations: one row per random order, as in `permutations.csv`; empty if there are none.
+        experts: one row per expert of the model's mixtures where its map was asked for, as in `experts.csv`: load, the
+            share of tokens that it gets; of these the mean weight, size of what it makes of them, and saliency
+            (`surgeon.analysis.experts`).
+        loads: for each expert that is left out (`without`), the loads of the others of its layer, as in `loads.csv`.
         cap: colours of maps end at this multiple of the base perplexity, at the latest.
     """
 
@@ -68,11 +72,17 @@ class Scan(RunResult):
         "permutations": TableFile(
             "permutations.csv", ("perplexity",), ("operation", "order"), _ENDS, _KNOWN, optional=True, missing=""
         ),
+        "experts": TableFile(
+            "experts.csv", ("expert", "load", "weight", "size", "saliency"), layers=("layer",), optional=True
+        ),
+        "loads": TableFile("loads.csv", ("without", "expert", "load"), layers=("layer",), optional=True),
     }
 
     cells: pd.DataFrame
     base_perplexity: float
     permutations: pd.DataFrame = field(default_factory=pd.DataFrame)
+    experts: pd.DataFrame = field(default_factory=pd.DataFrame)
+    loads: pd.DataFrame = field(default_factory=pd.DataFrame)
     cap: float = CAP
 
     @classmethod
@@ -88,8 +98,24 @@ class Scan(RunResult):
         over_stretches = [name for name in names if varied_by(name) is None]
         found = {"heatmaps": self._overview(over_stretches)} if len(over_stretches) > 1 else {}
         found |= {f"heatmap-{name}": self._heatmap(name) for name in names}
+        found |= {"experts": self._experts()} if len(self.experts) else {}
         drawn = ((name, self._curves(name)) for name, heatmap in HEATMAPS.items() if heatmap.curves)
         return found | {f"curves-{name}": figure for name, figure in drawn if figure is not None}
+
+    def _experts(self) -> Figure:
+        """What each expert gets and gives, layers down and experts across."""
+        figure = Figure(figsize=(9.6, 4.2), layout="constrained", dpi=160)
+        figure.suptitle(f"Experts: {self.label}", fontsize=12)
+        names = {"load": "load: share of tokens", "saliency": "saliency: mean weight times size of output (REAP)"}
+        for panel, (column, title) in zip(figure.subplots(1, len(names)), names.items(), strict=True):
+            values = self.experts.pivot(index="layer", columns="expert", values=column)
+            colours = Normalize(0.0, float(self.experts[column].max()) or 1.0)
+            draw_map(panel, values, colours, aspect="auto")
+            label_map(panel, values, 16, 24, 8)
+            panel.set(xlabel="expert", ylabel="layer")
+            panel.set_title(title, fontsize=10)
+            colour_bar(figure, [panel], colours, above=False)
+        return figure
 
     def _of(self, name: str) -> pd.DataFrame:
         return self.cells[self.cells["operation"] == name]
@@ -100,7 +126,7 @@ class Scan(RunResult):
         figure = Figure(figsize=(size + 1.0, size), layout="constrained", dpi=160)
         axes = figure.add_subplot()
         colours, capped = scale_of([values], self.base_perplexity, self.cap)
-        _draw_heatmap(axes, values, colours, self.base_perplexity, varied_by(name), ticks=24)
+        _draw_heatmap(axes, values, colours, self.base_perplexity, named_across(name), ticks=24)
         _colour_bar(figure, [axes], colours, capped)
         axes.set_title(f"{title_of(name)}: {self._of_what}", fontsize=11)
         return figure
@@ -175,6 +201,11 @@ def varied_by(operation: str) -> str | None:
     return HEATMAPS[operation].varied if operation in HEATMAPS else None
 
 
+def named_across(operation: str) -> str | None:
+    """What pictures call the values of that parameter."""
+    return HEATMAPS[operation].across or varied_by(operation) if operation in HEATMAPS else None
+
+
 def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
     """Perplexity by first layer (index) and last layer (columns); NaN where there is no such stretch.
 
@@ -203,13 +234,13 @@ def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tu
 
 
 def _draw_heatmap(
-    axes: Axes, values: pd.DataFrame, colours: Normalize, base: float, varied: str | None, ticks: int
+    axes: Axes, values: pd.DataFrame, colours: Normalize, base: float, across: str | None, ticks: int
 ) -> None:
     """A map with names of its axes and a line around the cells within `MARKED`."""
-    draw_map(axes, values, colours, base * MARKED, "equal" if varied is None else "auto")
+    draw_map(axes, values, colours, base * MARKED, "equal" if across is None else "auto")
     label_map(axes, values, ticks, ticks, 8)
-    axes.set_xlabel("last layer $e$" if varied is None else varied, fontsize=9)
-    axes.set_ylabel("first layer $s$" if varied is None else "layer", fontsize=9)
+    axes.set_xlabel("last layer $e$" if across is None else across, fontsize=9)
+    axes.set_ylabel("first layer $s$" if across is None else "layer", fontsize=9)
 
 
 def _colour_bar(figure: Figure, axes: list[Axes], colours: Normalize, capped: bool) -> None:

@@ -120,7 +120,9 @@ class OperationContract:
             assert (heatmap.varied is None) == (not heatmap.values), f"{name} varies a parameter that has values"
             assert {heatmap.varied} - {None} <= set(operation.parameters.model_fields)
             seeded: dict[str, Any] = {"seed": 3} if heatmap.seeded else {}
-            columns: list[dict[str, Any]] = [{heatmap.varied or "": value} for value in heatmap.values] or [{}]
+            columns: list[dict[str, Any]] = [
+                {heatmap.varied or "": value} for value in heatmap.columns(0, self.shapes)
+            ] or [{}]
             for layers, column in product(_every_stretch(LAYERS), columns):
                 more = seeded | column
                 program = _made(partial(heatmap, dense, layers, self.shapes, **more))

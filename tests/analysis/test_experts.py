@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
 from surgeon.analysis.engine import memory
 from surgeon.analysis.experts import expert_use
+from surgeon.language.program import Program
 from surgeon.models.edit import edit
+from surgeon.results.scan import Scan
+from tests.analysis.scanning import LAYERS, plain_nll, run
 from tests.analysis.spectra import text
 from tests.tiny_models import tiny_model
 
@@ -61,6 +66,29 @@ def test_use_is_counted_token_by_token(family: str, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(use.without.numpy(), without)
     means = sums[:, 3] / np.maximum(1, sums[:, 0])
     assert use.order() == np.argsort(-means).tolist()
+
+
+def test_a_scan_leaves_out_each_expert(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", LAYERS)
+    found = run(tmp_path, TEXT, model, ["experts"])
+    cells = found.cells.set_index(["first", "drop"])
+    assert list(cells.index) == [(layer, one) for layer in (0, 1, 3) for one in range(4)], "layer 2 is dense"
+    program = Program.parse("A0 F0 A1 F1!e0,e1,e3 A2 F2 A3 F3")
+    nll = float(np.mean(plain_nll(model, TEXT.ids, program)))
+    assert cells.loc[(1, 2), "perplexity"] == pytest.approx(np.exp(nll), rel=1e-5)
+    use = expert_use(model, TEXT)[1]
+    experts, loads = found.experts.set_index(["layer", "expert"]), found.loads.set_index(["layer", "without", "expert"])
+    assert experts.groupby("layer")["load"].sum().tolist() == pytest.approx([2, 2, 2])
+    assert experts.loc[(1, 3), "saliency"] == pytest.approx(float(use.saliency[3] / use.sent[3]))
+    assert loads.loc[(1, 2, 0), "load"] == pytest.approx(float(use.without[2, 0] / use.tokens))
+    assert {"experts", "heatmap-experts"} <= found.pictures().keys()
+    pd.testing.assert_frame_equal(Scan.read(tmp_path).loads, found.loads, check_exact=False)
+    assert run(tmp_path, TEXT, model, ["prune"]).experts.equals(found.experts), "tables of earlier scans stay"
+
+
+def test_a_scan_of_experts_of_a_model_without_mixtures(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the model has nothing that experts could change in these layers"):
+        run(tmp_path, TEXT, operations=["experts"])
 
 
 def test_an_edited_model_is_measured_as_it_runs_and_left_as_it_is() -> None:

@@ -30,7 +30,8 @@ class Heatmap:
         title: as pictures and pages name it.
         parameters: of the operation.
         varied: the parameter whose values are the columns, if they are not the stretches' last layers.
-        values: of that parameter, in the columns' order.
+        values: of that parameter, in the columns' order; or what says them of a model's layer.
+        across: what pictures call the columns, where that is not the parameter's name.
         place: where it stands among all maps; those at the same place stand in the order of their names.
         paper: whether it is in figure 4 of the Layer Parallelism paper; those are scanned unless others are asked for.
         group: how many layers it takes together; the layers of a stretch that fill no group stay as they are.
@@ -46,7 +47,8 @@ class Heatmap:
     title: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     varied: str | None = None
-    values: tuple[float, ...] = ()
+    values: tuple[float, ...] | Callable[[LayerShapes, int], tuple[float, ...]] = ()
+    across: str = ""
     place: int = LAST
     paper: bool = False
     group: int = 1
@@ -62,6 +64,12 @@ class Heatmap:
     def seeded(self) -> bool:
         """Whether the operation draws something at random: its cells are then means over several seeds."""
         return "seed" in inspect.signature(self.function).parameters and "seed" not in self.parameters
+
+    def columns(self, layer: int, shapes: LayerShapes | None) -> tuple[float, ...]:
+        """The parameter's values for a layer; none where they follow from shapes that are not given."""
+        if not callable(self.values):
+            return self.values
+        return () if shapes is None else self.values(shapes, layer)
 
     def __call__(self, program: Program, layers: range, shapes: LayerShapes | None = None, **more: Any) -> Program:
         """The program after the operation; `shapes` and errors as `apply`."""

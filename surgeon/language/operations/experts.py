@@ -7,10 +7,30 @@ from dataclasses import replace
 from random import Random
 
 from surgeon.language.operations.base import operation, require_present, show_range
+from surgeon.language.operations.declare import Heatmap
 from surgeon.language.program import FEED_FORWARD, LayerShapes, Program, Sublayer
 
 
-@operation(anywhere=True)
+def _each_expert(shapes: LayerShapes, layer: int) -> tuple[float, ...]:
+    """Those of a layer that can be left out: none where it is no mixture, or has one only."""
+    mixture = shapes.of(Sublayer(FEED_FORWARD, (layer,))).mixture
+    return () if mixture is None or mixture.experts < 2 else tuple(range(mixture.experts))
+
+
+@operation(
+    heatmaps={
+        "experts": Heatmap(
+            "Expert left out",
+            {"seed": None},  # nothing of it is random
+            varied="drop",
+            values=_each_expert,
+            across="expert",
+            place=15,
+            note="of mixtures: each layer alone, without each of its experts; experts.csv has what each gets and gives",
+        )
+    },
+    anywhere=True,
+)
 def experts(
     program: Program,
     layers: range,

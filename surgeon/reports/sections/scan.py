@@ -12,7 +12,7 @@ from surgeon.reports.blocks import Block, Finding, Paragraph, Table
 from surgeon.reports.runs import Kind, Run
 from surgeon.reports.sections.scan_charts import charts, reach_table
 from surgeon.reports.sections.scan_maps import heatmaps, ribbon
-from surgeon.results.scan import Scan, title_of, varied_by
+from surgeon.results.scan import Scan, named_across, title_of
 from surgeon.results.tolerance import (
     PAIRS,
     PAIRS_OF_STREAMS,
@@ -46,7 +46,7 @@ def _show(run: Run[Scan]) -> Iterator[Block]:
         yield ribbon(scan, table)
         yield reach_table(scan)
         yield from charts(scan)
-    yield from heatmaps(table, scan, run.found.permutations)
+    yield from heatmaps(run.found, scan)
     if len(run.found.permutations) and (words := _spread_of_orders(run.found.permutations)):
         yield Paragraph(words)
 
@@ -71,7 +71,7 @@ def _what_was_measured(run: Run[Scan], scan: ScanTable) -> str:
 
 
 def _what_a_cell_is(table: pd.DataFrame) -> str:
-    varied = dict.fromkeys(varied_by(str(name)) for name in table["operation"].unique())
+    varied = dict.fromkeys(named_across(str(name)) for name in table["operation"].unique())
     return listed(("a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied), "or")
 
 
@@ -243,7 +243,9 @@ def _untouchable_sentence(layers: list[int], names: tuple[str, ...], operations:
 
 def _missing(run: Run[Scan]) -> Iterator[str]:
     scan = ScanTable.of(run.found)
-    absent = [title_of(name) for name in HEATMAPS if name not in set(run.found.cells["operation"])]
+    scanned = set(run.found.cells["operation"])
+    # Maps whose columns follow from the model are not of every model.
+    absent = [title_of(name) for name, one in HEATMAPS.items() if name not in scanned and not callable(one.values)]
     if absent:
         yield f"Not scanned, so nothing is said about it: {listed(absent)} (surgeon scan --operation)."
     if part := _only_part(run.record, scan):

@@ -12,7 +12,7 @@ from surgeon.language.operations.declare import HEATMAPS
 from surgeon.reports.blocks import Gallery, Legend, Map, Table
 from surgeon.reports.maps import HALF, MANY_LAYERS, WIDE, cell_table, legend_figure, map_cells, map_figure
 from surgeon.results.maps import MARKED
-from surgeon.results.scan import grid, scale_of, title_of, varied_by
+from surgeon.results.scan import Scan, grid, named_across, scale_of, title_of, varied_by
 from surgeon.results.tolerance import ScanTable, changed_layers, cheapest_with, group_size, shown_stretch
 from surgeon.words import allowance, change, number, stretch
 
@@ -35,13 +35,13 @@ def _scale(maps: dict[str, pd.DataFrame], base: float) -> tuple[Normalize, Legen
     return scale, Legend(legend_figure(scale, base, capped), title)
 
 
-def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame) -> Iterator[Gallery]:
+def heatmaps(found: Scan, scan: ScanTable) -> Iterator[Gallery]:
     """One map for every operation of a scan: those over stretches on one scale, then the others on another one.
 
     Args:
-        table: all of `cells.csv`.
-        orders: `permutations.csv`.
+        scan: its cells.
     """
+    table, orders = found.cells, found.permutations
     colours = (
         f"Colour: perplexity over that of the unedited model, {number(scan.base)}. The line fences in the cells within "
         f"{allowance(MARKED)}."
@@ -55,7 +55,7 @@ def heatmaps(table: pd.DataFrame, scan: ScanTable, orders: pd.DataFrame) -> Iter
         yield Gallery(drawn, f"{axes} {colours}{shared}", legend, many=many)
     if maps := _cells_of_maps(table, over_stretches=False):
         scale, legend = _scale(maps, scan.base)
-        drawn = [_map_of_values(name, cells, str(varied_by(name)), scan, scale) for name, cells in maps.items()]
+        drawn = [_map_of_values(name, cells, found, scan, scale) for name, cells in maps.items()]
         yield Gallery(drawn, f"Each layer alone, with every value of a parameter. {colours}", legend, wide=True)
 
 
@@ -82,18 +82,33 @@ def _heatmap(operation: str, cells: pd.DataFrame, scan: ScanTable, scale: Normal
     )
 
 
-def _map_of_values(operation: str, cells: pd.DataFrame, varied: str, scan: ScanTable, scale: Normalize) -> Map:
+def _map_of_values(operation: str, cells: pd.DataFrame, found: Scan, scan: ScanTable, scale: Normalize) -> Map:
     """Single layers down, the values of a parameter across."""
+    varied, across = str(varied_by(operation)), str(named_across(operation))
     values = grid(cells, varied).reindex(sorted(set(cells["first"])))
     values.index = pd.Index([f"layer {row}" for row in values.index])
     rows, columns = values.shape
     title = title_of(operation)
     down = [f"layer {layer}" for layer in cells["first"]]
-    data = map_cells(values, down, cells[varied], cells, _FIELDS, f"{{row}}, {varied} {{column}}", base=scan.base)
-    drawn = map_figure(values, scale, (varied, ""), scan.base * MARKED, flat=HALF)
-    table = cell_table(f"{title}: perplexity of every layer with every value of {varied}", f"layer \\ {varied}", values)
-    described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {varied}"
+    data = map_cells(values, down, cells[varied], cells, _FIELDS, f"{{row}}, {across} {{column}}", base=scan.base)
+    if operation == "experts" and len(found.experts):
+        data["notes"] = _loads(cells, found)
+    drawn = map_figure(values, scale, (across, ""), scan.base * MARKED, flat=HALF)
+    table = cell_table(f"{title}: perplexity of every layer with every value of {across}", f"layer \\ {across}", values)
+    described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
     return Map(drawn, title, "", data, table, described=described, wide=True)
+
+
+def _loads(cells: pd.DataFrame, found: Scan) -> list[str]:
+    """What each expert gets, and who gets most of its layer where it is left out."""
+    load = found.experts.set_index(["layer", "expert"])["load"]
+    rest = found.loads.sort_values("load").drop_duplicates(["layer", "without"], keep="last")
+    most = rest.set_index(["layer", "without"])
+    notes = []
+    for place in zip(cells["first"], cells["drop"].astype(int), strict=True):
+        heir = most.loc[place]
+        notes.append(f"gets {load[place]:.0%} of tokens; without it expert {heir['expert']:g} gets {heir['load']:.0%}")
+    return notes
 
 
 def _programs(operation: str, lengths: set[int], steps: int) -> dict[str, str]:
