@@ -70,7 +70,7 @@ def test_triplets_leave_what_is_over_as_it_is() -> None:
 def test_the_papers_five_unless_others_are_asked_for() -> None:
     assert SCANNED == ("shuffle", "prune", "merge", "parallel", "2-parallel")
     assert check_operations(["all"]) == list(HEATMAPS)
-    assert len(HEATMAPS) == 14
+    assert len(HEATMAPS) == 15
     assert check_operations(["ladder", "all", "lp"]) == list(HEATMAPS)
     assert check_operations(["ladder", "lp", "lp"]) == ["lp", "ladder"]
     assert check_operations(["pair", "lp"]) == ["2-parallel", "3-parallel", "lp"]  # all that the operation has
