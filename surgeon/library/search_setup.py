@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgeon.analysis.experts import expert_use
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject, open_subject
@@ -87,6 +88,11 @@ class AskedSearch:
         subject = open_subject(model, **vars(text), memory=memory)
         known = read_known(map(Path, using), subject.opened, subject.windows)
         mixture = known.mixture(self.mixture).on_text(recorded(subject.windows))
+        orders = {}
+        if mixture.keeps_experts:
+            use = expert_use(subject.model, subject.windows, memory=subject.memory)
+            orders = {layer: one.order() for layer, one in use.items()}
+            mixture = mixture.by_saliency(orders)
         warn(known.notes(mixture))
         ranks = measured_ranks(mixture)
         programs = mixture.single_edits
@@ -94,6 +100,7 @@ class AskedSearch:
         factors = most_important(subject.model, programs, subject.windows, factors=made, memory=subject.memory)
         follow = {} if ranks is None or ranks.method == "plain" else ranks.parameters
         follow |= {} if factors is made else {"units": subject.windows.digest}
+        follow |= {"experts": sorted(orders.items())} if orders else {}
         if self.model.own is not None:
             restore(subject.model)  # its program is the one that others are compared with
         return SearchSetup(subject, self.settings, mixture, self.budget, known, factors, follow)

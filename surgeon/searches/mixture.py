@@ -17,6 +17,7 @@ from surgeon.language.recipe import Expect, Recipe
 from surgeon.opened import Model
 from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.spaces.base import Claim, Space
+from surgeon.searches.spaces.experts import KeptExperts, Orders
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,16 @@ class Mixture:
     def on_text(self, text: Calibration) -> Mixture:
         """The same spaces in a search on a text, as recipes name it."""
         return replace(self, spaces=tuple(space.on_text(text) for space in self.spaces))
+
+    def by_saliency(self, orders: Orders) -> Mixture:
+        """The same spaces, where mixtures' experts have these orders on the text of the search."""
+        spaces = (one.by_saliency(orders) if isinstance(one, KeptExperts) else one for one in self.spaces)
+        return replace(self, spaces=tuple(spaces))
+
+    @property
+    def keeps_experts(self) -> bool:
+        """Whether edits choose among mixtures' experts."""
+        return any(isinstance(space, KeptExperts) for space in self.spaces)
 
     @cached_property
     def edits(self) -> tuple[Edit, ...]:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
@@ -21,7 +22,7 @@ from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.work import Forward, RankWork, Sent
 from surgeon.cost.workload import Workload
-from surgeon.language.program import Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import FEED_FORWARD, Fork, Node, Program, Step, Sublayer
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
@@ -61,6 +62,7 @@ class Pricing:
     _stretches: dict[Program, Counter[_Priced]] = field(default_factory=dict, init=False, repr=False)
     _priced: dict[Program, _Priced] = field(default_factory=dict, init=False, repr=False)
     _twins: dict[Node, Node] = field(default_factory=dict, init=False, repr=False)
+    _firsts: dict[tuple[Any, int | None], int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for aspect in self.aspects:
@@ -132,12 +134,20 @@ class Pricing:
             return self._parameters(program) * (1 if name == "params" else self._stored_bytes)
         if name == "size":
             return (self._parameters(program) + shapes.outside_layers) * self._stored_bytes
+        if name == "experts":
+            return sum(self._experts(program)) / max(1, len(self._experts(self.model.program)))
         if name in ("kv_bytes", "wire_bytes"):
             count = _kept_bytes if name == "kv_bytes" else _sent_bytes
             return self._sum(name, program, lambda part: count(shapes, self._plan(part)))
         assert aspect.on is not None
         seconds = self._seconds(aspect.on, program)
         return seconds if name == "latency" else seconds / self._dense_seconds[aspect.on]
+
+    def _experts(self, program: Program) -> list[int]:
+        """How many each mixture of a program has."""
+        shapes = self.model.shapes.layer_shapes
+        mixtures = (one for one in program.sublayers() if shapes.of(one).mixture is not None)
+        return [shapes.experts(one) for one in mixtures if one.kind == FEED_FORWARD]
 
     def _parameters(self, program: Program) -> int:
         found, sizes = set(program.sublayers()), self._sizes
@@ -201,11 +211,13 @@ class Pricing:
         return self._priced.setdefault(alike, _Priced(alike))
 
     def _alike(self, program: Program) -> tuple[Node, ...]:
-        """The nodes of a program with one layer in the place of all that have the same window."""
-        windows = self.model.shapes.windows
+        """The nodes of a program with one layer in the place of all with the same window; those of other shapes stay."""
+        windows, others, firsts = self.model.shapes.windows, self.model.shapes.layer_shapes.others, self._firsts
 
         def twin(sublayer: Sublayer) -> Sublayer:
-            return replace(sublayer, layers=(windows.index(windows[sublayer.layers[0]]) if windows else 0,))
+            layer = sublayer.layers[0]
+            alike = windows[layer] if windows else None, layer if layer in others else None
+            return replace(sublayer, layers=(firsts.setdefault(alike, layer),))
 
         for node in program.nodes:
             if node not in self._twins:

@@ -112,6 +112,7 @@ QUANTITIES = {
         Quantity("params", _parameters, _show_number),  # of the layers' matrices, each counted once
         Quantity("weight_bytes", parse_size, show_size),  # that these take, as the model stores them
         Quantity("size", parse_size, show_size),  # of the whole model's weights, as it stores them
+        Quantity("experts", _number, "{:.4g}".format),  # that a mixture has, the mean over the model's mixtures
         Quantity("kv_bytes", parse_size, show_size),  # that all ranks together cache of one token
         Quantity("wire_bytes", parse_size, show_size),  # that a rank sums or gathers per token
         Quantity("latency", _seconds, show_seconds, timed=True),  # seconds per token, predicted or measured here

@@ -1,0 +1,108 @@
+"""Mixtures that keep some of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.program import FEED_FORWARD, Program, Sublayer
+from surgeon.results.edit import Edit
+from surgeon.searches.spaces.base import (
+    TIMES,
+    WEIGHTS,
+    Claim,
+    Space,
+    claims_of_ranks,
+    from_every_layer,
+    layers_joined,
+    register,
+)
+
+if TYPE_CHECKING:
+    from surgeon.opened import Model
+
+Orders = Mapping[int, Sequence[int]]  # of layers' experts, the most salient first
+
+SHARES = (0.75, 0.5)  # of its experts that a mixture keeps, where no numbers are named
+EDGE = 2  # of the experts that are kept, so many of the least salient may give way to as many of those left out
+
+
+@register
+class KeptExperts(Space):
+    """A mixture that keeps some experts: an edit's option has their numbers.
+
+    Those of the highest saliency on the text of the search (REAP), and the choices that come from these by one of the
+    last that stay for one of the first that go. What keeps some experts has no ranks.
+
+    Attributes:
+        kept: how many of them; None: as `SHARES` say.
+        orders: by saliency; of layers that it does not have, experts stand in their own order.
+    """
+
+    name = "experts"
+    summary = "mixtures with 3/4 or 1/2 of their experts (experts:4: with so many; experts:6/4)"
+    place = 57
+    serves = ("experts", *WEIGHTS, *TIMES)
+
+    def __init__(self, kept: Sequence[int] | None = None, ranks: int = 2, orders: Orders | None = None) -> None:
+        super().__init__(ranks)
+        self.kept = None if kept is None else tuple(sorted(set(kept), reverse=True))
+        self.orders = orders or {}
+
+    @classmethod
+    def read(cls, argument: str) -> dict[str, Any]:
+        if not argument:
+            return {}
+        numbers = argument.split("/")
+        if not all(one.isdecimal() and 0 < int(one) < 10**6 for one in numbers):
+            raise ValueError(
+                f"{cls.name}:{argument} should say how many experts a mixture keeps, as in {cls.name}:4 or "
+                f"{cls.name}:6/4"
+            )
+        return {"kept": [int(one) for one in numbers]}
+
+    def by_saliency(self, orders: Orders) -> KeptExperts:
+        """The same space, of layers whose experts have these orders."""
+        return KeptExperts(self.kept, self.ranks, orders)
+
+    def edits(self, model: Model) -> Iterator[Edit]:
+        for layer in range(model.num_layers):
+            mixture = model.shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,))).mixture
+            count = 0 if mixture is None else mixture.experts
+            wanted = self.kept or dict.fromkeys(max(1, round(share * count)) for share in SHARES)
+            for kept in (number for number in wanted if number < count):
+                for chosen in _choices(self.orders.get(layer, range(count)), kept):
+                    yield Edit(layer, layer + 1, self.name, ",".join(map(str, chosen)))
+
+    def claims(self, edit: Edit) -> frozenset[Claim]:
+        return claims_of_ranks(edit, FEED_FORWARD) | {("the experts", edit.first)}
+
+    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+        """One for each unbroken stretch of layers, with what each of them keeps."""
+        kept = {edit.first: [int(one) for one in edit.option.split(",")] for edit in edits}
+        stretches = layers_joined(kept)
+        return tuple(AppliedOperation(self.name, (one,), {"keep": [kept[k] for k in one]}) for one in stretches)
+
+    def stretches(self, model: Model) -> Iterator[list[Edit]]:
+        """The most salient experts of each layer, from every layer on."""
+        first: dict[tuple[int, int], Edit] = {}
+        for edit in self.edits(model):
+            first.setdefault((edit.option.count(","), edit.first), edit)
+        for commas in dict.fromkeys(count for count, _ in first):
+            yield from from_every_layer(edit for (count, _), edit in first.items() if count == commas)
+
+    def obstacle(self, model: Model) -> str:
+        mixtures = (model.shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (k,))).mixture for k in range(model.num_layers))
+        most = max((one.experts for one in mixtures if one is not None), default=0)
+        return f"its mixtures have {most} experts" if most else "none of its layers is a mixture of experts"
+
+
+def _choices(order: Iterable[int], kept: int) -> Iterator[list[int]]:
+    """The first ones of an order, ascending, then these with one near the edge exchanged, each once."""
+    ordered = list(order)
+    first, rest = ordered[:kept], ordered[kept:]
+    yield sorted(first)
+    for gone, come in product(reversed(first[-EDGE:]), rest[:EDGE]):
+        yield sorted([come, *(one for one in first if one != gone)])
