@@ -213,6 +213,8 @@ def search(
         _print("knee", curve.line())
     for line in gains_in_words(found.gains):
         _print("mixing", line)
+    if "experts" in found.record:
+        _print("experts", found.record["experts"])
     for line in winner.comparison.lines() if winner.comparison else []:
         _print("held out", line)
     for line in [*winner.healing.table(), *winner.healing.lines()] if winner.healing else []:

@@ -46,6 +46,7 @@ from surgeon.searches.results import (
     trials_table,
     write_front,
 )
+from surgeon.searches.salient import against_most_salient
 from surgeon.searches.samplers import SURGEON, require_sampler
 from surgeon.searches.search import Search
 from surgeon.searches.study.shared_study import FINISHED, SharedStudy
@@ -364,9 +365,13 @@ def _end(
     first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
     winner, levels = Winner(first, why), mixed_levels(curves, question.levels)
     gains = mixing_gains(levels)
+    chosen = first.proposal.choice
+    salient = question.mixture.program(question.mixture.with_most_salient(chosen))
+    measured, text_of = {trial.program: trial.measured for trial in trials if trial.measured.whole}, "the search's text"
     if unseen is not None:
         finalists = [opened.program, *(trial.program for trial in (first, *others[:RUNNERS_UP]))]
-        programs = dict.fromkeys([*finalists, *(program for level in levels for program in level.programs)])
+        programs = dict.fromkeys([*finalists, salient, *(program for level in levels for program in level.programs)])
+        text_of = "held-out text"
         measured = setup.evaluator(output, unseen).measure([*programs])
         gains = mixing_gains(levels, measured)
         by = compared_by(question.objectives)
@@ -376,6 +381,9 @@ def _end(
             with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
                 healed = heal_candidates(compared, healer, known, healer.how, say_aside)
             winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
+    if salient in measured:
+        experts = against_most_salient(question.mixture, chosen, measured, text_of)
+        record |= {} if experts is None else {"experts": experts}
     recipe = question.mixture.recipe(winner.trial.proposal.choice, opened.reference, opened.hash)
     text = commented(recipe, question, winner, record)
     found = SearchResult(

@@ -89,7 +89,7 @@ class AskedSearch:
         known = read_known(map(Path, using), subject.opened, subject.windows)
         mixture = known.mixture(self.mixture).on_text(recorded(subject.windows))
         orders = {}
-        if mixture.keeps_experts:
+        if mixture.most_salient:
             use = expert_use(subject.model, subject.windows, memory=subject.memory)
             orders = {layer: one.order() for layer, one in use.items()}
             mixture = mixture.by_saliency(orders)

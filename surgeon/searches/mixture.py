@@ -43,10 +43,20 @@ class Mixture:
         spaces = (one.by_saliency(orders) if isinstance(one, KeptExperts) else one for one in self.spaces)
         return replace(self, spaces=tuple(spaces))
 
-    @property
-    def keeps_experts(self) -> bool:
-        """Whether edits choose among mixtures' experts."""
-        return any(isinstance(space, KeptExperts) for space in self.spaces)
+    @cached_property
+    def most_salient(self) -> dict[Edit, Edit]:
+        """Of edits that keep some of a layer's experts, the one that keeps as many, the most salient ones."""
+        found: dict[Edit, Edit] = {}
+        for space in self.spaces:
+            if isinstance(space, KeptExperts):
+                first: dict[tuple[int, int], Edit] = {}
+                for edit in space.edits(self.model):
+                    found[edit] = first.setdefault((edit.first, edit.option.count(",")), edit)
+        return found
+
+    def with_most_salient(self, choice: Choice) -> Choice:
+        """A choice with as many experts of the same layers, the most salient ones."""
+        return as_choice(self.most_salient.get(edit, edit) for edit in choice)
 
     @cached_property
     def edits(self) -> tuple[Edit, ...]:

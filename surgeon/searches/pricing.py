@@ -211,7 +211,7 @@ class Pricing:
         return self._priced.setdefault(alike, _Priced(alike))
 
     def _alike(self, program: Program) -> tuple[Node, ...]:
-        """The nodes of a program with one layer in the place of all with the same window; those of other shapes stay."""
+        """The nodes with one layer in the place of all with the same window; those of other shapes stay."""
         windows, others, firsts = self.model.shapes.windows, self.model.shapes.layer_shapes.others, self._firsts
 
         def twin(sublayer: Sublayer) -> Sublayer:

@@ -24,6 +24,7 @@ from surgeon.searches.spaces import DEEPER, SPACES, Space, parse_spaces
 from surgeon.searches.spaces.base import TIMES
 
 _FAMILIES = ("llama", "gpt_neox")  # layers of two steps, and of one
+_MIXTURE = "qwen3_moe"  # of spaces whose edits are of mixtures
 
 
 def small_model(family: str = "llama", layers: int = 4, **config: Any) -> Model:
@@ -34,8 +35,10 @@ def small_model(family: str = "llama", layers: int = 4, **config: Any) -> Model:
     """
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 97}
     sizes |= {"num_hidden_layers": layers, "max_position_embeddings": 128, "tie_word_embeddings": False}
-    if family == "llama":
+    if family != "gpt_neox":
         sizes["num_key_value_heads"] = 2
+    if family == _MIXTURE:
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     return Model.of_config(AutoConfig.for_model(family, **(sizes | config)), family)
 
 
@@ -56,9 +59,11 @@ class SpaceContract:
         raise NotImplementedError("give a fixture `space` that returns an object of surgeon.searches.spaces.SPACES")
 
     @pytest.fixture(params=_FAMILIES)
-    def model(self, request: pytest.FixtureRequest) -> Model:
+    def model(self, request: pytest.FixtureRequest, space: Space) -> Model:
         """What is searched."""
-        return small_model(request.param)
+        if space.of_mixtures and request.param != _FAMILIES[0]:
+            pytest.skip("mixtures have layers of two steps")
+        return small_model(_MIXTURE if space.of_mixtures else request.param)
 
     @pytest.fixture
     def alone(self, space: Space, model: Model) -> Mixture:
@@ -122,7 +127,8 @@ class SpaceContract:
     def test_it_lessens_what_it_serves(self, space: Space) -> None:
         """By its name alone, where layers have two steps; of times, which are of a hardware, that is not known."""
         # Each of two ranks has several KV heads, of which it may have fewer.
-        alone = Mixture((type(space)(),), small_model(num_attention_heads=8, num_key_value_heads=4))
+        family = _MIXTURE if space.of_mixtures else _FAMILIES[0]
+        alone = Mixture((type(space)(),), small_model(family, num_attention_heads=8, num_key_value_heads=4))
         for name in set(space.serves) - set(TIMES):
             aspect = Aspect("depth", deep=True) if name == DEEPER else Aspect(name)
             pricing = Pricing(alone.model, (aspect,), Deployment(alone.ranks), Workload(1, 16, 8))

@@ -44,6 +44,7 @@ class Space(ABC):
         summary: what it is, a few words.
         place: of several spaces, those of lower place change the program first.
         of_two_steps: whether its edits are of layers whose attention and MLP are steps of their own.
+        of_mixtures: whether they are of mixtures of experts.
         serves: names of the quantities for which it is searched where a user names no space; `DEEPER` is more depth.
         ranks: tensor-parallel ones, that programs are to run on.
     """
@@ -52,6 +53,7 @@ class Space(ABC):
     summary: ClassVar[str]
     place: ClassVar[int]
     of_two_steps: ClassVar[bool] = False
+    of_mixtures: ClassVar[bool] = False
     serves: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, ranks: int = 2) -> None:

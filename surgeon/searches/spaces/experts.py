@@ -44,6 +44,7 @@ class KeptExperts(Space):
     name = "experts"
     summary = "mixtures with 3/4 or 1/2 of their experts (experts:4: with so many; experts:6/4)"
     place = 57
+    of_mixtures = True
     serves = ("experts", *WEIGHTS, *TIMES)
 
     def __init__(self, kept: Sequence[int] | None = None, ranks: int = 2, orders: Orders | None = None) -> None:

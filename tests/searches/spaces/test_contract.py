@@ -19,6 +19,7 @@ WITH_ARGUMENTS = [
     "repeat:3",
     "tracks:3",
     "rank:0.9/0.3",
+    "experts:3/1",
 ]
 
 
