@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from surgeon.checkpoint.belongings import GENERATION
-from surgeon.checkpoint.config import read_config
+from surgeon.checkpoint.config import dense_config, read_config
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.stored import StoredModel
@@ -92,6 +92,7 @@ def from_files(model_class: Any, stored: StoredModel, **options: Any) -> PreTrai
 
         if model_class is AutoModelForCausalLM:  # which takes names only
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
+        options["config"] = dense_config(copy.deepcopy(options["config"]))
         tensors = {name: _Unread(stored.checkpoint, name) for name in stored.checkpoint.names()}
         loaded, report = model_class.from_pretrained(None, state_dict=tensors, **options)
         loaded.name_or_path = loaded.config._name_or_path = str(stored.folder)

@@ -128,7 +128,8 @@ def _model(found: Surgery) -> str:
     )
     if found.recipe is not None:
         return text
-    return f"{text}; {stored.parameters / 1e6:,.1f}M parameters, {show_bytes(stored.size)}"
+    how = f", stored as {', '.join(stored.schemes)}" if stored.schemes else ""
+    return f"{text}; {stored.parameters / 1e6:,.1f}M parameters, {show_bytes(stored.size)}{how}"
 
 
 def _proof(proof: dict[str, Any], whose: str) -> str:

@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.forms import Layout, form_of, lay_out
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.load import from_files, open_stored
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.errors import NotProven
+from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import export, logits_of
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
 from surgeon.exports.staging import staged
 from surgeon.exports.stock import stock_layers_of, stock_model
 from surgeon.language.program import KINDS
 from surgeon.models.families import Family, family_of
+from surgeon.opened import EditedModel
 
 BASE, ADAPTER = "base", "adapter"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,7 +40,9 @@ _MERGE = "leave keep_adapter out, so that the adapter is merged into the weights
 Names = dict[str, list[str]]  # of modules: as the written model calls those that one in memory becomes
 
 
-def export_with_adapter(model: PeftModel, folder: str | Path, *, tokenizer: Any = None) -> Proof:
+def export_with_adapter(
+    model: PeftModel, folder: str | Path, *, tokenizer: Any = None, base_of: EditedModel | None = None
+) -> Proof:
     """Write an edited model without its adapter as `folder/base`, and the adapter as `folder/adapter`.
 
     The base is in the plain form or the program form, which keep modules as they are. `peft` puts the two together:
@@ -49,6 +53,8 @@ def export_with_adapter(model: PeftModel, folder: str | Path, *, tokenizer: Any 
         model: with one LoRA adapter, not merged; left as it is.
         folder: the target, which must not be there yet.
         tokenizer: as in `surgeon.export`.
+        base_of: what the model without its adapter was loaded as, and still is: the base is written of its files then,
+            so that quantised weights stay as they are stored (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
 
     Returns:
         The proof of the base.
@@ -66,7 +72,11 @@ def export_with_adapter(model: PeftModel, folder: str | Path, *, tokenizer: Any 
     with staged(target) as partial:
         with _without_adapter(base, lora):
             layout = _layout_of(base)
-            proof = export(base, partial / BASE, form=layout.form.name, tokenizer=tokenizer)
+            if base_of is None:
+                proof = export(base, partial / BASE, form=layout.form.name, tokenizer=tokenizer)
+            else:
+                plan = plan_export(base_of.model, base_of.program, layout.form.name, factors=base_of.factors)
+                proof = write_export(plan, partial / BASE)
         wrapped = Checkpoint(partial / BASE).wrapped
         place = str if wrapped is None else wrapped.wrapper.path_inside
         names = {path: [*map(place, _written_names(path, layout, family_of(base.config)))] for path in lora}
@@ -178,7 +188,10 @@ def _prove(model: PeftModel, folder: Path) -> None:
     written = open_stored(folder / BASE)
     model_class, config = form_of(written.checkpoint).written_class(written)
     kept = next(model.parameters()).dtype
-    base = model_class.from_pretrained(folder / BASE, config=config, dtype=kept)
+    if written.checkpoint.quantised:
+        base: Any = from_files(model_class, written, config=config, dtype=kept)
+    else:
+        base = model_class.from_pretrained(folder / BASE, config=config, dtype=kept)
     tokens = random_tokens(written.config)
     alive: Any = model  # which takes what its base model takes
     reference = Reference(tokens, logits_of(alive, tokens))

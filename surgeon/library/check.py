@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from surgeon.checkpoint.config import CONFIG, find_config
 from surgeon.checkpoint.random_weights import RandomCheckpoint
-from surgeon.checkpoint.read import DEMO, read_json
+from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
 from surgeon.errors import did_you_mean, shown
 from surgeon.library.capabilities import Capabilities
 from surgeon.library.opening import check_counts
 from surgeon.memory import show_size
 from surgeon.models.families import Unsupported
 from surgeon.models.unknown import mechanisms
+from surgeon.models.weights.quantised import rules_of
 from surgeon.models.wrappers import wrapper_of
 from surgeon.named import on_disk
 from surgeon.opened import Model, open_model
@@ -106,11 +108,20 @@ def _facts(model: Model) -> dict[str, str]:
         inside = wrapper_of(read_json(model.folder))
     if inside is not None:
         facts["inside"] = f"{inside.name}, of which the rest stays as it is"
-    if quantised := model.checkpoint.config.get("quantization_config"):
-        facts["quantised"] = shown(quantised, MOST_SHOWN)
+    if quantised := model.checkpoint.config.get(QUANTIZATION):
+        facts["quantised"] = _quantised(quantised)
     if model.own is not None:
         facts["program"] = outline_text(model.own, shapes.layers, shapes.family.steps_per_layer)
     return facts
+
+
+def _quantised(said: Any) -> str:
+    """How weights are stored, and what becomes of them."""
+    try:
+        schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(said))
+    except ValueError as refusal:
+        return f"not supported: {refusal}"
+    return f"{', '.join(schemes)}; dequantised as they are read, which takes the memory said here"
 
 
 def _positions(model: Model) -> str:

@@ -134,7 +134,7 @@ def heal(
     say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after})
     record = record_of(edited, original, texts, settings, found)
     if keep_adapter:
-        export_with_adapter(whole.model, target)
+        export_with_adapter(whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None)
     else:
         stored = dtype or next((name for name, own in DTYPES.items() if own == edited.model.dtype), "float32")
         training = training_of(edited, record)

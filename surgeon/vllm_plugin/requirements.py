@@ -49,7 +49,7 @@ def reason_against(vllm_config: Any) -> str | None:
     """Why the plugin cannot run what vLLM is asked for; None if it can."""
     parallel, load_format = vllm_config.parallel_config, str(vllm_config.load_config.load_format)
     if vllm_config.quant_config is not None:
-        return "it has no quantised weights; leave out --quantization"
+        return "it has no quantised weights; leave out --quantization, or export the model with a dtype"
     if load_format not in FORMATS:
         return f"it reads safetensors itself, not by --load-format {load_format}; use auto or safetensors"
     if parallel.decode_context_parallel_size > 1:

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
+import surgeon
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.exports.adapters import export_with_adapter
+from surgeon.opened import open_edited
 from tests.checkpoint.helpers import load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.quantised import SCHEMES, quantise_folder
 from tests.selection import case
@@ -132,3 +136,40 @@ def test_transformers_reads_what_is_written(sources: Path, tmp_path: Path) -> No
         else:
             model = load_shipped(tmp_path / forms)
         assert relative_error(logits_of(model), expected) < 1e-4, forms
+
+
+def test_names_of_layers_follow_them(sources: Path, tmp_path: Path) -> None:
+    """In lists and keys, by any spelling; a layer that is left out, or lies in two, is named so often."""
+    folder = tmp_path / "named"
+    shutil.copytree(source(sources, "fp8"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = ["lm_head", "model.layers.0.x", "re:.*layers\\.3\\..*", "model.layers.13.x", "layers.2", "my_layers.3.x"]
+    config["quantization_config"] |= {"modules_to_not_convert": names, "dynamic": {"+:model.layers.3.y": {"bits": 8}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    run_export(folder, tmp_path / "out", "A3 F3 A0 F0 A3 F3", form="plain")
+    said = quantization_of(tmp_path / "out")
+    assert said["dynamic"] == {"+:model.layers.0.y": {"bits": 8}, "+:model.layers.2.y": {"bits": 8}}
+    assert said["modules_to_not_convert"] == [
+        *("lm_head", "model.layers.1.x", "re:.*layers\\.0\\..*", "re:.*layers\\.2\\..*", "my_layers.3.x")
+    ]
+
+
+def test_an_adapter_beside_a_quantised_base(sources: Path, tmp_path: Path) -> None:
+    """What is trained over dequantised weights that stay frozen is an adapter for the quantised ones (QLoRA)."""
+    edited = open_edited(source(sources, "gptq"), "A0 F0 >A3 >F3", tokenizer=False)
+    model: Any = get_peft_model(edited.load("cpu"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    expected = logits_of(model.eval())
+    export_with_adapter(model, tmp_path / "out", base_of=edited)
+    base, stored = Checkpoint(tmp_path / "out" / "base"), Checkpoint(sources / "gptq")
+    assert len(base.quantised) == 14
+    ours, theirs = (f"model.layers.{layer}.mlp.up_proj.qweight" for layer in (1, 3))
+    assert torch.equal(base.raw.tensor(ours), stored.raw.tensor(theirs))
+    together = PeftModel.from_pretrained(load(tmp_path / "out" / "base"), str(tmp_path / "out" / "adapter"))
+    assert relative_error(logits_of(together.eval()), expected) < 1e-5
+
+
+def test_a_model_in_memory_is_dense(sources: Path, tmp_path: Path) -> None:
+    model = surgeon.edit(load(source(sources, "nf4")), "A0 F0 A1~A2 F1~F2")
+    surgeon.export(model, tmp_path / "out", dtype="bfloat16")
+    assert quantization_of(tmp_path / "out") is None
+    assert not Checkpoint(tmp_path / "out").quantised

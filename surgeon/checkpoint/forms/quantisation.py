@@ -26,8 +26,8 @@ _BY_PATTERN = "dynamic"  # of GPTQ: patterns of modules, of which "-:" leaves th
 def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[PlannedTensor]) -> dict[str, Any] | None:
     """The quantization_config of a checkpoint; None where nothing in it is quantised any more.
 
-    Entries that name layers follow them to the numbers that they have there; what was dequantised is named among the
-    modules that are left alone.
+    Entries that name layers (of the text decoder, where there is more around it) follow them to the numbers that they
+    have there; what was dequantised is named among the modules that are left alone.
 
     Args:
         tensors: to be written.
@@ -35,14 +35,16 @@ def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[Planne
     checkpoint = original.checkpoint
     if not any(tensor.part_of is not None for tensor in tensors):
         return None
-    layers = original.family.layers.rpartition(".")[2]
+    wrapped, layers = original.wrapped, original.family.layers
+    stored = str if wrapped is None else wrapped.stored_name
+    before = "" if wrapped is None else re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
     followed: dict[str, Any] = _following(
         copy.deepcopy(checkpoint.entries.get(QUANTIZATION) or checkpoint.config[QUANTIZATION]),
-        re.compile(rf"(?<![^.\\^*(:]){layers}(\\?\.)(\d+)(?!\d)"),
+        re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)"),
         [layer.sources for layer in layout.layers],
     )
-    dense = [tensor.name.removesuffix(".weight") for tensor in tensors if tensor.dequantised]
-    method, head = followed["quant_method"], original.family.head
+    dense = [stored(tensor.name).removesuffix(".weight") for tensor in tensors if tensor.dequantised]
+    method, head = followed["quant_method"], stored(f"{original.family.head}.weight").removesuffix(".weight")
     if method == "gptq":
         patterns: dict[str, Any] = {rf"-:^{re.escape(module)}$": {} for module in dense}
         return followed | ({_BY_PATTERN: (followed.get(_BY_PATTERN) or {}) | patterns} if dense else {})
