@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgeon.models.weights.quantised.matrix import Along, Arrangement, Scheme
-from surgeon.models.weights.quantised.unpack import by_code, nibbles, scaled
+from surgeon.models.weights.quantised.unpack import pairs_of, scaled
 from surgeon.models.weights.store import Store, Tensors
 
 WEIGHT, ABSMAX, TABLE = ".weight", ".weight.absmax", ".weight.quant_map"
@@ -80,11 +80,11 @@ class FourBits(Scheme):
         """The table's value times the scale of its block."""
         said, scales = state_of(tensors[self.needed[3]]), tensors[ABSMAX].float()
         if NESTED in tensors:
-            nested = by_code(tensors[ABSMAX], tensors[NESTED_TABLE], tensors[NESTED].float(), said["nested_blocksize"])
-            scales = nested + said["nested_offset"]
-        codes = nibbles(tensors[WEIGHT].contiguous().view(torch.uint8).flatten(), high_first=True)
-        count = shape[0] * shape[1]
-        return by_code(codes[:count], tensors[TABLE], scales, said["blocksize"]).view(shape)
+            values = tensors[NESTED_TABLE].float().index_select(0, tensors[ABSMAX].int())
+            scales = _in_blocks(values, tensors[NESTED], said["nested_blocksize"]) + said["nested_offset"]
+        packed = tensors[WEIGHT].contiguous().view(torch.uint8).flatten()
+        numbers = pairs_of(packed, tensors[TABLE], high_first=True)[: shape[0] * shape[1]]
+        return _in_blocks(numbers, scales, said["blocksize"]).view(shape)
 
 
 @dataclass(frozen=True)
@@ -109,4 +109,9 @@ class Int8(Scheme):
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
         """Each value times a 127th of its row's scale."""
-        return scaled(tensors[WEIGHT], tensors[SCALES].float()[:, None] / INT8_RANGE)
+        return scaled(tensors[WEIGHT], tensors[SCALES].float() / INT8_RANGE, (1, 0))
+
+
+def _in_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Values in one row, each times the scale of its block, of which the last may be cut off."""
+    return scaled(values[None], scales.float()[None], (1, block))[0]

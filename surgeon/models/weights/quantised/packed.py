@@ -124,8 +124,6 @@ def _of_groups(
     Args:
         group: inputs of one, that lie side by side where no index says which group each is of.
     """
-    if index is not None:
-        scales, zeros = scales[index.long()], zeros[index.long()]
-    elif group >= 0:
-        scales, zeros = (one.repeat_interleave(group, 0)[:inputs] for one in (scales, zeros))
-    return scaled(codes[:inputs], scales.float(), zeros).T
+    if index is None:
+        return scaled(codes[:inputs].T.contiguous(), scales.T, (1, max(0, group)), zeros.T)
+    return scaled(codes[:inputs].T.contiguous(), scales[index.long()].T, (1, 1), zeros[index.long()].T)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgeon.models.weights.quantised.matrix import Along, Arrangement, Scheme
-from surgeon.models.weights.quantised.unpack import codes_of, scaled, scales_of, spread
+from surgeon.models.weights.quantised.unpack import codes_of, scaled, scales_of
 from surgeon.models.weights.store import Store, Tensors
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -52,10 +52,9 @@ class Fp8(Scheme):
         along = {WEIGHT: (ROWS, COLUMNS), self.needed[1]: along_grid(grid, self.block)}
         return Arrangement(store.shape(parts[WEIGHT]), along)
 
-    def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
+    def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
         """Each value times the scale of its block."""
-        scales = scales_of(tensors[self.needed[1]])
-        return scaled(tensors[WEIGHT], spread(scales, self.block, (shape[0], shape[1])))
+        return scaled(tensors[WEIGHT], scales_of(tensors[self.needed[1]]), self.block)
 
 
 @dataclass(frozen=True)
@@ -121,16 +120,14 @@ class Grouped(Scheme):
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """(value - zero point) * scale, of the group that its column is of."""
-        columns = shape[1]
         values, scales, zeros = tensors[self.needed[0]], tensors[".weight_scale"], tensors.get(".weight_zero_point")
+        block = self.block
         if self.packed:
-            values = codes_of(values, self.bits, 1)[:, :columns] - (1 << (self.bits - 1))
-            if zeros is not None:
-                zeros = codes_of(zeros, self.bits, 0)[: len(scales)] - (1 << (self.bits - 1))
-        return scaled(values, *(None if one is None else self._each(one, tensors, shape) for one in (scales, zeros)))  # type: ignore[arg-type]
-
-    def _each(self, grid: Tensor, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
-        """A number for each element, of one for each block."""
+            values = codes_of(values, self.bits, 1)[:, : shape[1]]
+            # Both are stored with this added, so that it falls out.
+            middle = torch.full_like(scales, 1 << (self.bits - 1))
+            zeros = middle if zeros is None else codes_of(zeros, self.bits, 0)[: len(scales)]
         if ".weight_g_idx" in tensors:
-            return grid.float()[:, tensors[".weight_g_idx"].long()]
-        return spread(grid.float(), self.block, (shape[0], shape[1]))
+            index = tensors[".weight_g_idx"].long()
+            scales, zeros, block = scales[:, index], None if zeros is None else zeros[:, index], (1, 1)
+        return scaled(values, scales, block, zeros)
