@@ -85,14 +85,23 @@ def test_what_is_not_quantised_is_left_alone() -> None:
         ("fp8", "must be an object"),
         ({"quant_method": "gptq"}, "not what gptq writes .KeyError: 'bits'"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 8}, r"GPTQ of 3 bits is not supported .known: 2, 4, 8"),
-        ({"quant_method": "awq", "version": "gemv"}, "AWQ as gemv are not supported"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "GPTQ as marlin is not supported"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": {"+:.*up": {"bits": 8}}},
+            r"in some modules .dynamic: '\+:.\*up'.",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparse compressed-tensors as sparse-24-bitmask is not supported",
+        ),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ as gemv is not supported"),
         (
             {
                 "quant_method": "compressed-tensors",
                 "format": "nvfp4-pack-quantized",
                 "config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "tensor_group"}}},
             },
-            "as nvfp4-pack-quantized by tensor_group are not supported",
+            "as nvfp4-pack-quantized is not supported .known: float-quantized",
         ),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from surgeon.errors import shown
@@ -108,18 +108,17 @@ def _fp8(config: Entries) -> Iterator[Rule]:
 
 
 def _compressed_tensors(config: Entries) -> Iterator[Rule]:
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    _require(str(sparse), ("dense",), "sparse compressed-tensors as {}")
     for group in config["config_groups"].values():
         weights, form = group.get("weights"), str(group.get("format") or config.get("format"))
         if weights is None:  # only what modules put out is quantised
             continue
         bits, strategy = int(weights["num_bits"]), weights.get("strategy")
-        if form not in _FORMATS or strategy not in _STRATEGIES:
-            raise ValueError(
-                f"weights of compressed-tensors as {form} by {strategy} are not supported (known: "
-                f"{', '.join(_FORMATS)}, by {', '.join(_STRATEGIES)}); use the model that it was made of"
-            )
+        _require(form, _FORMATS, "compressed-tensors as {}")
+        _require(strategy, _STRATEGIES, "compressed-tensors with scales by {}")
         scheme = Grouped(bits, _STRATEGIES[strategy](weights), form == "pack-quantized")
-        _require_bits(bits, (2, 4, 8) if scheme.packed else (8,), "compressed-tensors")
+        _require(bits, (2, 4, 8) if scheme.packed else (8,), f"{form} of compressed-tensors of {{}} bits")
         yield Rule(scheme, tuple(group.get("targets") or ()))
 
 
@@ -133,19 +132,21 @@ _STRATEGIES: dict[str, Callable[[Entries], tuple[int, int]]] = {
 
 
 def _gptq(config: Entries) -> Iterator[Rule]:
-    bits = int(config["bits"])
-    _require_bits(bits, (2, 4, 8), "GPTQ")
-    offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    bits, form = int(config["bits"]), str(config.get("checkpoint_format") or config.get("format") or "gptq")
+    _require(bits, (2, 4, 8), "GPTQ of {} bits")
+    _require(form, ("gptq", "gptq_v2"), "GPTQ as {}")
+    for pattern, own in (config.get("dynamic") or {}).items():  # "-:" says which modules are left alone
+        _require(
+            pattern[:2] if own else "-:", ("-:",), f"GPTQ in another way in some modules (dynamic: {pattern!r}), {{}}"
+        )
+    offset = 0 if form == "gptq_v2" else 1
     yield Rule(Gptq(bits, int(config["group_size"]), offset, in_order=config.get("desc_act") is False))
 
 
 def _awq(config: Entries) -> Iterator[Rule]:
-    version = str(config.get("version", config.get("format", "gemm"))).lower()
-    if version != "gemm":
-        raise ValueError(
-            f"weights of AWQ as {version} are not supported (known: gemm); use the model that it was made of"
-        )
-    _require_bits(int(config["bits" if "bits" in config else "w_bit"]), (4,), "AWQ")
+    said = (config.get(name) for name in ("version", "checkpoint_format", "format"))
+    _require(str(next(filter(None, said), "gemm")).lower(), ("gemm",), "AWQ as {}")
+    _require(int(config["bits" if "bits" in config else "w_bit"]), (4,), "AWQ of {} bits")
     yield Rule(Awq(int(config["group_size" if "group_size" in config else "q_group_size"])))
 
 
@@ -153,10 +154,11 @@ def _bitsandbytes(config: Entries) -> Iterator[Rule]:
     yield Rule(FourBits(str(config.get("bnb_4bit_quant_type", "fp4"))) if config.get("load_in_4bit") else Int8())
 
 
-def _require_bits(bits: int, known: tuple[int, ...], what: str) -> None:
-    if bits not in known:
+def _require(found: Any, known: Collection[Any], what: str) -> None:
+    """Refuse what is not known; `what` says what it is."""
+    if found not in known:
         raise ValueError(
-            f"{what} of {bits} bits is not supported (known: {', '.join(map(str, known))}); use the model that it was "
+            f"{what.format(found)} is not supported (known: {', '.join(map(str, known))}); use the model that it was "
             "made of"
         )
 
