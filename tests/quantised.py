@@ -200,7 +200,8 @@ def quantise_folder(folder: Path, scheme: str, dense: Path | None = None) -> Pat
     """Quantise the matrices of a saved model's layers where it lies; a dense folder gets the numbers they are now."""
     quantise, config = SCHEMES[scheme]
     tensors, numbers = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
+    around = ("vision", "visual", "projector")
+    for name in [name for name in tensors if name.endswith("proj.weight") and not any(one in name for one in around)]:
         stored, numbers[name] = quantise(tensors.pop(name).float())
         tensors |= {name.removesuffix(".weight") + ending: tensor for ending, tensor in stored.items()}
     entries = json.loads((folder / "config.json").read_text())

@@ -11,15 +11,20 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 import surgeon
+from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.cli.show import facts
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.opened import open_edited
 from tests.checkpoint.helpers import load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.checkpoint.test_wrapped import pruned_by_hand
 from tests.quantised import SCHEMES, quantise_folder
 from tests.selection import case
+from tests.tiny_wrappers import save_wrapper, tiny_wrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore:the weights of", "ignore:.*stored as")
 
@@ -173,3 +178,34 @@ def test_a_model_in_memory_is_dense(sources: Path, tmp_path: Path) -> None:
     surgeon.export(model, tmp_path / "out", dtype="bfloat16")
     assert quantization_of(tmp_path / "out") is None
     assert not Checkpoint(tmp_path / "out").quantised
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
+def test_inside_a_wrapper(model_type: str, tmp_path: Path) -> None:
+    """The stock class reads what is written by its own quantiser, images included."""
+    model, inputs = tiny_wrapper(model_type)
+    folder = quantise_folder(save_wrapper(model, tmp_path / "wrapper"), "fp8", tmp_path / "dense")
+    assert len(surgeon.open(folder).checkpoint.quantised) == 28
+    run_export(folder, tmp_path / "out", "A0 F0 A2 F2 A3 F3")
+    dense = AutoModelForImageTextToText.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
+    written = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        found, expected = (one(**inputs).logits for one in (written, pruned_by_hand(dense)))
+    torch.testing.assert_close(found, expected)
+    run_export(folder, tmp_path / "merged", "A0 F0 A1~A2 F1~F2 A3 F3")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert relative_error(logits_of(merged), logits_of(load(tmp_path / "merged"))) < 1e-5
+
+
+def test_show_says_it(sources: Path) -> None:
+    described = facts(describe(source(sources, "gptq")))
+    assert any("stored as GPTQ of 4 bits in groups of 16" in text for _, text in described)
+
+
+@pytest.mark.thorough
+def test_check_says_it(sources: Path) -> None:
+    assert (
+        "GPTQ of 4 bits in groups of 16; dequantised"
+        in surgeon.check(source(sources, "gptq")).record["facts"]["quantised"]
+    )
