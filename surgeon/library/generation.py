@@ -12,6 +12,7 @@ from surgeon.runtime.batching.request import Usage
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.model.program import Phase
+from surgeon.runtime.plan.placement import norm_sums
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.stream import Answer
 from surgeon.runtime.worker.options import RankOptions
@@ -91,8 +92,10 @@ class Generation:
         unit, compression = "token" if len(self.texts) == 1 else "pass", self.ranks.compression
         layers = _PerPass(self.figures, lambda phase: phase.layers)
         vocabulary = _PerPass(self.figures, lambda phase: phase.vocabulary)
-        expected = program.sync_points(self.plan.ranks)
-        agrees = "as the program has" if layers.calls == expected else f"but the program has {expected}!"
+        norms = norm_sums(self.plan)
+        expected = program.sync_points(self.plan.ranks) + norms
+        right = f"{norms} of them for norms of all heads" if norms else "as the program has"
+        agrees = right if layers.calls == expected else f"but the program has {expected}!"
         if layers.calls > expected and any(sublayer.ranks for sublayer in program.sublayers()):
             agrees = f"{layers.calls - expected:g} of them between factors"  # how they are shared out is not its own
         packed = f" of {compression} integers" if compression and layers.counts.all_gathers else ""

@@ -20,7 +20,7 @@ from surgeon.cli.app import main
 from surgeon.runtime import service
 from surgeon.runtime.worker import ranks
 from tests import warm
-from tests.tiny_models import damage
+from tests.tiny_models import damage, save_checkpoint
 from tests.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -107,6 +107,13 @@ def test_another_program(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str
     err = capfd.readouterr().err
     assert "effective depth 3 of 4 layers" in err
     assert "6 all-reduces per token, as the program has; 768 bytes per token and rank" in err
+
+
+def test_norms_of_all_heads_are_sums_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a pair on two ranks each has one whole attention, and needs to know of no others."""
+    folder, program = save_checkpoint(tmp_path / "model", "olmo3"), "A0 F0 [A1 A2] [F1 F2] A3 F3"
+    assert generate(folder, "--tp", "2", "--program", program) == 0
+    assert "8 all-reduces per token, 2 of them for norms of all heads" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["options", "text", "jsonl"])

@@ -84,6 +84,22 @@ def whole_experts(plan: Plan, part: Part) -> WholeExperts | None:
     return plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
 
 
+def norm_sums(plan: Plan) -> int:
+    """How often ranks tell each other in a pass how large their queries and keys are, on the rank that does so most.
+
+    They do where these are normed together, in each attention of which a rank has some heads.
+    """
+    if not plan.family.attention.norms_all_heads:
+        return 0
+
+    def shared(work: Work, part: Part) -> bool:
+        return part.slot is not None and len(part.sharers) > 1 and computed_of(plan, work, part) == part.sublayer
+
+    program = Program.parse(plan.program)
+    works = (rank_work(program, rank, plan.ranks) for rank in range(plan.ranks))
+    return max(sum(shared(work, part) for work in own for part in work.parts) for own in works)
+
+
 def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublayer], ...]:
     """What one member of a group of ranks computes of a step, with the numbers of the sublayers in the step.
 
