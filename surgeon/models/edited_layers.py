@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
-from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
 from surgeon.models.families import Family, SublayerSpec
 from surgeon.models.weights import (
     FactoredLinear,
@@ -27,6 +27,8 @@ from surgeon.models.weights import (
     share_undivided,
     stored_tensors,
 )
+
+ASKS_FOR_ROUTERS = "output_router_logits"  # the entry by which stock classes balance the experts of mixtures
 
 
 class EditedLayers(nn.Module):
@@ -192,9 +194,17 @@ class EditedLayers(nn.Module):
         """Make the configuration's per-layer entries describe the program's attentions."""
         entries = self.family.attention_entries(config, self.slot_layers)
         entries["num_hidden_layers"] = len(self.slot_layers)
+        if getattr(config, ASKS_FOR_ROUTERS, False) and not self._has_stock_routers():
+            entries[ASKS_FOR_ROUTERS] = False
         self.config_before = {key: getattr(config, key) for key in entries}
         for key, value in entries.items():
             setattr(config, key, value)
+
+    def _has_stock_routers(self) -> bool:
+        """Whether the program has mixtures, of as many experts as stock classes reckon with where they balance them."""
+        feed_forwards = [sublayer for sublayer in self.program.sublayers() if sublayer.kind == FEED_FORWARD]
+        mixtures = [one for one in feed_forwards if self.family.spec(FEED_FORWARD, one.layers[0]).mixture is not None]
+        return bool(mixtures) and all(one.experts is None for one in mixtures)
 
     def undo(self, config: Any) -> nn.ModuleList:
         """Restore the configuration and every attention's cache slot; returns the original list."""

@@ -20,7 +20,7 @@ from surgeon.training.trainer import ModelTrainer
 
 _BEFORE = "before"  # its training: in the record
 TRAINING_FILE, HELD_OUT_FILE = "training.csv", "held_out.csv"
-TRAINING = ("step", "tokens", "seconds", "loss", "learning_rate", "logits", "hidden", "text")
+TRAINING = ("step", "tokens", "seconds", "loss", "learning_rate", "logits", "hidden", "text", "balance")
 HELD_OUT = (
     *("step", "seconds", "perplexity", "perplexity_low", "perplexity_high"),
     *("divergence", "divergence_low", "divergence_high"),

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from surgeon.errors import first_line, is_full_disk, is_out_of_memory
 from surgeon.processes.files import show_bytes
 from surgeon.quality.text import TextQuality
+from surgeon.training.balance import ExpertBalance
 from surgeon.training.checkpoints import (
     OTHERS_ENDED,
     RunCheckpoints,
@@ -61,6 +62,7 @@ class ModelTrainer(Trainer):
     the run. Checkpoints hold what is trained, and have their names when they are whole (`RunCheckpoints`).
 
     Attributes:
+        balance: of a mixture's experts, whose loss is added.
         order: which windows each step is made on.
         batch: how many a step has, over all processes.
         micro_batch: windows per forward pass of one process; it may shrink.
@@ -86,7 +88,7 @@ class ModelTrainer(Trainer):
         self.batch = arguments.per_device_train_batch_size * arguments.world_size
         self.order = RunOrder(len(windows), arguments.max_steps, self.batch, arguments.seed)
         self.checkpoints = RunCheckpoints(arguments)
-        self.held_out, self.towards = held_out, towards
+        self.held_out, self.towards, self.balance = held_out, towards, ExpertBalance(model)
         self.latest: TextQuality | None = None
         self._parts: dict[str, Tensor] = {}  # of the loss, summed over so many micro-batches since the last log
         self._counted = 0
@@ -216,16 +218,20 @@ class ModelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The mean loss of a micro-batch, in nats per predicted token."""
+        """The mean loss of a micro-batch, in nats per predicted token, and what the balance of experts adds to it."""
         del num_items_in_batch
-        if self.towards is None:
-            loss = text_loss(model, inputs["input_ids"])
-        else:
-            parts = self.towards.loss(model, inputs)
-            loss = parts.pop("loss")
-            for name, part in parts.items():
-                self._parts[name] = self._parts.get(name, 0) + part.detach()
-            self._counted += 1
+        with self.balance.watched() as seen:
+            if self.towards is None:
+                parts = {"loss": text_loss(model, inputs["input_ids"])}
+            else:
+                parts = self.towards.loss(model, inputs)
+        loss = parts.pop("loss")
+        if self.balance.weight:
+            parts["balance"] = self.balance.loss(seen)
+            loss = loss + self.balance.weight * parts["balance"].to(loss.device)
+        for name, part in parts.items():
+            self._parts[name] = self._parts.get(name, 0) + part.detach()
+        self._counted += bool(parts)
         return (loss, {}) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
