@@ -68,12 +68,17 @@ class MethodArguments:
         ),
     ] = None
     train: Annotated[
-        Literal["edited", "all", "norms"] | None,
+        Literal["edited", "all", "norms", "routers"] | None,
         typer.Option(
-            help="edited: the sublayers that the edit touches; all: every weight; norms: norms only. Default: edited.",
+            help="edited: the sublayers that the edit touches; all: every weight; norms: norms only; routers: those of "
+            "mixtures of experts only. Default: edited.",
             show_default=False,
         ),
     ] = None
+    router: Annotated[
+        Literal["trained", "frozen"],
+        typer.Option(help="Whether routers of mixtures of experts are trained where they are among what is."),
+    ] = "trained"
     lora: Annotated[
         int | None,
         typer.Option(metavar="RANK", help="Train adapters of this rank on the matrices (peft).", show_default=False),
@@ -219,7 +224,12 @@ def _settings(method: MethodArguments, schedule: ScheduleArguments, by_racks: bo
         name: getattr(schedule, name)
         for name in ("steps", "epochs", "batch", "micro_batch", "learning_rate", "schedule", "warmup", "patience")
     }
-    given |= {"scope": method.train, "lora": method.lora, "distillation": _distillation(method)}
+    given |= {
+        "scope": method.train,
+        "router": method.router,
+        "lora": method.lora,
+        "distillation": _distillation(method),
+    }
     given = {name: value for name, value in given.items() if value is not None}
     if by_racks:
         given.setdefault("scope", "all")

@@ -278,7 +278,7 @@ class Capabilities:
         """Healing, by what of the model is trained; racks; and native tracks like it, from scratch."""
         pairs = self.maps[PAIRS]
         program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
-        for scope in SCOPES:
+        for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:  # the last one is of mixtures alone
             yield f"heal {scope}", partial(self._healed, program, scope)
         yield "heal by adapters", partial(self._healed, program, "edited", ADAPTER_RANK)
         yield "distil", lambda: ("the original beside it", BYTES * self.model.parameters)
@@ -291,7 +291,7 @@ class Capabilities:
             choose_parameters(student, scope, program)
             return f"{TrainSettings(scope).method}, activations on top", training_bytes(student)
         adapted = add_adapters(student, scope, program, rank)
-        return f"{TrainSettings(scope, rank).method}, activations on top", training_bytes(adapted)
+        return f"{TrainSettings(scope, lora=rank).method}, activations on top", training_bytes(adapted)
 
     def _racks(self, program: Program) -> str:
         cuts = allowed_cuts(program)

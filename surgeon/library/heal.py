@@ -113,7 +113,7 @@ def heal(
     cut = None if racks is None else racks.cut(runs)
     student = student_of(edited)
     if keep_adapter:
-        check_adapter(student, settings)
+        check_adapter(student, settings, runs)
     found = train_model(
         student,
         texts,

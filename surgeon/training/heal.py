@@ -24,6 +24,7 @@ from surgeon.named import is_hub_name
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.provenance import provenance
 from surgeon.training.model import TrainedModel
+from surgeon.training.scope import adapter_targets
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 
@@ -113,11 +114,14 @@ def student_of(edited: EditedModel) -> PreTrainedModel:
     return model
 
 
-def check_adapter(student: PreTrainedModel, settings: TrainSettings) -> None:
+def check_adapter(student: PreTrainedModel, settings: TrainSettings, program: Program) -> None:
     """Refuse, before it is trained, what could not be written as a base and an adapter.
 
+    Args:
+        program: the student's, in the numbers of the original's layers.
+
     Raises:
-        ValueError: if there are no adapters, or the edit has sublayers that no layer has.
+        ValueError: if there are no adapters, some lie on experts, or the edit has sublayers that no layer has.
     """
     if settings.lora is None:
         raise ValueError("an adapter is to be kept, and there is none; train one of some rank (lora)")
@@ -127,6 +131,12 @@ def check_adapter(student: PreTrainedModel, settings: TrainSettings) -> None:
         raise ValueError(
             f"{derived} is stored as a layer that the model has not while it is trained, so that an adapter does not "
             "fit it; do not keep the adapter, and it is merged"
+        )
+    stacked = adapter_targets(student, settings.scope, program, settings.router).parameters
+    if stacked:
+        raise ValueError(
+            f"adapters would lie on {stacked[0]}, which is a parameter of many experts and no module, so that they "
+            "cannot be kept apart; do not keep the adapter, and it is merged"
         )
 
 

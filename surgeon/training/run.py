@@ -162,10 +162,10 @@ def train(
             parameter.data = parameter.data.contiguous()
         trained: Any = model
         if settings.lora is None:
-            choose_parameters(model, settings.scope, program)
+            choose_parameters(model, settings.scope, program, settings.router)
         else:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
-            trained = add_adapters(model, settings.scope, program, settings.lora)
+            trained = add_adapters(model, settings.scope, program, settings.lora, settings.router)
 
         trainer = ModelTrainer(trained, arguments, windows, task.held_out, task.towards)
         is_first = bool(arguments.should_save)

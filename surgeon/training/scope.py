@@ -1,4 +1,4 @@
-"""Which parameters are trained: those of edited sublayers, all, or the norms'; or adapters on their matrices."""
+"""Which parameters are trained: of edited sublayers, all, the norms' or the routers'; or adapters on matrices."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from surgeon.language.program import Program, Sublayer, steps_of
+from surgeon.language.program import FEED_FORWARD, Program, Sublayer, steps_of
 from surgeon.models.edit import edited_layers
+from surgeon.models.edited_layers import EditedLayers
+from surgeon.training.balance import routers_of
 
 
 def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
@@ -55,27 +57,81 @@ def edited_in(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
     return frozenset(mine for mine, place in zip(own, program.sublayers(), strict=True) if place in touched)
 
 
-def choose_parameters(model: PreTrainedModel, scope: str, program: Program) -> None:
+def choose_parameters(model: PreTrainedModel, scope: str, program: Program, router: str = "trained") -> None:
     """Let a model's parameters be trained, or not.
 
     Args:
         model: edited.
-        scope: "edited", "all" or "norms".
+        scope: "edited", "all", "norms" or "routers".
         program: as `edited_in` takes it.
+        router: of mixtures: "frozen", or "trained" where it is in scope.
 
     Raises:
         ValueError: if nothing is in scope.
     """
     chosen = {id(parameter) for module in _modules(model, scope, program) for parameter in module.parameters()}
+    if not chosen:
+        raise ValueError("there are no routers to train: the program has no mixture of experts; train another scope")
+    chosen -= _frozen(model, router)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
 
 
-def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int) -> Any:
+def _frozen(model: PreTrainedModel, router: str) -> set[int]:
+    routers = routers_of(edited_layers(model)) if router == "frozen" else []
+    return {id(parameter) for module in routers for parameter in module.parameters()}
+
+
+class AdapterTargets(NamedTuple):
+    """What gets adapters: the names of linear modules, and of parameters.
+
+    The latter are the matrices of feed-forwards where some are mixtures: of experts, which are stacked in one parameter
+    and of which each gets an adapter of its own, of routers, and of linear modules, too, since peft takes the names of
+    those for the names that experts had before they were stacked.
+    """
+
+    modules: list[str]
+    parameters: list[str]
+
+
+def adapter_targets(model: PreTrainedModel, scope: str, program: Program, router: str = "trained") -> AdapterTargets:
+    """The matrices in scope that adapters are put on; the arguments are those of `choose_parameters`."""
+    layers = edited_layers(model)
+    inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
+    among = inside & {id(inner) for module in _beside_mixtures(layers) for inner in module.modules()}
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    matrices = [(name, module.weight) for name, module in linears if id(module) in inside - among]
+    parameters = [
+        (f"{name}.{own}", parameter)
+        for name, module in model.named_modules()
+        if id(module) in among
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1 and not own.endswith("bias")  # experts' biases are stacked, too
+    ]
+    # What slices share has one adapter at most, and none is simple: several would be merged into one matrix.
+    elsewhere = [(name, module.weight) for name, module in linears if id(module) not in among]
+    uses = Counter(id(weight) for _, weight in elsewhere + parameters)
+    left = {id(model.get_output_embeddings().weight)} | {weight for weight, times in uses.items() if times > 1}
+    left |= _frozen(model, router)
+    return AdapterTargets(
+        *([name for name, weight in each if id(weight) not in left] for each in (matrices, parameters))
+    )
+
+
+def _beside_mixtures(layers: EditedLayers) -> Iterator[nn.Module]:
+    """The feed-forwards of a program on an architecture of mixtures."""
+    for sublayer in layers.program.sublayers() if layers.family.mixture is not None else ():
+        if sublayer.kind == FEED_FORWARD:
+            spec = layers.family.spec(FEED_FORWARD, sublayer.layers[0])
+            yield from (layers.owner(sublayer).get_submodule(path) for path in spec.modules)
+
+
+def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int, router: str = "trained") -> Any:
     """The model with LoRA adapters (Hu et al. 2021, arXiv 2106.09685) on every matrix in scope; only they are trained.
 
     Args:
         rank: of the adapters; their output is scaled by 2, as is usual (alpha = 2 rank).
+        router: as `choose_parameters` takes it.
 
     Returns:
         A `peft.PeftModel`.
@@ -85,17 +141,17 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
     """
     from peft import LoraConfig, get_peft_model
 
-    inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    # What slices share has one adapter at most, and none is simple: several would be merged into one matrix.
-    uses = Counter(id(module.weight) for _, module in linears)
-    left = {id(model.get_output_embeddings().weight)} | {weight for weight, times in uses.items() if times > 1}
-    names = [name for name, module in linears if id(module) in inside and id(module.weight) not in left]
-    if not names:
+    names, parameters = targets = adapter_targets(model, scope, program, router)
+    if not any(targets):
         raise ValueError("there is no matrix for adapters; train all, or leave adapters (lora) out")
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=names, fan_in_fan_out=transposed, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=names,
+        target_parameters=parameters or None,
+        fan_in_fan_out=transposed,
+        task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
         # peft asks transformers in words that the latter is about to lose.
@@ -114,6 +170,8 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
         for sublayer in edited_in(model, program):
             spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
             yield from (owner.get_submodule(path) for path in spec.called)
+    elif scope == "routers":
+        yield from routers_of(layers)
     else:
         yield model.get_submodule(layers.family.final_norm)
         for sublayer in dict.fromkeys(layers.program.sublayers()):

@@ -13,7 +13,8 @@ from surgeon.errors import did_you_mean
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.trainer_table import check_trainer_arguments
 
-SCOPES = ("edited", "all", "norms")
+SCOPES = ("edited", "all", "norms", "routers")
+ROUTERS = ("trained", "frozen")
 DEFAULT_STEPS = 1000
 Count = Annotated[int, Strict()]  # of at least 1
 ALL_TOKENS = 1 << 50  # more than any text has
@@ -60,7 +61,9 @@ class TrainSettings:
     """What a training run does; it checks itself.
 
     Attributes:
-        scope: which parameters are trained: those of the "edited" sublayers, "all", or "norms".
+        scope: which parameters are trained: those of the "edited" sublayers, "all", "norms", or the "routers" of
+            mixtures of experts.
+        router: whether routers of mixtures are "trained" where they are in scope, or "frozen".
         lora: the rank of adapters that are trained in place of the matrices in scope; None trains the matrices.
         distillation: what is learned from the original; None learns the text alone.
         steps: of the optimiser; None for as many as `epochs` takes.
@@ -79,6 +82,7 @@ class TrainSettings:
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # annotations are for where it is read
 
     scope: str = "edited"
+    router: Annotated[str, Strict()] = "trained"
     lora: Count | None = None
     distillation: Distillation | None = None
     steps: Count | None = None
@@ -95,10 +99,7 @@ class TrainSettings:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.scope not in SCOPES:
-            raise ValueError(f"there is no scope {self.scope!r} to train; {did_you_mean(self.scope, SCOPES)}")
-        if self.lora is not None and self.scope == "norms":
-            raise ValueError("adapters (lora) are for matrices, and the scope norms trains none; leave one of them out")
+        self._check_scope()
         for name in ("lora", "steps", "batch", "micro_batch", "evaluate_every", "save_every", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -114,6 +115,15 @@ class TrainSettings:
                 f"a batch of {self.batch} windows is no multiple of a micro-batch of {self.micro_batch}; change one"
             )
         check_trainer_arguments(self.arguments)
+
+    def _check_scope(self) -> None:
+        for name, known in (("scope", SCOPES), ("router", ROUTERS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"there is no {name} {value!r}; {did_you_mean(value, known)}")
+        if self.scope == "routers" and self.router == "frozen":
+            raise ValueError("the scope routers trains nothing else, and they are to be frozen; leave one of them out")
+        if self.lora is not None and self.scope == "norms":
+            raise ValueError("adapters (lora) are for matrices, and the scope norms trains none; leave one of them out")
 
     @property
     def rate(self) -> float:
@@ -146,7 +156,8 @@ class TrainSettings:
     @property
     def method(self) -> str:
         """What is trained, and towards what, for people."""
-        what = {"edited": "edited sublayers", "all": "all weights", "norms": "norms"}[self.scope]
+        what = {"edited": "edited sublayers", "all": "all weights"}.get(self.scope, self.scope)
+        what = what if self.router == "trained" else f"{what} but routers"
         trained = what if self.lora is None else f"adapters of rank {self.lora} on {what}"
         return trained if self.distillation is None else f"{trained}, distilled from the original"
 

@@ -80,6 +80,16 @@ def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path: Path, mo
     run(tmp_path, student())
 
 
+@pytest.mark.parametrize("settings", [{}, {"lora": 2, "scope": "edited"}])
+def test_mixtures_go_on_where_they_were(tmp_path: Path, settings: dict[str, Any]) -> None:
+    program = "A0 F0!e0,e3 A1 F1@up4"
+    whole = weights(run(tmp_path / "run", student(family="mixtral", program=program), **settings))
+    run(tmp_path / "other", student(family="mixtral", program=program), **settings)
+    shutil.rmtree(tmp_path / "other" / "checkpoint-4")
+    again = run(tmp_path / "other", student(family="mixtral", program=program), **settings)
+    assert same(weights(again), whole)
+
+
 class Code:
     """Runs when it is unpickled."""
 

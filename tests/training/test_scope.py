@@ -86,3 +86,52 @@ def test_what_was_edited_before_it_was_stored() -> None:
     model = edit(tiny_model("llama", 3), Program.dense(3))
     choose_parameters(model, "edited", Program.parse("A0 F0 A2 F2 A3 F3"))
     assert {name.split(".")[2] for name in trained_names(model)} == {"0", "1"}
+
+
+KEPT = "A0 F0!e0,e3 [A1 A2] [F1 F2] A3 F3"
+
+
+def test_routers_alone_or_left_as_they_are() -> None:
+    model = edit(tiny_model("qwen3_moe", 4), KEPT)  # layer 2 is dense
+    every = {name for name, _ in model.named_parameters()}
+    routers = {name for name in every if ".mlp.gate." in name and ".2." not in name and ".0.mlp" not in name}
+    assert {name.split(".")[2] for name in routers} == {"F0!e0,e3", "1", "3"}
+    choose_parameters(model, "routers", program_of(model))
+    assert trained_names(model) == routers
+    choose_parameters(model, "all", program_of(model), "frozen")
+    assert trained_names(model) == {name for name in every if name not in routers and ".0.mlp.gate" not in name} | {
+        "model.layers.0.mlp.gate.weight"  # which the program does not run
+    }
+    choose_parameters(model, "edited", program_of(model), "frozen")
+    edited = {name for name in every if any(f"layers.{place}." in name for place in ("F0!e0,e3", "1", "2"))}
+    assert trained_names(model) == edited - routers
+    with pytest.raises(ValueError, match="no routers to train: the program has no mixture"):
+        choose_parameters(edit(tiny_model("llama", 2), Program.dense(2)), "routers", Program.dense(2))
+
+
+@pytest.mark.parametrize("router", ["trained", "frozen"])
+@pytest.mark.parametrize("program", [KEPT, "A0 F0@gate4,down6 A1 F1 A2 F2 A3 F3"])
+def test_each_expert_has_an_adapter(program: str, router: str) -> None:
+    model = edit(tiny_model("qwen3_moe", 4), program).eval()
+    derived = program.split()[1]
+    adapted = add_adapters(model, "edited", program_of(model), 2, router)
+    names = trained_names(adapted)
+    assert all(".lora_" in name for name in names)
+    assert any("mlp.gate" in name for name in names if derived in name) == (router == "trained")
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    ids = torch.arange(3, 20)[None]
+    places = {name.partition(".lora_")[0].removeprefix("base_model.model.model.layers.") for name in names}
+    assert {place.partition(".")[0] for place in places} == ({"F0!e0,e3", "1", "2"} if "!" in program else {derived})
+    experts = [one for path, one in model.named_modules() if derived in path and hasattr(one, "get_delta_weight")]
+    for wrapper in experts:
+        if getattr(wrapper, "num_experts", 1) > 1 and wrapper.parameter_name != "weight":
+            delta, count = wrapper.get_delta_weight("default"), wrapper.num_experts
+            assert count == (2 if "!" in derived else 4)
+            assert all(torch.linalg.matrix_rank(each) == 2 for each in delta)
+    with torch.no_grad():
+        before = adapted(input_ids=ids, use_cache=False).logits
+        after = adapted.merge_and_unload()(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(before, after, atol=1e-5)

@@ -13,6 +13,8 @@ from surgeon.training.settings import ALL_TOKENS, PRESETS, TrainSettings, preset
     ("given", "message"),
     [
         ({"scope": "edit"}, "did you mean 'edited'"),
+        ({"router": "frosen"}, "there is no router 'frosen'; did you mean 'frozen'"),
+        ({"router": "frozen", "scope": "routers"}, "the scope routers trains nothing else"),
         ({"scope": "norms", "lora": 4}, "adapters .lora. are for matrices"),
         ({"lora": 0}, "lora must be at least 1, not 0"),
         ({"steps": 0}, "steps must be at least 1"),

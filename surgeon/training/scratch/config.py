@@ -52,7 +52,7 @@ _Text = Annotated[str, Strict(), Field(min_length=1)]
 _ONLY_THESE = ConfigDict(extra="forbid")
 # Where the key `training` says nothing else.
 _TRAINING: dict[str, Any] = {"scope": "all", "learning_rate": 1e-3, "schedule": "cosine"}
-_OF_HEALING = ("scope", "lora", "distillation")  # by that key, of a model from scratch
+_OF_HEALING = ("scope", "router", "lora", "distillation")  # by that key, of a model from scratch
 
 
 @dataclass(frozen=True)
