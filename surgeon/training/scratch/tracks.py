@@ -18,6 +18,10 @@ What the paper leaves open, and how it is read here:
 - **The neurons**: as many as make the parameters of all layers together the dense model's, within 1% (of streams less
   than about a hundred wide: as near as a single neuron of each track). Where a head keeps its width, n tracks have
   fewer numbers in attentions (n x d_t x d / n), and so more in feed-forwards.
+- **Mixtures of experts** (PT-MoE: "MoE sparsity is applied within tracks", section 2.2). Each layer of a track has a
+  mixture of its own: a router of its own on the track's stream, and as many experts, of which as many get a token, as
+  the model that the tracks are derived from; its experts have fewer neurons each. So the share of parameters that work
+  on a token stays what it was, and no token leaves its track between two joins. Neurons of experts are a multiple of 8.
 - **The ends.** Embedding, learned positions, final norm and head are those of one model of width d_t, for all tracks,
   so that they have a sqrt(n)-th of the dense model's parameters: of 128,256 tokens at 4,096, embedding and head come
   down from 1,051M to 526M for n = 4, while the layers stay what they were. Whole models are equal in their layers
@@ -37,7 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from surgeon.language.program import Fork, Program, layer_nodes
+from surgeon.language.program import FEED_FORWARD, Fork, Program, layer_nodes
 from surgeon.models.families import Family, family_of
 
 WIDTH_STEP = 8  # widths of streams, or of heads that fill one, are multiples of it
@@ -82,8 +86,11 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
     entries |= {"num_attention_heads": units["heads"] // count} | _widths(config, family, count)
     if getattr(config, "num_key_value_heads", None) is not None:
         entries["num_key_value_heads"] = units["kv_heads"] // count
-    neurons = _matching_neurons(config, family, entries, count)
-    return _changed(config, entries | {family.intermediate: neurons}), program
+    neurons = {
+        width: _matching_neurons(config, family, entries, count, layer)
+        for width, layer in _layer_of_each_width(config, family).items()
+    }
+    return _changed(config, entries | neurons), program
 
 
 def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2) -> tuple[Program, list[int]]:
@@ -101,15 +108,27 @@ def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2)
 
 
 def count_parameters(config: PreTrainedConfig) -> ParameterCount:
-    """How many parameters a model with this configuration has; its layers have equally many each.
+    """How many parameters a model with this configuration has.
 
     Raises:
         ValueError: if there is no model of this configuration.
     """
     family = family_of(config)
     model = _of_one_layer(config, family)
-    layer = _size(model.get_submodule(f"{family.layers}.0"))
-    return ParameterCount(layer * int(config.num_hidden_layers), _size(model) - layer)
+    sizes = {width: _layer_size(config, family, layer) for width, layer in _layer_of_each_width(config, family).items()}
+    layers = sum(sizes[_width_of(family, layer)] for layer in range(config.num_hidden_layers))
+    return ParameterCount(layers, _size(model) - _size(model.get_submodule(f"{family.layers}.0")))
+
+
+def _width_of(family: Family, layer: int) -> str:
+    """The entry of a configuration that says how many neurons a layer has: layers with the same one are alike."""
+    return family.spec(FEED_FORWARD, layer).width or family.intermediate
+
+
+def _layer_of_each_width(config: PreTrainedConfig, family: Family) -> dict[str, int]:
+    """One layer for each of these entries, the first."""
+    layers = reversed(range(int(config.num_hidden_layers)))
+    return {_width_of(family, layer): layer for layer in layers}
 
 
 def _check_counts(config: PreTrainedConfig, family: Family, count: int, depth: int) -> None:
@@ -135,16 +154,22 @@ def _widths(config: PreTrainedConfig, family: Family, count: int) -> dict[str, A
     return {"hidden_size": width} | own | family.follow_width(config, width)
 
 
-def _matching_neurons(config: PreTrainedConfig, family: Family, entries: Mapping[str, Any], count: int) -> int:
+def _matching_neurons(
+    config: PreTrainedConfig, family: Family, entries: Mapping[str, Any], count: int, layer: int
+) -> int:
     """How many neurons a narrow layer needs, so that `count` of them have as many parameters as one of the dense model.
 
     Parameters are counted, not derived: biases and norms differ from family to family.
     """
-    wanted = _layer_size(config, family) / count
-    one, two = (_layer_size(_changed(config, {**entries, family.intermediate: n}), family) for n in (1, 2))
+    wanted = _layer_size(config, family, layer) / count
+    described = {**entries, **family.per_layer_entries(config, [layer]), "num_hidden_layers": 1}
+    width = _width_of(family, layer)
+    one, two = (_layer_size(_changed(config, {**described, width: n}), family, 0) for n in (1, 2))
     each = two - one
     exact = (wanted - one) / each + 1
     step = next((step for step in ROUND_NEURONS if step / 2 * each <= MOST_OFF * wanted), 1)
+    if family.spec(FEED_FORWARD, layer).mixture is not None:
+        step = max(step, WIDTH_STEP)  # PyTorch's products of many experts at once need rows of 16 bytes
     neurons = step * round(exact / step)
     if neurons < 1:
         raise ValueError(
@@ -165,13 +190,13 @@ def _changed(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreTrained
     return changed
 
 
-def _layer_size(config: PreTrainedConfig, family: Family) -> int:
-    return _size(_of_one_layer(config, family).get_submodule(f"{family.layers}.0"))
+def _layer_size(config: PreTrainedConfig, family: Family, layer: int) -> int:
+    return _size(_of_one_layer(config, family, layer).get_submodule(f"{family.layers}.0"))
 
 
-def _of_one_layer(config: PreTrainedConfig, family: Family) -> PreTrainedModel:
-    """A model with the first of the layers only, which has shapes and no numbers."""
-    single = _changed(config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [0])})
+def _of_one_layer(config: PreTrainedConfig, family: Family, layer: int = 0) -> PreTrainedModel:
+    """A model with one of the layers only, which has shapes and no numbers."""
+    single = _changed(config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])})
     try:
         with torch.device("meta"):  # which ties the head, too
             model: PreTrainedModel = AutoModelForCausalLM.from_config(single)

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
-from surgeon.models.edit import edit, program_of
+from surgeon.models.edit import edit, edited_layers, program_of
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.training.balance import routers_of
 from surgeon.training.scratch.tracks import count_parameters, narrow
 from tests.tiny_models import DENSE_FAMILIES, disturb, tiny_model
 
@@ -56,7 +57,7 @@ def narrow_model(family: str, count: int, depth: int, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("family", [*DENSE_FAMILIES, "mixtral", "qwen3_moe"])
 def test_layers_have_the_dense_models_parameters(family: str, count: int) -> None:
     config = dense_config(family, **(BIASED if family in ("llama", "granite", "smollm3") else {}))
     narrowed, program = narrow(config, count, 2)
@@ -160,7 +161,11 @@ def algorithm_1(model: Any, ids: Tensor, count: int, depth: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "config"), [("llama", 4, BIASED), ("qwen2", 5, {}), ("qwen3", 3, {}), ("phi3", 4, {})]
+    ("family", "layers", "config"),
+    [
+        *[("llama", 4, BIASED), ("qwen2", 5, {}), ("qwen3", 3, {}), ("phi3", 4, {})],
+        *[("mixtral", 3, {}), ("qwen3_moe", 3, {"mlp_only_layers": []})],
+    ],
 )
 def test_algorithm_1_over_separate_models(family: str, layers: int, config: dict[str, Any], tokens: Tensor) -> None:
     model = narrow_model(family, 2, 2, num_layers=layers, dropout=0.0, **config)
@@ -169,7 +174,18 @@ def test_algorithm_1_over_separate_models(family: str, layers: int, config: dict
     torch.testing.assert_close(found, algorithm_1(model, tokens, 2, 2), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+def test_mixtures_keep_their_experts() -> None:
+    """PT-MoE: each track has as many experts of its own, and dense layers where the model has them."""
+    config = dense_config("qwen3_moe", layers=4)
+    narrowed, _ = narrow(config, 2, 2)
+    assert (narrowed.num_experts, narrowed.num_experts_per_tok) == (config.num_experts, config.num_experts_per_tok)
+    assert narrowed.mlp_only_layers == [4, 6]  # layer 2 of both
+    assert narrowed.moe_intermediate_size == pytest.approx(config.moe_intermediate_size / 2**0.5, rel=0.02)
+    model = edit(AutoModelForCausalLM.from_config(narrowed), narrow(config, 2, 2)[1])
+    assert len(routers_of(edited_layers(model))) == 6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
 def test_export_and_reload(family: str, tokens: Tensor, tmp_path: Path) -> None:
     """Gemma2's norms after sublayers keep it from being cut into slices, and not from having tracks."""
     model = narrow_model(family, 2, 2, num_layers=3)
