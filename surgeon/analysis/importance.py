@@ -64,8 +64,10 @@ def most_important(
         factors: that the programs have; by default the plain ones. It comes back where no program is narrowed.
         more: as `unit_importance` takes it, whose errors these are.
     """
-    sublayers = (one for program in programs for one in program.sublayers())
-    narrowed = {one.parts[0] for one in sublayers if one.width is not None}
+    own: Program = vars(model).get("own_program") or program_of(model)
+    stored = {(one.parts[0], one.width) for one in own.sublayers()}  # as narrow: there is nothing to choose
+    sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
+    narrowed = {one.parts[0] for one in sublayers if (one.parts[0], one.width) not in stored}
     scored = scored_units(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
     return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True)) if scored else factors
 

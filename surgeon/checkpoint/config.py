@@ -15,6 +15,7 @@ from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
+from surgeon.checkpoint.imported import uniform
 from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.read import DEMO, QUANTIZATION, Checkpoint, locate, read_json
 from surgeon.checkpoint.training import is_no_source
@@ -73,7 +74,7 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
             not there.
     """
     path = find_config(what)
-    entries = text_entries(read_json(path))
+    entries = uniform(text_entries(read_json(path))).entries
     model_type = str(entries.get("model_type"))
     if model_type == FUSED.model_type:
         return _of_source(path)

@@ -87,7 +87,7 @@ def from_files(model_class: Any, stored: StoredModel, **options: Any) -> PreTrai
         ValueError: if a tensor is missing or does not fit.
     """
     wrapped, options = stored.wrapped, options | {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    if stored.checkpoint.quantised:
+    if stored.checkpoint.quantised or stored.checkpoint.imported:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
         if model_class is AutoModelForCausalLM:  # which takes names only

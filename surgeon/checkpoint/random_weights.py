@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.header import Entry
+from surgeon.checkpoint.imported import uniform
 from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
@@ -48,7 +49,7 @@ class RandomCheckpoint(Checkpoint):
         TensorFiles.__init__(self)
         self.raw = self
         self.folder, self.where = path, str(path)
-        self.config = text_entries(read_json(path)) if config is None else config.to_dict()
+        self.config = uniform(text_entries(read_json(path))).entries if config is None else config.to_dict()
         self._device = torch.device(device)
         parsed = read_config_only(path)[0] if config is None else config
         try:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,11 +20,14 @@ from torch import Tensor
 
 from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.header import parse_json
+from surgeon.checkpoint.imported import Pair, factor_pairs, in_blocks, repeated_heads, uniform, with_ranks
 from surgeon.checkpoint.offline import fetching
-from surgeon.checkpoint.tensor_file import TensorFiles, blocks_of
+from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.demo import demo_model
 from surgeon.errors import shown
+from surgeon.models.families import FAMILIES
+from surgeon.models.weights import Names
 from surgeon.models.weights.quantised import Quantised, quantised_matrices
 from surgeon.models.wrappers import wrapper_of
 from surgeon.named import is_hub_name, on_disk
@@ -32,6 +36,12 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_KEY = "transformers_weights"  # of config.json: another file, or index, to load in place of these
 WEIGHTS_ENDINGS = (".safetensors", ".safetensors.index.json")
+PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle")
+PICKLE = "a pickle, which can run code as it is opened, and so is never read"
+UNPICKLE = (
+    "open it in the software that wrote it, and write its state_dict() with safetensors.torch.save_file as "
+    f"{SINGLE_FILE}, beside the config.json of its architecture"
+)
 ADAPTER_FILE = "adapter_config.json"
 QUANTIZATION = "quantization_config"  # of config.json: how weights are stored in few bits
 DEMO = "demo"
@@ -64,7 +74,11 @@ def locate(path_or_name: str | Path) -> Path:
     name, there = str(path_or_name), on_disk(path_or_name)
     if there is not None:
         if not there.is_dir():
-            raise FileNotFoundError(f"{there} is a file; a model is a folder with config.json and *.safetensors")
+            pickled = there.suffix.lower() in PICKLES
+            raise FileNotFoundError(
+                f"{there} is {PICKLE if pickled else 'a file'}; a model is a folder with config.json and *.safetensors"
+                f"{f' ({UNPICKLE})' if pickled else ''}"
+            )
         return there
     if name == DEMO:
         return demo_model()
@@ -90,6 +104,7 @@ class Checkpoint(TensorFiles):
         wrapped: what is around the text decoder, which these tensors are then; None where nothing is.
         raw: its tensors as they are stored.
         quantised: the matrices that several of those hold, by name.
+        imported: whether config and tensors are seen as in the program form, and are stored in another way.
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
@@ -101,6 +116,8 @@ class Checkpoint(TensorFiles):
     wrapped: Wrapped | None = None
     quantised: Mapping[str, Quantised] = {}
     _owner: Mapping[str, str] = {}
+    imported = False
+    _json: dict[str, Any] | None = None
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -111,7 +128,7 @@ class Checkpoint(TensorFiles):
                 "and nothing else would; merge it into its model (peft's merge_and_unload), or move it elsewhere"
             )
         check_inside(folder, folder / "config.json")
-        self.config = entries = read_json(folder / "config.json")
+        self.config = self._json = entries = read_json(folder / "config.json")
         self._weights_hash = ""
         self._hashing = Lock()
         for file, names in self._index().items():
@@ -123,9 +140,47 @@ class Checkpoint(TensorFiles):
             self.config = wrapper.text_entries(entries)
             self.wrapped = Wrapped(wrapper, copy.copy(self), entries)
             self._keep(self.wrapped.text_names())
+        self._take_in()
         self.raw = self.as_stored()
         self.quantised = quantised_matrices(self.raw, entries.get(QUANTIZATION) or self.config.get(QUANTIZATION))
         self._owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
+
+    def _take_in(self) -> None:
+        """See a model that others decomposed or pruned as one in the program form."""
+        before, found = self.config, uniform(self.config)
+        self.config, family = found.entries, FAMILIES.get(str(found.entries.get("model_type")))
+        if family is None or (layers := Names(self, family).prefix_of_layers) is None:
+            return
+        pairs = factor_pairs(family, layers, self)
+        if pairs:
+            self.config = with_ranks(self.config, family, pairs)
+            self._take_in_pairs(pairs.values())
+        for layer, times in found.repeats.items():
+            for role in ("k", "v"):
+                path = f"{layers}{layer}.{family.attention.projection(role).path}"
+                for name in (f"{path}.weight", f"{path}.bias"):
+                    if name in self:
+                        rows, *others = self.shape(name)
+                        make = partial(repeated_heads, rows * times // int(self.config["num_key_value_heads"]), times)
+                        self._derive(name, Derived((name,), (rows * times, *others), make))
+        self.imported = bool(pairs) or self.config != before
+
+    def _take_in_pairs(self, pairs: Iterable[Pair]) -> None:
+        """Know factors by the names that the program form has for them."""
+        names = {name: name for name in self.names()}
+        for pair in pairs:
+            renamed = {"first.weight": (pair.first,), "second.weight": pair.seconds, "second.bias": pair.biases}
+            for own, stored in renamed.items():
+                if len(stored) == 1:
+                    names[f"{pair.path}.{own}"] = names.pop(stored[0])
+        self._keep(names)
+        for pair in pairs:
+            if len(pair.seconds) > 1:
+                outputs = sum(self.shape(name)[0] for name in pair.seconds)
+                self._derive(f"{pair.path}.second.weight", Derived(pair.seconds, (outputs, pair.rank), in_blocks))
+            if len(pair.biases) > 1:
+                outputs = sum(self.shape(name)[0] for name in pair.biases)
+                self._derive(f"{pair.path}.second.bias", Derived(pair.biases, (outputs,), torch.cat))
 
     @property
     def whole(self) -> TensorFiles:
@@ -135,7 +190,7 @@ class Checkpoint(TensorFiles):
     @property
     def entries(self) -> dict[str, Any]:
         """config.json as it stands."""
-        return self.config if self.wrapped is None else self.wrapped.entries
+        return self._json or self.config
 
     def _index(self) -> dict[str, set[str]]:
         """The weight files, and the tensors that the index says are in each: those that `transformers` would load.
@@ -176,8 +231,10 @@ class Checkpoint(TensorFiles):
         for name in (SINGLE_FILE, INDEX_FILE):
             if (self.folder / name).exists():
                 return name
+        pickled = sorted(path.name for path in self.folder.iterdir() if path.suffix.lower() in PICKLES)
+        found = f" ({pickled[0]} is {PICKLE}: {UNPICKLE})" if pickled else ""
         raise FileNotFoundError(
-            f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read"
+            f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read{found}"
         )
 
     def names(self) -> list[str]:

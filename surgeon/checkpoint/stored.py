@@ -11,6 +11,7 @@ import torch
 
 from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.stacked import stacked
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import shown
@@ -73,8 +74,14 @@ class StoredModel:
 
     @cached_property
     def program(self) -> Program:
-        """What it runs: its own program, or its layers one after the other."""
-        return self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
+        """What it runs: its own program, or its layers one after the other.
+
+        A layer that is the same as an earlier one, bit for bit, is that one again.
+        """
+        if self.own is not None:
+            return self.own
+        repeated = None if self.files is None else stacked(self.files, self.family, self.config)
+        return repeated or Program.dense(self.num_layers, self.family.steps_per_layer)
 
     @cached_property
     def weights(self) -> ModelWeights:

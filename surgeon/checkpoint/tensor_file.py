@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,23 @@ from surgeon.checkpoint.header import Entry, read_header
 
 # Bytes that are read or written at a time, as cp does: they stay in the processor's cache.
 BLOCK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor that is made of stored ones.
+
+    Attributes:
+        sources: their names, as the files have them.
+        files: where each of them lies.
+        shape: of what is made of them.
+        make: makes it.
+    """
+
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    make: Callable[[list[Tensor]], Tensor]
+    files: Mapping[str, Path] = field(default_factory=dict)
 
 
 class TensorFiles:
@@ -34,6 +53,7 @@ class TensorFiles:
         self.files: dict[str, Path] = {}
         self._entries: dict[str, Entry] = {}
         self._stored_names: dict[str, str] = {}  # what the files call those that are renamed
+        self._derived: dict[str, Derived] = {}  # those that no file has as they are
 
     def _add(self, path: Path, expected: Collection[str] = ()) -> None:
         """Take in one file's tensors, those too that nobody expects: whatever loads the file, loads them."""
@@ -53,13 +73,22 @@ class TensorFiles:
         """Know only some tensors, by names of their own: what their files call each of them."""
         self.files = {name: self.files[own] for name, own in stored.items()}
         self._entries = {name: self._entries[own] for name, own in stored.items()}
-        self._stored_names = dict(stored)
+        self._stored_names = {name: self._stored_names.get(own, own) for name, own in stored.items()}
+
+    def _derive(self, name: str, derived: Derived) -> None:
+        """Know a tensor that is made of stored ones, which are not known by their own names any more."""
+        stored = tuple(self._stored_names.get(one, one) for one in derived.sources)
+        dtypes = [self._entries.pop(one).dtype for one in derived.sources]
+        files = dict(zip(stored, [self.files.pop(one) for one in derived.sources], strict=True))
+        size = math.prod(derived.shape) * dtypes[0].itemsize
+        self.files[name], self._entries[name] = files[stored[0]], Entry(dtypes[0], derived.shape, 0, size)
+        self._derived[name] = replace(derived, sources=stored, files=files)
 
     def as_stored(self) -> TensorFiles:
         """The same tensors without what a subclass makes of them."""
         same = TensorFiles()
         same.where, same.files = self.where, self.files
-        same._entries, same._stored_names = self._entries, self._stored_names
+        same._entries, same._stored_names, same._derived = self._entries, self._stored_names, self._derived
         return same
 
     def names(self) -> list[str]:
@@ -93,16 +122,27 @@ class TensorFiles:
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor; what is not looked at of it is not read."""
+        if name in self._derived:
+            return self._made(name)
         with self._open(name) as file:
             tensor: Tensor = file.get_tensor(self._stored_names.get(name, name))
         return tensor
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         """Elements first..end-1 along one dimension of a tensor; nothing else is read."""
+        if name in self._derived:
+            return self._made(name).narrow(dim, first, end - first).clone()
         with self._open(name) as file:
             view = file.get_slice(self._stored_names.get(name, name))
             part: Tensor = view[(*[slice(None)] * dim, slice(first, end))]
         return part
+
+    def _made(self, name: str) -> Tensor:
+        derived, found = self._derived[name], []
+        for stored in derived.sources:
+            with safe_open(derived.files[stored], framework="pt") as file:
+                found.append(file.get_tensor(stored))
+        return derived.make(found)
 
     def rows(self, name: str, count: int | None = None) -> Iterator[Tensor]:
         """All rows of a tensor in order, so many at a time, or the whole tensor; a single number has no rows."""
@@ -120,6 +160,9 @@ class TensorFiles:
             OSError: if the file has become shorter.
         """
         entry, path = self._entry(name), self.files[name]
+        if name in self._derived:
+            yield memoryview(self._made(name).contiguous().view(torch.uint8).numpy().tobytes())
+            return
         with path.open("rb", buffering=0) as file:
             file.seek(entry.begin)
             yield from blocks_of(file, entry.end - entry.begin, path)

@@ -35,6 +35,7 @@ from surgeon.exports.stock import stock_layers_of, stock_model, stock_state
 from surgeon.models.edit import input_device
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
+from surgeon.models.weights import unstored
 from surgeon.models.wrappers import wrapper_of
 from surgeon.named import is_hub_name, on_disk
 from surgeon.opened import Model
@@ -90,6 +91,8 @@ def export(
         came_from = model.name_or_path or ""
         name = came_from if on_disk(came_from) is not None else "a model in memory"
         original = Model.of(Checkpoint(source), name)
+        if unstored(original.weights, stock.program, original.num_layers):
+            original = replace(original, own=stock.program)  # layers lack what it does not run
         companions = _with_home(companions_at(source), model, tokenizer is not None)
         around = original.wrapped or _around(model)
         plan = plan_export(original, stock.program, form, dtype, companions=companions, wrapped=around)

@@ -40,7 +40,8 @@ def check_exportable(model: Model, program: Program | None = None) -> None:
             tensor is missing or does not fit config.json, or there is one that surgeon does not know.
     """
     folder = model.folder
-    if model.form.shipped is not None and (model.own is None or not runs_whole_layers(model.own, model.num_layers)):
+    is_edited = model.form.shipped is not None and not model.checkpoint.imported
+    if is_edited and (model.own is None or not runs_whole_layers(model.own, model.num_layers)):
         raise ValueError(
             f"{folder} is an edited checkpoint already ({model.form} form); "
             "export the original model, with one recipe that does everything"
@@ -198,9 +199,11 @@ def layout_of(original: Model, program: Program, form: str = "auto", wrapped: Wr
     Raises:
         ValueError: if the program does not fit the form.
     """
-    if original.own is not None and form == "auto":
-        form = PROGRAM.name  # what else its config.json says is of its own program
-    if original.own is not None and form != PROGRAM.name:
+    # What else the config.json of its own program form says is of its own program.
+    is_of_its_own = original.own is not None and original.form is PROGRAM and not original.checkpoint.imported
+    if is_of_its_own and form == "auto":
+        form = PROGRAM.name
+    if is_of_its_own and form != PROGRAM.name:
         raise ValueError(f"{original.name} runs a program of its own, which only the program form has; leave form out")
     return lay_out(program, original.family, original.config, form, wrapped=wrapped or original.wrapped)
 

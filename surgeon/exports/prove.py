@@ -36,7 +36,7 @@ from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
-from surgeon.models.weights import FactorSource, make_room
+from surgeon.models.weights import FactorSource, leave_out, make_room
 from surgeon.opened import Model
 from surgeon.progress import Advance
 
@@ -161,6 +161,8 @@ def original_model(
     with quiet():
         model = build_empty(model_class, copy.deepcopy(original.config), buffers)
     make_room(model, original.weights, program or original.program)
+    if original.own is not None:
+        leave_out(model, original.weights, original.own)
     match = match_names(model, original)
     wrong = [(match.names[name], model.get_parameter(name)) for name in match.misshapen]
     shapes = [(names[0], shape_of(names, original, like), like.shape) for names, like in wrong]

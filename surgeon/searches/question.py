@@ -149,7 +149,7 @@ class SearchSettings:
                     f"{model.label} is an edited model; search the one that it was made of ({error})"
                 ) from error
         assert self.space is not None, "`on` names the spaces"
-        mixture = Mixture(parse_spaces(self.space, self.ranks), model, self.ranks)
+        mixture = Mixture(parse_spaces(self.space, self.ranks), model.in_turn, self.ranks)
         mixture.require_edits()
         return mixture
 

@@ -18,7 +18,7 @@ from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.models.edit import decoder_layers, edit, edited_layers, program_of
+from surgeon.models.edit import decoder_layers, edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import is_hub_name
 from surgeon.opened import EditedModel, Model, open_edited
@@ -53,7 +53,8 @@ def open_to_heal(
         original = EditedModel(edited.model.name, edited.model)
     else:
         original = _made_from(edited)
-    if edited.asked is None and edited.model.report is None and edited.model.form.shipped is not None:
+    ours = edited.model.form.shipped is not None and not edited.model.checkpoint.imported
+    if edited.asked is None and edited.model.report is None and ours:
         raise ValueError(
             f"{edited.name} is edited, and has no {REPORT_FILE} that says of what; heal the recipe, or the model with "
             "its program"
@@ -108,7 +109,7 @@ def student_of(edited: EditedModel) -> PreTrainedModel:
     is_fused = edited.model.form is FUSED and edited.asked is None
     model = unfused(edited.model) if is_fused else edited.load("cpu")
     if not isinstance(decoder_layers(model), EditedLayers):
-        edit(model, program_of(model))
+        edit(model, edited.program)
     layers_by_recipe(program_to_heal(edited), stock_layers_of(model).program)  # before it is trained
     model.float()
     return model

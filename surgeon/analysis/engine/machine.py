@@ -97,6 +97,8 @@ class _OnDemand(EditedLayers):
     those used last are kept, as the memory given allows.
     """
 
+    keeps_derived = False
+
     def __init__(self, model: PreTrainedModel, cache_bytes: int, factors: FactorSource | None) -> None:
         layers, family = decoder_layers(model), family_of(model.config)
         assert isinstance(layers, nn.ModuleList)

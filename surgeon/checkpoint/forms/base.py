@@ -112,9 +112,13 @@ class Form(ABC):
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:  # noqa: ARG002
         """config.json, apart from what names classes: the original's, every per-layer entry following the layers."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
         config = copy.deepcopy(original.checkpoint.config)
-        for key in ("auto_map", WEIGHTS_KEY):  # files of the original's
+        for key in ("auto_map", WEIGHTS_KEY, PROGRAM_KEY, FAMILY_KEY):  # files of the original's, and its own program
             config.pop(key, None)
+        if original.checkpoint.imported:  # whose class was another one
+            config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[original.family.model_type]]
         if type(original.config).from_dict(config).tie_word_embeddings != original.config.tie_word_embeddings:
             config["tie_word_embeddings"] = original.config.tie_word_embeddings  # most software takes it at its word
         aliases = original.config.attribute_map

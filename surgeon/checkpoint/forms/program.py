@@ -20,7 +20,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
-from surgeon.models.weights import FactorSource, Groups, make_room
+from surgeon.models.weights import FactorSource, Groups, leave_out, make_room, unstored
 
 
 class ProgramForm(Form):
@@ -169,12 +169,14 @@ def _mixture_row(family: Family) -> dict[str, Any] | None:
 def with_room(stock: Any, stored: StoredModel) -> Any:
     """A stock class whose models have the factors, the narrower layers and the fewer experts that are stored."""
     as_wide = all(one.width is None and one.experts is None for one in stored.program.sublayers())
-    if not stored.weights.has_factors() and as_wide:
+    gone = unstored(stored.weights, stored.program, stored.num_layers)
+    if as_wide and not gone and not stored.weights.has_factors():
         return stock
 
     def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
         stock.__init__(model, config, *arguments, **options)
         make_room(model, stored.weights, stored.program)
+        leave_out(model, stored.weights, stored.program)
 
     return type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
 

@@ -23,7 +23,7 @@ from surgeon.models.weights.layout import (
     unit_features,
 )
 from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
-from surgeon.models.weights.modules import FactoredLinear, TakenApart, make_room
+from surgeon.models.weights.modules import FactoredLinear, TakenApart, leave_out, make_room, unstored
 from surgeon.models.weights.names import Names
 from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
 from surgeon.models.weights.units import (
@@ -70,6 +70,7 @@ __all__ = [
     "holds_output_bias",
     "indivisible",
     "is_whole_in_slices",
+    "leave_out",
     "make_room",
     "mean",
     "module_with",
@@ -81,4 +82,5 @@ __all__ = [
     "unit_bounds",
     "unit_features",
     "unit_source",
+    "unstored",
 ]

@@ -159,6 +159,31 @@ def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, hea
     return replaced
 
 
+def leave_out(model: Any, weights: ModelWeights, program: Program) -> None:
+    """Take modules out of a model's layers that its own program does not run, and that are not stored.
+
+    Args:
+        model: with the causal language model's own paths.
+    """
+    layers = len(model.get_submodule(weights.family.layers))
+    for index, kind in unstored(weights, program, layers):
+        layer, spec = model.get_submodule(f"{weights.family.layers}.{index}"), weights.family.spec(kind)
+        for root in {path.partition(".")[0] for path in (spec.norm, *spec.modules) if path is not None}:
+            delattr(layer, root)
+
+
+def unstored(weights: ModelWeights, program: Program, num_layers: int) -> list[tuple[int, str]]:
+    """The layers whose attention or MLP a model's own program does not run and its files do not have; and which."""
+    used = {(layer, sublayer.kind) for sublayer in program.sublayers() for layer in sublayer.layers}
+    unused = {(layer, kind) for layer in range(num_layers) for kind in KINDS} - used
+    there = (weights.family.spec(kind).projections for _, kind in sorted(unused))
+    return [
+        (layer, kind)
+        for (layer, kind), projections in zip(sorted(unused), there, strict=True)
+        if not any(f"{weights.family.layers}.{layer}.{one.path}.weight" in weights for one in projections)
+    ]
+
+
 def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
     """Replace modules of a model, so that it can hold what is stored of the layers of a program.
 

@@ -29,6 +29,12 @@ class Names:
         bare = any(name.startswith(f"{path.removeprefix(first)}.") for name in self.store.names())
         return first if bare and not whole else ""
 
+    @property
+    def prefix_of_layers(self) -> str | None:
+        """The same, or None if there are none."""
+        prefix = self.own(f"{self.family.layers}.")
+        return prefix if any(name.startswith(prefix) for name in self.store.names()) else None
+
     @cached_property
     def layers(self) -> str:
         """What the names of the layers' tensors begin with, before the layer's number.
@@ -36,9 +42,9 @@ class Names:
         Raises:
             ValueError: if there are none.
         """
-        prefix = self.own(f"{self.family.layers}.")
-        if any(name.startswith(prefix) for name in self.store.names()):
+        if (prefix := self.prefix_of_layers) is not None:
             return prefix
+        prefix = self.own(f"{self.family.layers}.")
         raise ValueError(
             f"{self.store.where} has no tensors named {prefix}*, as {self.family.name} has; is its config.json right?"
         )

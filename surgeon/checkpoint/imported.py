@@ -1,0 +1,255 @@
+"""Models that others decomposed or pruned, seen as if they were stored in the program form.
+
+    SVD-LLM   q_proj is q_u_proj behind q_v_proj              A0@q64
+    ASVD      q_proj is q_proj.ALinear behind q_proj.BLinear  A0@q64
+    Palu      k_proj is k_proj.U.0, k_proj.U.1 ... behind k_proj.VT: each makes some heads of a part of what VT gives,
+              which is one factor with these in blocks along its diagonal
+    DeciLM    `block_configs` says which layers have no attention or no MLP, and how wide the others are
+
+What config.json and the tensors would be in the program form is found from config.json and the tensors' names and
+shapes; nothing is read or written for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from surgeon.errors import shown
+from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, Program, Sublayer
+from surgeon.models.edit import PROGRAM_KEY
+from surgeon.models.families import FAMILIES, Family
+from surgeon.models.weights.layout import modules_of
+
+Entries = dict[str, Any]  # of a config.json
+BLOCKS_KEY = "block_configs"
+# What others call a model whose layers are those of an architecture that there is.
+BASE_TYPES = {
+    "nemotron-nas": "llama",
+    "deci": "llama",
+    "asvd_llama": "llama",
+    "palullama": "llama",
+    "palumistral": "mistral",
+    "paluqwen2": "qwen2",
+    "paluqwen3": "qwen3",
+}
+# Names of the two factors of a matrix at a path: its parent, and its last name without "_proj".
+STYLES = (
+    ("{parent}{stem}_v_proj", "{parent}{stem}_u_proj"),  # SVD-LLM
+    ("{path}.BLinear", "{path}.ALinear"),  # ASVD
+    ("{path}.VT", "{path}.U"),  # Palu
+)
+_ROUNDED_TO = 256  # neurons, by DeciLM's ffn_mult
+
+
+class Shapes(Protocol):
+    """What is known of stored tensors without reading them."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two factors in place of a matrix.
+
+    Attributes:
+        path: of the matrix's module, with the layer's own.
+        first, seconds: names of the stored factors; of several seconds each makes a part of the outputs of a part of
+            what the first gives.
+        biases: behind the seconds, if they have any.
+        rank: how many outputs the first has.
+    """
+
+    path: str
+    first: str
+    seconds: tuple[str, ...]
+    biases: tuple[str, ...]
+    rank: int
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A model whose config.json describes layer by layer, as one in the program form.
+
+    Attributes:
+        entries: of its config.json.
+        repeats: layers whose KV heads are shared by more heads than in others, and how often each has to be there for
+            the same to be computed where all layers have as many.
+    """
+
+    entries: Entries
+    repeats: dict[int, int]
+
+
+def uniform(entries: Entries) -> Uniform:
+    """config.json as it would be in the program form, where it has `block_configs`; else as it is.
+
+    Raises:
+        ValueError: if layers are something else than attention and MLP, or of sizes that no program has.
+    """
+    model_type = str(entries.get("model_type"))
+    if model_type in BASE_TYPES:
+        entries = entries | {"model_type": BASE_TYPES[model_type]}
+    blocks = entries.get(BLOCKS_KEY)
+    if blocks is None or PROGRAM_KEY in entries or entries["model_type"] not in FAMILIES:
+        return Uniform(entries, {})
+    if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks) or not blocks:
+        raise ValueError(f"{BLOCKS_KEY} in config.json has an object for each layer, not {shown(blocks)}")
+    family, heads = FAMILIES[entries["model_type"]], int(entries["num_attention_heads"])
+    attentions = [_heads(one, heads, layer) for layer, one in enumerate(blocks)]
+    neurons = [_neurons(one, entries, layer) for layer, one in enumerate(blocks)]
+    kv_heads = max((kv for own, kv in filter(None, attentions) if own == heads), default=heads)
+    widest = max(filter(None, neurons), default=0)
+    nodes, repeats = [], {}
+    for layer, (attention, width) in enumerate(zip(attentions, neurons, strict=True)):
+        if attention is not None:
+            groups, repeats[layer] = _groups(attention, (heads, kv_heads), layer)
+            nodes.append(Sublayer(ATTENTION, (layer,), width=None if groups == kv_heads else groups))
+        if width is not None:
+            nodes.append(Sublayer(FEED_FORWARD, (layer,), width=None if width == widest else width))
+    sizes = {"num_key_value_heads": kv_heads, family.intermediate: widest, "num_hidden_layers": len(blocks)}
+    kept = {key: value for key, value in entries.items() if key != BLOCKS_KEY}
+    kept |= {key: value for key, value in sizes.items() if value} | {PROGRAM_KEY: " ".join(map(str, nodes))}
+    return Uniform(kept, {layer: times for layer, times in repeats.items() if times > 1})
+
+
+def _part(block: Entries, name: str, layer: int) -> Entries | None:
+    """What a layer's entry says of its attention or MLP; None if it has none."""
+    part = block.get(name)
+    if part is None or part.get("no_op"):
+        return None
+    for key in ("replace_with_linear", "window_length", "num_sink_tokens", "moe", "mamba"):
+        if part.get(key):
+            raise ValueError(f"layer {layer} has {key}: {shown(part[key])} in {BLOCKS_KEY}, which no program can say")
+    found: Entries = part
+    return found
+
+
+def _heads(block: Entries, heads: int, layer: int) -> tuple[int, int] | None:
+    """How many heads and KV heads a layer has; None if it has no attention."""
+    part = _part(block, "attention", layer)
+    if part is None:
+        return None
+    own = int(part.get("num_attention_heads") or heads)
+    return own, int(part.get("num_key_value_heads") or own // int(part.get("n_heads_in_group") or 1))
+
+
+def _groups(attention: tuple[int, int], most: tuple[int, int], layer: int) -> tuple[int, int]:
+    """How many KV groups a layer has, of as many heads as others', and how often its KV heads are there for it."""
+    (own, kv), (heads, kv_heads) = attention, most
+    times, rest = divmod(own * kv_heads, heads * kv)
+    if rest or times < 1:
+        raise ValueError(
+            f"layer {layer} has {own} heads that share {kv} KV heads, and others {heads} that share {kv_heads}, which "
+            "no program can say"
+        )
+    return kv * times, times
+
+
+def _neurons(block: Entries, entries: Entries, layer: int) -> int | None:
+    part = _part(block, "ffn", layer)
+    if part is None:
+        return None
+    if part.get("intermediate_size"):
+        return int(part["intermediate_size"])
+    if not part.get("ffn_mult"):
+        return int(entries["intermediate_size"])
+    neurons = int(2 * float(part["ffn_mult"]) * int(entries["hidden_size"]) / 3)
+    return -(-neurons // _ROUNDED_TO) * _ROUNDED_TO
+
+
+def repeated_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
+    """Rows of a KV projection with every head so often, one after the other."""
+    (rows,) = tensors
+    heads: Tensor = rows.unflatten(0, (-1, head_dim))
+    return heads.repeat_interleave(times, 0).flatten(0, 1)
+
+
+def factor_pairs(family: Family, layers: str, store: Shapes) -> dict[tuple[int, str], Pair]:
+    """The matrices that are stored as two factors, by layer and role.
+
+    Args:
+        layers: what the names of the layers' tensors begin with.
+
+    Raises:
+        ValueError: if one of two factors is missing, or they do not fit together.
+    """
+    roles = {one.path: one.role for spec in (family.attention, family.mlp) for one in spec.projections}
+    alone = [
+        path
+        for spec in (family.attention, family.mlp)
+        for path, packed in modules_of(spec).items()
+        if len(packed) == 1 and not packed[0].transposed and not packed[0].stacked
+    ]
+    inside: dict[int, set[str]] = {}
+    for name in store.names():
+        if (found := re.fullmatch(rf"{re.escape(layers)}(\d+)\.(.+)", name)) is not None:
+            inside.setdefault(int(found[1]), set()).add(found[2])
+    pairs = {}
+    for layer, names in inside.items():
+        for path in alone:
+            if f"{path}.weight" not in names and (pair := _pair(f"{layers}{layer}.", path, names, store)) is not None:
+                pairs[layer, roles[path]] = pair
+    return pairs
+
+
+def _pair(prefix: str, path: str, names: set[str], store: Shapes) -> Pair | None:
+    parent, _, name = path.rpartition(".")
+    words = {"path": path, "parent": f"{parent}." if parent else "", "stem": name.removesuffix("_proj")}
+    for first, second in ((a.format(**words), b.format(**words)) for a, b in STYLES):
+        if f"{first}.weight" not in names:
+            continue
+        blocks = sorted(
+            (one for one in names if re.fullmatch(rf"{re.escape(second)}(\.\d+)?\.weight", one)), key=_numbers
+        )
+        biases = [one.removesuffix("weight") + "bias" for one in blocks]
+        rank, parts = store.shape(f"{prefix}{first}.weight")[0], [store.shape(f"{prefix}{one}") for one in blocks]
+        if sum(shape[1] for shape in parts) != rank:
+            raise ValueError(
+                f"{prefix}{first}.weight gives {rank} features, and what follows it ({second}) takes "
+                f"{sum(shape[1] for shape in parts)}: two factors of {prefix}{path} have to fit together"
+            )
+        if any(f"{place}.inv_perm" in names for place in (path, parent)):
+            raise ValueError(f"{prefix}{path} gives its features in another order (inv_perm), which no program can say")
+        there = tuple(f"{prefix}{one}" for one in biases if one in names)
+        return Pair(
+            f"{prefix}{path}", f"{prefix}{first}.weight", tuple(f"{prefix}{one}" for one in blocks), there, rank
+        )
+    return None
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(one) for one in re.findall(r"\d+", name)]
+
+
+def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], Pair]) -> Entries:
+    """config.json in the program form, with a rank for each pair of factors."""
+    ranks: dict[tuple[str, int], dict[str, int]] = {}
+    for (layer, role), pair in pairs.items():
+        kind = next(kind for kind in KINDS if role in ROLES[kind])
+        ranks.setdefault((kind, layer), {})[role] = pair.rank
+    own = entries.get(PROGRAM_KEY)
+    program = Program.dense(_layers(entries), family.steps_per_layer) if own is None else Program.parse(own)
+
+    def ranked(sublayer: Sublayer) -> Sublayer:
+        found = ranks.get((sublayer.kind, sublayer.layers[0]), {})
+        return replace(sublayer, ranks=tuple((role, found[role]) for role in ROLES[sublayer.kind] if role in found))
+
+    return entries | {PROGRAM_KEY: str(program.renamed(ranked))}
+
+
+def _layers(entries: Entries) -> int:
+    return int(entries["num_hidden_layers"] if "num_hidden_layers" in entries else entries["n_layer"])
+
+
+def in_blocks(tensors: list[Tensor]) -> Tensor:
+    """One factor with several in blocks along its diagonal."""
+    made: Tensor = torch.block_diag(*tensors)
+    return made.to(tensors[0].dtype)
