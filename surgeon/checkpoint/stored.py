@@ -80,7 +80,8 @@ class StoredModel:
         """
         if self.own is not None:
             return self.own
-        repeated = None if self.files is None else stacked(self.files, self.family, self.config)
+        read = self.files is not None and self.files.folder.is_dir()  # or there are no numbers to compare
+        repeated = stacked(self.checkpoint, self.family, self.config) if read else None
         return repeated or Program.dense(self.num_layers, self.family.steps_per_layer)
 
     @cached_property
