@@ -176,6 +176,7 @@ def mxfp4(stacked: Tensor) -> tuple[Stored, Tensor]:
 
 def _groups(form: str, **weights: Any) -> dict[str, Any]:
     whole = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
+    whole["quantization_status"] = "compressed"
     return whole | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
 
