@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import surgeon
 from surgeon.checkpoint.describe import describe
@@ -135,8 +135,6 @@ def test_transformers_reads_what_is_written(sources: Path, tmp_path: Path) -> No
         run_export(source(sources, "fp8"), tmp_path / forms, program)
         expected = plain_logits(load(sources / "fp8, dense"), program)
         if forms == "plain":
-            from transformers import AutoModelForCausalLM
-
             model = AutoModelForCausalLM.from_pretrained(tmp_path / forms, dtype=torch.float32).eval()
         else:
             model = load_shipped(tmp_path / forms)
@@ -209,3 +207,26 @@ def test_check_says_it(sources: Path) -> None:
         "GPTQ of 4 bits in groups of 16; dequantised"
         in surgeon.check(source(sources, "gptq")).record["facts"]["quantised"]
     )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("program", "kept"),
+    [
+        ("A0 F0!e0,e3 A1 F1!e1,e2 A2 F2!e0,e1", 3 * (4 + 2 * 3)),  # each expert's matrices are stored for themselves
+        ("A0 F0 >A1 >F1!e1,e2 A2 F2", 3 * 4),  # the modeling file inside has experts in stacks
+    ],
+)
+def test_mixtures(program: str, kept: int, tmp_path: Path) -> None:
+    save_source(tmp_path / "mixture", "qwen3_moe", 3, mlp_only_layers=[])
+    folder = quantise_folder(tmp_path / "mixture", "fp8", tmp_path / "dense")
+    run_export(folder, tmp_path / "out", program)
+    found = surgeon.open(tmp_path / "out")
+    assert len(found.checkpoint.quantised) == kept
+    is_plain = found.form.name == "plain"
+    left_alone = [] if is_plain else ["lm_head", *(f"model.layers.{layer}.mlp.experts" for layer in range(3))]
+    assert quantization_of(tmp_path / "out").get("modules_to_not_convert", []) == left_alone
+    expected = logits_of(surgeon.edit(load(tmp_path / "dense"), program))
+    stock: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32) if is_plain else None
+    for model in (load(tmp_path / "out"), stock or load_shipped(tmp_path / "out")):
+        assert relative_error(logits_of(model.eval()), expected) < 1e-5

@@ -43,7 +43,7 @@ def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[Planne
         re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)"),
         [layer.sources for layer in layout.layers],
     )
-    dense = [stored(tensor.name).removesuffix(".weight") for tensor in tensors if tensor.dequantised]
+    dense = list(dict.fromkeys(stored(one.name).rpartition(".")[0] for one in tensors if one.dequantised))
     method, head = followed["quant_method"], stored(f"{original.family.head}.weight").removesuffix(".weight")
     if method == "gptq":
         patterns: dict[str, Any] = {rf"-:^{re.escape(module)}$": {} for module in dense}
