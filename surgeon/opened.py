@@ -109,7 +109,7 @@ class Model(StoredModel):
     @property
     def positions(self) -> int:
         """How many tokens it can read at once."""
-        return int(self.config.max_position_embeddings)
+        return self.family.longest_text(self.config)
 
     @property
     def hash(self) -> str:

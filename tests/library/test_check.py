@@ -92,12 +92,9 @@ def test_places_that_differ_are_told_apart(checked: Callable[..., Check]) -> Non
     assert "not layers 2:4" in found.of_area("export")["pairs as one layer"].why
 
 
-def test_positions_that_ranks_cannot_have(checked: Callable[..., Check]) -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}
-    found = checked("llama", rope_parameters=rope)
-    longest = found.of_area("ranks")["texts of 128 tokens"]
-    assert longest.works == "no"
-    assert "32 tokens" in longest.why
+def test_texts_of_the_full_length(checked: Callable[..., Check]) -> None:
+    found = checked("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0})
+    assert found.of_area("ranks")["texts of 512 tokens"].works == "yes"
 
 
 def test_an_edited_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -180,3 +180,10 @@ def test_what_is_refused(build: Build, tmp_path: Path) -> None:
         build(tmp_path).load_weights(iter(()))
     with pytest.raises(ValueError, match="cannot be cut into 9 pipeline stages"):
         build(tmp_path, 0, 9)
+
+
+def test_positions_that_go_by_the_length_of_a_text_are_refused(build: Build, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    tiny_model("llama", rope_parameters=rope, max_position_embeddings=16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="texts of more than 16 tokens, which surgeon's plugin cannot run; set --max-"):
+        build(tmp_path)
