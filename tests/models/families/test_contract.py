@@ -28,6 +28,7 @@ THOROUGH = (
     "mixtral",
     "ministral",
     "olmo2",
+    "gemma3_text",
     "exaone4",
     "seed_oss",
     "starcoder2",
