@@ -244,6 +244,7 @@ class _Mixture(Reference):
     """Mixtures of experts, and dense layers among them."""
 
     router, normalised = "mlp.gate", True
+    expert_names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         if self.at(k, f"{self.router}.weight") not in self.w:
@@ -271,8 +272,9 @@ class _Mixture(Reference):
     def experts(self, k: int, kept: tuple[int, ...]) -> Reference:
         """A copy in which a layer has these of its experts."""
         other = self.copied()
-        for name in ("gate.weight", "gate.bias", "experts.gate_up_proj", "experts.down_proj"):
-            if (path := self.at(k, f"mlp.{name}")) in self.w:
+        rows = [f"{self.router}.{name}" for name in ("weight", "bias", "e_score_correction_bias")]
+        for name in (*rows, *(f"mlp.experts.{name}" for name in self.expert_names)):
+            if (path := self.at(k, name)) in self.w:
                 other.w[path] = self.w[path][list(kept)]
         return other
 
@@ -281,6 +283,91 @@ class _Qwen3Moe(_Mixture):
     @property
     def normalised(self) -> bool:  # type: ignore[override]
         return bool(self.config.norm_topk_prob)
+
+
+class _GptOss(_Mixture):
+    router = "mlp.router"
+
+    def attention(self, k: int, x: Tensor) -> Tensor:
+        """Each head has a score for looking at nothing, its sink."""
+        q, key, v = self.qkv(k, self.norm(self.at(k, self.attention_norm), x))
+        ages = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])[None]
+        window = self.window(k)
+        hidden = (ages < 0) if window is None else (ages < 0) | (ages >= window)
+        heads = []
+        for h, sink in enumerate(self.w[self.at(k, "self_attn.sinks")]):
+            group = h // (q.shape[1] // key.shape[1])
+            scores = (q[:, h] @ key[:, group].transpose(-1, -2) * self.scale()).masked_fill(hidden, -math.inf)
+            parts = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sink.exp())
+            heads.append(parts @ v[:, group])
+        return self.linear(self.at(k, self.output), torch.cat(heads, -1))
+
+    def expert(self, k: int, expert: int, x: Tensor) -> Tensor:
+        weights = {name: self.w[self.at(k, f"mlp.experts.{name}")][expert] for name in self.expert_names}
+        both = x @ weights["gate_up_proj"] + weights["gate_up_proj_bias"]
+        limit = self.config.swiglu_limit
+        gate, value = both[0::2].clamp(max=limit), both[1::2].clamp(-limit, limit) + 1
+        inner = gate / (1 + torch.exp(-self.config.swiglu_alpha * gate)) * value
+        return inner @ weights["down_proj"] + weights["down_proj_bias"]
+
+
+class _DeepSeek(_Mixture):
+    def attention(self, k: int, x: Tensor) -> Tensor:
+        """Keys and values of all heads out of one small vector; one key for positions, which all heads share."""
+        config, normed = self.config, self.norm(self.at(k, self.attention_norm), x)
+        own, turned = config.qk_nope_head_dim, config.qk_rope_head_dim
+        at = partial(self.at, k)
+        if config.q_lora_rank is None:
+            queries = self.linear(at("self_attn.q_proj"), normed)
+        else:
+            small = self.norm(at("self_attn.q_a_layernorm"), self.linear(at("self_attn.q_a_proj"), normed))
+            queries = self.linear(at("self_attn.q_b_proj"), small)
+        latent, position = self.linear(at("self_attn.kv_a_proj_with_mqa"), normed).split(
+            [config.kv_lora_rank, turned], -1
+        )
+        latent = self.norm(at("self_attn.kv_a_layernorm"), latent)
+        each = self.linear(at("self_attn.kv_b_proj"), latent).unflatten(-1, (self.num_heads, own + config.v_head_dim))
+        queries = queries.unflatten(-1, (self.num_heads, own + turned))
+        shared, heads = self.turn(position), []
+        for h in range(self.num_heads):
+            q = torch.cat([queries[..., h, :own], self.turn(queries[..., h, own:])], -1)
+            key, value = torch.cat([each[..., h, :own], shared], -1), each[..., h, own:]
+            scores = q @ key.transpose(-1, -2) * (own + turned) ** -0.5
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ value)
+        return self.linear(at("self_attn.o_proj"), torch.cat(heads, -1))
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Neighbouring features turned as pairs, (batch, tokens, features)."""
+        frequencies, _ = rotary_frequencies(self.config.rope_parameters, x.shape[-1])
+        turns = torch.polar(torch.ones(()), torch.arange(x.shape[1])[:, None] * frequencies)
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        self.layer_now = k
+        output = super().feed_forward(k, x)
+        if self.at(k, "mlp.gate.weight") not in self.w:
+            return output
+        normed = self.norm(self.at(k, self.mlp_norm), x)
+        gate, up = (self.linear(self.at(k, f"mlp.shared_experts.{name}_proj"), normed) for name in ("gate", "up"))
+        return output + self.linear(self.at(k, "mlp.shared_experts.down_proj"), self.activation(gate) * up)
+
+    def shares(self, logits: Tensor) -> Tensor:
+        config, third = self.config, self.config.model_type == "deepseek_v3"
+        scores = logits.sigmoid() if third else logits.softmax(-1)
+        ranked = scores + self.w[self.at(self.layer_now, "mlp.gate.e_score_correction_bias")] if third else scores
+        found = torch.zeros_like(scores)
+        for token, row in enumerate(ranked):
+            numbers = range(len(row))
+            groups = config.n_group if (config.n_group or 1) > 1 and len(row) % config.n_group == 0 else 1
+            size = len(row) // groups
+            best = sorted(range(groups), key=lambda g: -max(row[g * size : (g + 1) * size].tolist()))
+            open_ones = [e for e in numbers if e // size in best[: config.topk_group or 1]] if groups > 1 else numbers
+            chosen = sorted(open_ones, key=lambda e: -row[e].item())[: config.num_experts_per_tok]
+            found[token, chosen] = scores[token, chosen]
+        if third and config.norm_topk_prob:
+            found = found / found.sum(-1, True)
+        return found * config.routed_scaling_factor
 
 
 class _Phi3(Reference):
@@ -568,8 +655,16 @@ class _GptNeoX(_LayerNorms):
         return self.rotate(k, q), self.rotate(k, key), v
 
 
+class _Olmoe(_Qwen3Moe):
+    qkv, all_normed = _Olmo.qkv, _Olmo.all_normed
+
+
 _CLASSES: dict[str, type[Reference]] = {
     "mixtral": _Mixture,
+    "olmoe": _Olmoe,
+    "gpt_oss": _GptOss,
+    "deepseek_v2": _DeepSeek,
+    "deepseek_v3": _DeepSeek,
     "qwen3_moe": _Qwen3Moe,
     "ministral3": _Ministral3,
     "smollm3": _SmolLM3,

@@ -14,6 +14,8 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -22,6 +24,7 @@ from transformers import (
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -30,6 +33,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
@@ -61,6 +65,21 @@ _SHARED = {
 }
 _GROUPED = {"num_key_value_heads": KV_HEADS, "intermediate_size": 48}
 _WINDOW = {"sliding_window": 5}  # shorter than the texts of the tests
+# One dense layer, then mixtures of four experts with a shared one.
+_LATENT = {
+    "num_key_value_heads": HEADS,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _GROUPED),
     "mistral": (MistralConfig, _GROUPED | _WINDOW),
@@ -92,6 +111,20 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
         | {"mlp_only_layers": [2], "norm_topk_prob": False},
     ),
+    "olmoe": (OlmoeConfig, _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    # Of which some values are clamped.
+    "gpt_oss": (
+        GptOssConfig,
+        _GROUPED
+        | _WINDOW
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "swiglu_limit": 0.7}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        _LATENT | {"q_lora_rank": None},
+    ),
+    "deepseek_v3": (DeepseekV3Config, _LATENT | {"n_group": 1, "topk_group": 1, "q_lora_rank": 12}),
     "mixtral": (MixtralConfig, _GROUPED | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # Caps and scale such that leaving one of them out shows.
     "gemma2": (
@@ -185,6 +218,9 @@ def disturb(model: nn.Module, seed: int = 0) -> None:
     """Give every weight a size that matters: gains between 0.5 and 1.5, biases and shifts around 0.2, wide matrices."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("bias"):

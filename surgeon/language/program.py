@@ -230,7 +230,10 @@ class LayerShapes:
         Raises:
             ValueError: if it is to have experts that its layer does not have, or is an average of mixtures.
         """
-        mixture = self.of(sublayer).mixture if sublayer.kind == FEED_FORWARD else None
+        if sublayer.kind != FEED_FORWARD:
+            return 1
+        each = (self.others.get(layer, self).mixture for layer in sublayer.layers)
+        mixture = next((one for one in each if one is not None), None)
         require_experts(sublayer, None if mixture is None else mixture.experts)
         if mixture is None:
             return 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.language.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
 from surgeon.models.families import Family, SublayerSpec
+from surgeon.models.routing import check_kept
 from surgeon.models.weights import (
     FactoredLinear,
     FactorSource,
@@ -169,9 +170,13 @@ class EditedLayers(nn.Module):
         """A module with the averaged, narrowed, sliced or factorised weights of this sublayer.
 
         Raises:
-            ValueError: as `derive_sublayer`.
+            ValueError: as `derive_sublayer`, and `check_kept` of a mixture's experts.
         """
-        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), self.weights())
+        weights = self.weights()
+        mixture, experts = weights.spec(sublayer).mixture, weights.stored_experts(sublayer.layers[0])
+        if mixture is not None and experts is not None and sublayer.kind == FEED_FORWARD and sublayer.experts:
+            check_kept(sublayer.experts, experts, mixture.routing(self.config))
+        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), weights)
 
     def weights(self) -> ModelWeights:
         """The weights of the layers, seen in one view that is kept: what it knows of names and shapes takes a while."""

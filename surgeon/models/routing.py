@@ -8,6 +8,8 @@ Shapes: T tokens, E experts, k experts of a token.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -92,7 +94,7 @@ def check_groups(experts: int, routing: Routing) -> None:
         ValueError: if the experts do not divide into the groups, or the groups chosen from have too few.
     """
     groups, least = routing.groups, routing.group_best
-    if groups > 1 and (experts % groups or experts // groups < least):
+    if experts % groups or experts // groups < least:
         raise ValueError(
             f"{experts} experts do not divide into {groups} groups of {least} or more; keep equally many of each group"
         )
@@ -101,6 +103,24 @@ def check_groups(experts: int, routing: Routing) -> None:
             f"{routing.top_groups} groups of {experts // groups} experts have fewer than the {routing.top_k} that a "
             "token is sent to; keep more of each group"
         )
+
+
+def check_kept(kept: Sequence[int], experts: int, routing: Routing) -> None:
+    """Refuse to keep some of a mixture's experts where what is left of its groups would be other groups.
+
+    Args:
+        experts: how many there are.
+
+    Raises:
+        ValueError: if it has unlike numbers of them from the groups, or as `check_groups`.
+    """
+    of_each = Counter(expert * routing.groups // experts for expert in kept)
+    if len(of_each) < routing.groups or len(set(of_each.values())) > 1:
+        raise ValueError(
+            f"its router chooses among {routing.groups} groups of {experts // routing.groups} experts; keep equally "
+            f"many of each, not {[of_each[group] for group in range(routing.groups)]}"
+        )
+    check_groups(len(kept), routing)
 
 
 def _within_groups(compared: Tensor, routing: Routing) -> Tensor:

@@ -70,24 +70,23 @@ class FamilyContract:
 
     def test_described_modules_and_units_are_there(self, model: PreTrainedModel) -> None:
         family = family_of(model.config)
-        layer = model.get_submodule(family.layers).get_submodule("0")
-        for kind in "AF":
-            spec = family.spec(kind, 0)
+        layer = model.get_submodule(family.layers).get_submodule("1")
+        shapes = family.layer_shapes(model.config).of(Sublayer("F", (1,)))
+        weights = ModelWeights(ModuleStore(model), family, family.head_dim(model.config))
+        for kind in KINDS:
+            spec, sublayer = family.spec(kind, 1), Sublayer(kind, (1,))
             for path in (*spec.called, *spec.head_norms):
                 layer.get_submodule(path)
+            units = family.units(model.config, 1)
+            counted = {unit: count * family.unit_width(model.config, unit) for unit, count in units.items()}
             for projection in spec.projections:
                 weight = layer.get_parameter(projection.weight)
                 packed = [other for other in spec.projections if other.path == projection.path]
-                units = [family.units(model.config)[p.unit] * family.unit_width(model.config, p.unit) for p in packed]
-                assert weight.shape[projection.divided_dim - 2] == sum(units)
-        weights = ModelWeights(ModuleStore(model), family, family.head_dim(model.config))
-        shapes = dict(family.layer_shapes(model.config).matrices)
-        for kind in "AF":
-            sublayer = Sublayer(kind, (0,))
-            one = weights.each_expert(sublayer)[0] if kind == "F" and family.mixture else sublayer
-            for role in [projection.role for projection in family.spec(kind, 0).projections]:
-                assert shapes.pop(role) == weights.matrix(one, role).shape
-        assert not shapes
+                assert weight.shape[projection.divided_dim - 2] == sum(counted[one.unit] for one in packed)
+                own = weights.each_expert(sublayer)[0] if projection.stacked else sublayer
+                assert shapes.matrices[projection.role] == weights.matrix(own, projection.role).shape
+        roles = {projection.role for kind in KINDS for projection in family.spec(kind, 1).projections}
+        assert set(shapes.matrices) == roles
         for described in (family.embedding, family.final_norm, family.head, family.position_embedding):
             if described is not None:
                 model.get_submodule(described)
@@ -162,7 +161,8 @@ class FamilyContract:
         weights = ModelWeights(ModuleStore(model), family, family.head_dim(model.config))
         tensors, x = weights.by_role(whole), torch.randn(1, 9, model.config.hidden_size)
         with torch.no_grad():
-            expected = model.get_submodule(f"{family.layers}.1.{spec.modules[0]}")(x)
+            output = model.get_submodule(f"{family.layers}.1.{spec.modules[0]}")(x)
+        expected = output[0] if isinstance(output, tuple) else output
         logits = functional.linear(x[0], tensors["router.weight"], tensors.get("router.bias"))
         chosen, shares = route(logits, spec.mixture.routing(model.config), tensors.get("router.correction"))
         assert chosen.shape == shares.shape == (9, model.config.num_experts_per_tok)
@@ -172,6 +172,9 @@ class FamilyContract:
                 part * _expert(model, {role: one[e] for role, one in tensors.items() if len(one) == 4}, x[0, token])
                 for e, part in zip(expert.tolist(), share, strict=True)
             )
+        shared = {role.removeprefix("shared_"): one for role, one in tensors.items() if role.startswith("shared_")}
+        if shared:
+            found += _expert(model, shared, x[0])
         torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
         again = packed(tensors, spec, 1)
         stored = model.get_submodule(f"{family.layers}.1").state_dict()
@@ -285,6 +288,8 @@ class FamilyContract:
         """Of fewer heads, too, where their width is an entry of its own."""
         model.save_pretrained(tmp_path / "source")
         family = family_of(model.config)
+        if family.mixture and (family.attention.kept or family.heads_fill_stream):
+            pytest.skip("nothing is narrowed")
         widths = {"A": 1} if family.mixture else {"F": 5} if family.heads_fill_stream else {"F": 5, "A": 1}
         narrow = _dense(model).renamed(lambda one: replace(one, width=widths.get(one.kind)))
         expected = _logits(edit(model, narrow), ids)
@@ -326,13 +331,16 @@ def _dense(model: PreTrainedModel) -> Program:
 
 def _can_be_sliced(model: PreTrainedModel) -> bool:
     attention = family_of(model.config).attention
-    return attention.post_norm is None and not attention.norms_all_heads
+    return attention.post_norm is None and not attention.norms_all_heads and attention.kept is None
 
 
 def _edited(model: PreTrainedModel, name: str) -> PreTrainedModel:
     program, family = EDITS[name][0](_dense(model)), family_of(model.config)
     for sublayer in program.sublayers():
-        mixture = family.spec(sublayer.kind, sublayer.layers[0]).mixture
+        spec = family.spec(sublayer.kind, sublayer.layers[0])
+        mixture = spec.mixture
+        if spec.kept is not None and sublayer.width is not None:
+            pytest.skip("the attentions are kept as they are")
         if sublayer.piece and not _can_be_sliced(model):
             pytest.skip("the family cannot be sliced; that it says so is tested by itself")
         if mixture is not None and (len(sublayer.layers) > 1 or sublayer.width is not None):
@@ -344,8 +352,15 @@ def _edited(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 def _expert(model: PreTrainedModel, tensors: Tensors, x: Tensor) -> Tensor:
     """What one expert makes of a token's normed stream."""
+    config, family = model.config, family_of(model.config)
     gate, up = (functional.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias")) for role in ("gate", "up"))
-    activated = ACT2FN[getattr(model.config, family_of(model.config).activation)](gate)
+    assert family.mixture is not None
+    if family.mixture.clamped_gate is not None:
+        alpha, limit = family.mixture.clamped_gate(config)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        activated = gate * torch.sigmoid(alpha * gate)
+    else:
+        activated = ACT2FN[getattr(config, family.activation)](gate)
     return functional.linear(activated * up, tensors["down.weight"], tensors.get("down.bias"))
 
 

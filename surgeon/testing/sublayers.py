@@ -319,8 +319,8 @@ def narrow(program: Program) -> Program:
 
 
 def fewer_experts(program: Program) -> Program:
-    """Two experts of layer 1's mixture, and one of layer 3's."""
-    kept = {Sublayer("F", (1,)): (0, 3), Sublayer("F", (3,)): (2,)}
+    """Two experts of layer 1's mixture, and three of layer 3's."""
+    kept = {Sublayer("F", (1,)): (0, 3), Sublayer("F", (3,)): (0, 1, 3)}
     return program.renamed(lambda one: replace(one, experts=kept.get(one)))
 
 
@@ -344,6 +344,6 @@ EDITS: dict[str, Edit] = {
     ),
     "experts": (
         fewer_experts,
-        lambda s, x: sequential(s.experts(1, (0, 3)).experts(3, (2,)), x, [0, 1, 2, 3]),
+        lambda s, x: sequential(s.experts(1, (0, 3)).experts(3, (0, 1, 3)), x, [0, 1, 2, 3]),
     ),
 }

@@ -41,6 +41,10 @@ class Plain(Form):
             raise Inexpressible(f"{wide} would be one layer, whose sublayers have one norm in {family.name}")
         require_uniform(layers, family, per_layer_lists(family, config, config.to_dict()))
         reason = f"the program is a sequence of {len(layers)} whole layers, which any software loads"
+        try:
+            family.follow_mlp(config, [one.layers[0] for layer in layers for one in layer.feed_forward[:1]])
+        except ValueError as error:  # of configurations that cannot say which layers are dense
+            raise Inexpressible(str(error)) from error
         if widths := _widths(layers[0], family, config) | _experts(layers, family, config):
             reason = f"its {len(layers)} layers are all of one width, which any software loads"
             try:

@@ -85,6 +85,9 @@ def width(
             f"by {by} goes by no text; leave calibration out, or give by: {', '.join(CRITERIA[:-1])} or {CRITERIA[-1]}"
         )
     kept = {ATTENTION: heads, FEED_FORWARD: neurons}
+    for kind in kept:
+        if kept[kind] is not None and kind not in shapes.units:
+            raise ValueError(f"the {UNITS[kind]} of this model's layers cannot be told apart, so that all of them stay")
     widths = {kind: count_of(kept[kind], kind, shapes.units[kind]) for kind in kept if kept[kind] is not None}
     for kind, count in widths.items():
         if count == shapes.units[kind] and isinstance(kept[kind], float) and kept[kind] != 1:

@@ -92,6 +92,7 @@ class MixtureSpec:
         top_k: attributes (from the layer) that say how many a token goes to.
         correction: path of the vector that is added to scores where experts are chosen (`route`), if any.
         shared_router: path of the module whose sigmoid weighs what the shared experts give, if any.
+        clamped_gate: of a config: alpha and limit, where an expert's gate is clamped (gpt-oss), not only activated.
         shared: of a config: how many neurons the shared experts have together, if there are any.
     """
 
@@ -104,6 +105,7 @@ class MixtureSpec:
     correction: str | None = None
     shared_router: str | None = None
     shared: Callable[[Any], int] | None = None
+    clamped_gate: Callable[[Any], tuple[float, float]] | None = None
 
     @property
     def whole(self) -> dict[str, str]:
@@ -130,6 +132,10 @@ class SublayerSpec:
             parts of a sublayer that has one cannot be added, so it is never sliced or fused.
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
         cache_slot: path of the attribute that says which slot of the cache the attention uses.
+        beside: paths of parameters that are no projection's and no norm's, as far as they are there.
+        kept: why its parts are never taken by themselves, in words about all attentions of the family: they are neither
+            sliced nor narrowed, and ranks do not share them.
+        numbers: of a config: how many parameters it has beside its projections.
         width: the config attribute with how many neurons it has, where that is not the family's `intermediate`.
         mixture: what else it has where its feed-forward is a mixture of experts.
     """
@@ -142,6 +148,9 @@ class SublayerSpec:
     post_norm: str | None = None
     counts: tuple[str, ...] = ()
     cache_slot: str = "self_attn.layer_idx"
+    beside: tuple[str, ...] = ()
+    kept: str | None = None
+    numbers: Callable[[Any], int] | None = None
     width: str | None = None
     mixture: MixtureSpec | None = None
 
@@ -325,17 +334,17 @@ class Family:
         """What most layers' feed-forwards have as mixtures of experts, if they are."""
         return self.mlp.mixture
 
-    def require_no_mixture(self, what: str) -> None:
-        """Refuse mixtures where experts are not known.
+    def require_divided(self, what: str) -> None:
+        """Refuse attentions that are kept whole where they would be shared.
 
         Args:
-            what: that has no place for them.
+            what: that cannot have them, and does what.
 
         Raises:
-            ValueError: if most layers are mixtures.
+            ValueError: if some are.
         """
-        if self.mixture is not None:
-            raise ValueError(f"{self.name} is a mixture of experts, and {what}")
+        if self.attention.kept is not None:
+            raise ValueError(f"{what} {self.name}: its attentions are kept as they are, because {self.attention.kept}")
 
     @property
     def shares_norm(self) -> bool:
@@ -378,7 +387,10 @@ class Family:
             divided = units[projection.unit] * self.unit_width(config, projection.unit)
             shapes[projection.role] = (divided, hidden) if projection.reads_stream else (hidden, divided)
         counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
-        return LayerShapes(shapes, units=counts, mixture=self._mixture_shapes(config, mlp.mixture))
+        if attention.kept is not None:
+            del counts[ATTENTION]
+        beside = {} if attention.numbers is None else {ATTENTION: attention.numbers(config)}
+        return LayerShapes(shapes, norms=beside, units=counts, mixture=self._mixture_shapes(config, mlp.mixture))
 
     def _mixture_shapes(self, config: Any, mixture: MixtureSpec | None) -> MixtureShapes | None:
         if mixture is None:

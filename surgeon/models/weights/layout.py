@@ -76,7 +76,7 @@ def unit_features(projection: Projection, spec: SublayerSpec, units: Units, widt
 
 def units_in(kind: str, units: Units) -> int:
     """How many KV groups an attention has, or neurons a feed-forward: what narrowed ones have fewer of."""
-    return units["neurons"] if kind == FEED_FORWARD else units.get("kv_heads", units["heads"])
+    return units["neurons"] if kind == FEED_FORWARD else units.get("kv_heads", units.get("heads", 0))
 
 
 def narrowed(sublayer: Sublayer, units: Units) -> Units:
@@ -130,12 +130,15 @@ def require_sliceable(spec: SublayerSpec, family: Family) -> None:
     """Refuse slices of a sublayer that would not add up to it.
 
     Raises:
-        ValueError: if its output goes through a norm before it is added, or queries and keys of all heads through one.
+        ValueError: if its output goes through a norm before it is added, queries and keys of all heads through one, or
+            it is kept as it is.
     """
     if spec.post_norm is not None:
         raise ValueError(
             f"sublayers of {family.name} cannot be sliced: their output goes through a norm before it is added"
         )
+    if spec.kept is not None:
+        raise ValueError(f"attentions of {family.name} cannot be sliced: {spec.kept}")
     if spec.norms_all_heads:
         raise ValueError(
             f"attentions of {family.name} cannot be sliced: queries and keys of all heads are normed together"

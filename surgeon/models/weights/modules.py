@@ -212,7 +212,7 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
                 if f"{path}.weight" not in tensors and tensors:
                     packed = modules_of(spec)[path]
                     _set_module(layer, path, _taken_apart(packed, spec, tensors, weights.head_dim))
-    for index in range(weights.count_layers()) if weights.family.mixture is not None else ():
+    for index in range(len(model.get_submodule(weights.family.layers))) if weights.family.mixture is not None else ():
         _leave_experts(model.get_submodule(f"{layers}{index}"), index, weights)
     for sublayer in {replace(one, piece=None, ranks=()) for one in program.sublayers() if one.width is not None}:
         (index,) = sublayer.layers

@@ -116,7 +116,7 @@ class ModuleStore:
         """A part of a parameter."""
         return self.tensor(name).narrow(dim, first, end - first)
 
-    def _of(self, name: str) -> nn.Parameter:
+    def _of(self, name: str) -> Tensor:
         parameter = self._find(name)
         if parameter is None:
             raise ValueError(
@@ -125,9 +125,13 @@ class ModuleStore:
             )
         return parameter
 
-    def _find(self, name: str) -> nn.Parameter | None:
-        owner = self._owner(name)
-        return None if owner is None else owner._parameters.get(name.rpartition(".")[2])
+    def _find(self, name: str) -> Tensor | None:
+        """A parameter, or a buffer that is stored as one is."""
+        owner, last = self._owner(name), name.rpartition(".")[2]
+        if owner is None:
+            return None
+        stored = last not in owner._non_persistent_buffers_set
+        return owner._parameters.get(last, owner._buffers.get(last) if stored else None)
 
     def _owner(self, name: str) -> nn.Module | None:
         """The module that has a parameter of its own, looked up anew each time: parameters can be replaced."""

@@ -87,8 +87,12 @@ class ModelWeights:
             ValueError: if layers to be averaged differ in width or are mixtures, a shape is not a multiple of the
                 head's width, or the sublayer is to have more of them, or other experts, than its layer.
         """
+        kept = self.spec(sublayer).kept
+        if kept is not None and sublayer.width is not None:
+            raise ValueError(f"{sublayer}: attentions of {self.family.name} cannot be narrowed: {kept}")
         if sublayer.kind == FEED_FORWARD:
-            require_experts(sublayer, experts := self.stored_experts(sublayer.layers[0]))
+            counts_of = (self.stored_experts(layer) for layer in sublayer.layers)
+            require_experts(sublayer, experts := next((count for count in counts_of if count is not None), None))
             if experts is not None and sublayer.width is not None:
                 raise ValueError(f"{sublayer}: {NO_WIDTH}")
         counts = [self._units_of(sublayer.kind, layer) for layer in sublayer.layers]
@@ -251,11 +255,17 @@ class ModelWeights:
             experts: whose experts' matrices there are in place of a mixture's own: fewer than its router knows, where
                 ranks divide them.
         """
-        found = self.norms(sublayer, dtype) | self.router(sublayer, dtype)
+        found = self.norms(sublayer, dtype) | self.router(sublayer, dtype) | self._beside(sublayer, dtype)
         for projection in self.spec(sublayer).projections:
             of = experts if experts is not None and projection.stacked else sublayer
             found |= self._projection_tensors(of, projection, dtype)
         return found
+
+    def _beside(self, sublayer: Sublayer, dtype: torch.dtype | None) -> Tensors:
+        """Tensors that are no projection's and no norm's, by their paths from the layer."""
+        layers = [self._layer(layer) for layer in sublayer.layers]
+        there = [path for path in self.spec(sublayer).beside if f"{layers[0]}{path}" in self]
+        return {path: mean((self.tensor(f"{layer}{path}") for layer in layers), dtype) for path in there}
 
     def written(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """What it writes to the stream with, of all that `by_role` gives."""

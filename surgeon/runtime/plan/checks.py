@@ -79,6 +79,7 @@ def make_plan(
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
     stored = open_stored(model)
     config, family, source = stored.config, stored.family, stored.weights  # none of them are read
+    family.require_divided("ranks do not compute")
     layers = source.count_layers()
     given = Program.parse(program) if isinstance(program, str) else program
     parsed = stored.program if given is None else given

@@ -22,6 +22,7 @@ FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "
 FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text", "cohere", "cohere2"]
 FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "olmo3"]
 FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2"]
+FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 THOROUGH = (
     "glm",
     "cohere",
@@ -32,6 +33,8 @@ THOROUGH = (
     "exaone4",
     "seed_oss",
     "starcoder2",
+    "olmoe",
+    "deepseek_v2",
 )  # whose mechanisms others have, too
 
 

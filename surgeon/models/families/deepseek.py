@@ -1,0 +1,113 @@
+"""DeepSeek-V2 and V3: attentions over compressed keys and values, and mixtures with shared experts behind dense layers.
+
+What heads have in common of an attention is one small latent (multi-head latent attention, DeepSeek-V2, section 2.1),
+so that attentions are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from surgeon.models.families.base import Family, Projection, SublayerSpec
+from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.mixtures import MIXTURE
+from surgeon.models.routing import Routing
+
+_ATTENTION = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+
+
+def _numbers(config: Any) -> int:
+    """The parameters of an attention, without biases."""
+    heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+    queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    own = hidden * queries
+    if config.q_lora_rank is not None:
+        own = config.q_lora_rank * (hidden + 1 + queries)
+    expanded = rank * (1 + heads * (config.qk_nope_head_dim + config.v_head_dim))
+    return int(own + hidden * (rank + config.qk_rope_head_dim) + expanded + heads * config.v_head_dim * hidden)
+
+
+def _shared_neurons(config: Any) -> int:
+    return int(config.moe_intermediate_size * config.n_shared_experts)
+
+
+def _routing(config: Any) -> Routing:
+    return Routing(
+        int(config.num_experts_per_tok),
+        "sigmoid",
+        normalise=bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+        groups=int(config.n_group or 1),
+        top_groups=int(config.topk_group or 1),
+        group_best=2,
+    )
+
+
+def _routing_v2(config: Any) -> Routing:
+    limited = config.topk_method == "group_limited_greedy"
+    return Routing(
+        int(config.num_experts_per_tok),
+        scale=float(config.routed_scaling_factor),
+        groups=int(config.n_group) if limited else 1,
+        top_groups=int(config.topk_group) if limited else 1,
+    )
+
+
+def _variant(family: Family, config: Any) -> Family:
+    dense = replace(LLAMA.mlp, width="intermediate_size")
+    first = min(config.first_k_dense_replace, config.num_hidden_layers)
+    return replace(family, layer_specs=tuple(("F", layer, dense) for layer in range(first)))
+
+
+def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+    dense = [source < config.first_k_dense_replace for source in sources]
+    if dense != sorted(dense, reverse=True):
+        raise ValueError("its dense layers come first in every configuration, and here a mixture stands before one")
+    return {"first_k_dense_replace": sum(dense)}
+
+
+assert MIXTURE.mixture is not None
+_MIXTURE = replace(
+    MIXTURE,
+    projections=(
+        *MIXTURE.projections,
+        Projection("shared_gate", "mlp.shared_experts.gate_proj", "shared_neurons"),
+        Projection("shared_up", "mlp.shared_experts.up_proj", "shared_neurons"),
+        Projection("shared_down", "mlp.shared_experts.down_proj", "shared_neurons", reads_stream=False),
+    ),
+    mixture=replace(
+        MIXTURE.mixture,
+        count="n_routed_experts",
+        routing=_routing,
+        correction="mlp.gate.e_score_correction_bias",
+        shared=_shared_neurons,
+    ),
+)
+
+DEEPSEEK_V3 = replace(
+    LLAMA,
+    name="DeepSeek-V3",
+    model_type="deepseek_v3",
+    attention=SublayerSpec(
+        norm="input_layernorm",
+        modules=("self_attn",),
+        projections=(),
+        beside=tuple(f"self_attn.{name}.{part}" for name in (*_ATTENTION, "o_proj") for part in ("weight", "bias")),
+        kept="their heads share compressed keys and values",
+        numbers=_numbers,
+    ),
+    mlp=_MIXTURE,
+    intermediate="moe_intermediate_size",
+    variant=_variant,
+    follow_mlp=_follow_mlp,
+)
+
+assert _MIXTURE.mixture is not None
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    name="DeepSeek-V2",
+    model_type="deepseek_v2",
+    mlp=replace(_MIXTURE, mixture=replace(_MIXTURE.mixture, routing=_routing_v2, correction=None)),
+)
