@@ -16,14 +16,19 @@ from transformers.utils import logging
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.library.capabilities import Capabilities
 from surgeon.models import families as described
-from surgeon.models.families import FAMILIES, Family
+from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.wrappers import WRAPPERS, Wrapper
 from surgeon.opened import Model
 from surgeon.results.families import AREAS, FamilyRow, FamilyTable
 
 RANKS = (1, 2)
 # Of the default configuration, what is given beside it: the first that there is a model of counts.
-_GIVEN: tuple[dict[str, Any], ...] = ({"num_hidden_layers": 6}, {}, {"num_hidden_layers": 6, "head_dim": 64})
+_GIVEN: tuple[dict[str, Any], ...] = (
+    {"num_hidden_layers": 6},
+    {},
+    {"num_hidden_layers": 6, "head_dim": 64},
+    {"num_hidden_layers": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2},
+)
 
 
 def families(model_types: Collection[str] | None = None) -> FamilyTable:
@@ -65,6 +70,7 @@ def _examples(model_type: str, name: str) -> Iterator[Model]:
         for given in _GIVEN:
             try:
                 config = CONFIG_MAPPING[model_type](**given)
+                family_of(config)  # some defaults are no model
                 yield Model(name, RandomCheckpoint(Path(name), config=config), config)
             except Exception:  # noqa: BLE001 - whatever it trips over, the next one is tried
                 continue

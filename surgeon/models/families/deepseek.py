@@ -55,6 +55,10 @@ def _routing_v2(config: Any) -> Routing:
     )
 
 
+def _unsupported(config: Any) -> str | None:
+    return "its configuration has no num_experts_per_tok" if config.num_experts_per_tok is None else None
+
+
 def _variant(family: Family, config: Any) -> Family:
     dense = replace(LLAMA.mlp, width="intermediate_size")
     first = min(config.first_k_dense_replace, config.num_hidden_layers)
@@ -102,6 +106,7 @@ DEEPSEEK_V3 = replace(
     intermediate="moe_intermediate_size",
     variant=_variant,
     follow_mlp=_follow_mlp,
+    unsupported=_unsupported,
 )
 
 assert _MIXTURE.mixture is not None

@@ -45,9 +45,11 @@ class Widths(ShareSpace):
         return super().claims(edit) | claims_of_slices(edit, kind_of(edit))
 
     def kept(self, model: Model, kind: str, share: float) -> int:
-        """How many are kept; 0 where that is all of them."""
+        """How many are kept; 0 where that is all of them, or they cannot be told apart."""
         (of,) = HALVES[kind]
-        units = model.shapes.layer_shapes.units[of]
+        units = model.shapes.layer_shapes.units.get(of)
+        if units is None:
+            return 0
         count = count_of(share, of, units)
         count -= count % self.ranks if count > self.ranks else 0
         return count if count < units else 0

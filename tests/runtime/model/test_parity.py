@@ -35,6 +35,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {"attention_bias": True},
     "olmo2": {},
+    "olmoe": {},
     "exaone4": {},
     "seed_oss": {},
     "starcoder2": {},
@@ -92,7 +93,7 @@ PROGRAMS = {
 }
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
 SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3", "exaone4", "seed_oss", "starcoder2")
@@ -102,7 +103,7 @@ CASES = [
     for family in OVERRIDES
     for name in (MIXED if family in MIXTURES else SHORT_LIST if family in SHORT else PROGRAMS)
     if family in MIXTURES or "experts" not in name
-    if family not in NORMED_BEHIND or "/" not in PROGRAMS[name]  # their sublayers cannot be sliced
+    if family not in (*NORMED_BEHIND, "olmoe") or "/" not in PROGRAMS[name]  # their sublayers cannot be sliced
     if family in GROUPED or name != "one KV group of two"  # whose heads are two, for two ranks
 ]
 WAYS = [(1, "shm"), (2, "shm"), (4, "shm"), (2, "gloo"), (4, "gloo")]
@@ -126,6 +127,7 @@ ON_WAYS = [
     case(way, family, name, default=is_default(way, family, name, at), id=f"{way[1]}{way[0]}-{family}-{name}")
     for way in WAYS
     for at, (family, name) in enumerate(CASES)
+    if family != "olmoe" or name in ("dense", "LP", "some experts")  # of which others have most
     if way[0] < 4 or family not in SHORT or name in ("dense", "merge", "LP")  # their weights, cut in four
 ]
 IDS = torch.randint(2, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(3))
@@ -161,7 +163,7 @@ def expected() -> dict[tuple[str, str], Tensor]:
 
 
 def test_every_supported_family_is_compared() -> None:
-    assert set(OVERRIDES) == set(FAMILIES)
+    assert set(OVERRIDES) == {name for name, family in FAMILIES.items() if family.attention.kept is None}
 
 
 def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> int:
@@ -220,7 +222,7 @@ def test_logits_and_counts(
         assert all(count.all_gathers == 0 for count in counts)
 
 
-SLICED = [(way, family, name) for way in WAYS[1:3] for family in MIXTURES for name in MIXED]
+SLICED = [(way, family, name) for way in WAYS[1:3] for family in MIXTURES[:2] for name in MIXED]
 
 
 @pytest.mark.parametrize(
