@@ -98,7 +98,8 @@ def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkey
     assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
     known = FAMILIES[family]
     roles = {projection.role for projection in known.spec(FEED_FORWARD).projections}
-    gated = "gate" in roles and family not in ("mixtral", "olmoe")  # experts are PyTorch's here; a layer of Qwen3-MoE's is dense
+    # Experts are PyTorch's here; a layer of Qwen3-MoE's is dense.
+    gated = "gate" in roles and family not in ("mixtral", "olmoe")
     gate = "gelu_tanh_and_mul" if family.startswith("gemma") else "silu_and_mul"
     wanted = {"rms_norm": known.norm_kind == "rms", "rotary_embedding": known.rotary, gate: gated}
     assert torch.ops._C.called == {name for name, used in wanted.items() if used}

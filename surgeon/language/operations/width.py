@@ -99,7 +99,9 @@ def width(
 
     def narrow(sublayer: Sublayer) -> Sublayer:
         count = None if set(layers).isdisjoint(sublayer.layers) else widths.get(sublayer.kind)
-        return sublayer if count in (None, shapes.units.get(sublayer.kind)) else _narrowed(sublayer, count, layers, shapes)
+        return (
+            sublayer if count in (None, shapes.units.get(sublayer.kind)) else _narrowed(sublayer, count, layers, shapes)
+        )
 
     return program.renamed(narrow)
 
