@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from surgeon.language.program import ROLES, UNITS, Program
+from surgeon.language.program import EXPERTS, FEED_FORWARD, ROLES, UNITS, Program
 
 Layer = tuple[tuple[int, ...], int]  # the layers of the unedited model that one comes from, and which copy it is
 WHOLE, ABSENT = "whole", "not there"
-_OF_KIND = {kind: (UNITS[kind], *ROLES[kind]) for kind in ROLES}
+_COUNTED = (EXPERTS, *UNITS.values())
+_OF_KIND = {kind: (*_COUNTED[: kind == FEED_FORWARD], UNITS[kind], *ROLES[kind]) for kind in ROLES}
 _IN_ORDER = [name for names in _OF_KIND.values() for name in names]
 
 
@@ -54,9 +55,9 @@ def size_differences(a: Program, b: Program) -> list[SizeDifference]:
 
 def sizes_text(sizes: Mapping[str, str | int]) -> str:
     """Widths and ranks by name, in words, equal ranks together: "KV groups 3; q, o 38; k, v 25"."""
-    groups: dict[tuple[str, bool], list[str]] = {}
+    groups: dict[tuple[str, str | bool], list[str]] = {}
     for name in sorted(sizes, key=_IN_ORDER.index):
-        groups.setdefault((str(sizes[name]), name in UNITS.values()), []).append(name)
+        groups.setdefault((str(sizes[name]), name in _COUNTED and name), []).append(name)
     return "; ".join(f"{', '.join(names)} {size}" for (size, _), names in groups.items())
 
 

@@ -126,6 +126,11 @@ def _model(found: Surgery) -> str:
         f"{stored.family.name}, {config.hidden_size} wide, {units['heads']} heads over {units['kv_heads']} KV heads, "
         f"vocabulary {config.vocab_size}"
     )
+    shapes = stored.family.layer_shapes(config)
+    if (mixture := shapes.mixture) is not None:
+        active, all_of_them = found.program.active_parameters(shapes), found.program.parameters(shapes)
+        text += f", {mixture.experts} experts of which a token goes to {mixture.top_k}"
+        text += f" ({active / all_of_them:.0%} of the layers' matrices)"
     if found.recipe is not None:
         return text
     how = f", stored as {', '.join(stored.schemes)}" if stored.schemes else ""

@@ -15,6 +15,7 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.cli.app import main
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
 from surgeon.language.program import Program
@@ -114,3 +115,11 @@ def test_dense_layers_stay_dense_wherever_they_go(tmp_path: Path) -> None:
     out = exported(model, program, tmp_path)
     assert json.loads((out / "config.json").read_text())["mlp_only_layers"] == [0]
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5)
+
+
+def test_show_says_how_many_experts_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = exported(tiny_model("mixtral"), PROGRAMS[0], tmp_path)
+    assert main(["show", str(out)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "4 experts of which a token goes to 2" in shown
+    assert "layer 0: experts 1" in shown
