@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from surgeon.analysis.cells import SCANNED, select, selected_cells
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
-from surgeon.analysis.spectrum import request
+from surgeon.analysis.factors.matrices import choose_weights
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.random_weights import RandomFactors
@@ -36,11 +36,10 @@ from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
-from surgeon.searches.question import SearchSettings
-from surgeon.searches.spaces.base import SPACES
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.spaces import SPACES, parse_spaces
 from surgeon.training.memory import BYTES, training_bytes
-from surgeon.training.model import RackOptions
-from surgeon.training.racks.partition import allowed_cuts
+from surgeon.training.racks.partition import Racks, allowed_cuts
 from surgeon.training.scope import add_adapters, choose_parameters
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.settings import SCOPES, TrainSettings
@@ -154,7 +153,7 @@ class Capabilities:
         yield from ((name, partial(self._over, name, self._runs)) for name in HEATMAPS)
         yield "similarity", self._similarity
         yield "sensitivity", self._sensitivity
-        yield "spectrum", lambda: f"of {', '.join(request(self.model.config).weights)}"
+        yield "spectrum", lambda: f"of {', '.join(choose_weights(self.model.family, None))}"
 
     @cached_property
     def _plan(self) -> SharedPlan:
@@ -189,8 +188,10 @@ class Capabilities:
             yield name, partial(self._space, name)
 
     def _space(self, name: str) -> str:
-        settings = SearchSettings(name, ranks=max(2, self.ranks[0]))
-        return plural(len(settings.mixture(self.model).edits), "edit")
+        ranks = max(2, self.ranks[0])
+        mixture = Mixture(parse_spaces(name, ranks), self.model, ranks)
+        mixture.require_edits()
+        return plural(len(mixture.edits), "edit")
 
     def exporting(self) -> Iterator[Question]:
         """Maps by the form that their programs get, and for forms, whether they hold pairs."""
@@ -296,7 +297,7 @@ class Capabilities:
     def _racks(self, program: Program) -> str:
         cuts = allowed_cuts(program)
         middle = cuts[len(cuts) // 2] if cuts else 1
-        RackOptions([f"0:{middle}", f"{middle}:{self.model.num_layers}"]).cut(program)
+        Racks.parse([f"0:{middle}", f"{middle}:{self.model.num_layers}"], program)
         return f"they may begin at {plural(len(cuts), 'layer')}"
 
     def _tracks(self) -> str:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration
+from surgeon.language.operations.within import require_whole_layers
 from surgeon.language.program import ATTENTION, Program
 from surgeon.language.recipe import Expect, Recipe
 from surgeon.opened import Model
@@ -82,11 +83,18 @@ class Mixture:
         return [self.program((edit,)) for edit in self.edits]
 
     def require_edits(self) -> None:
-        """Refuse spaces that the model can have nothing of.
+        """Refuse edited models, and spaces that the model can have nothing of.
 
         Raises:
             ValueError: with the reason.
         """
+        if self.model.own is not None:
+            try:
+                require_whole_layers(self.model.own, self.model.num_layers)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.model.label} is an edited model; search the one that it was made of ({error})"
+                ) from error
         there = {edit.space for edit in self.edits}
         for space in self.spaces:
             if space.name not in there:

@@ -11,7 +11,6 @@ from functools import cached_property
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
-from surgeon.language.operations.within import require_whole_layers
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.comm.link import parse_link
@@ -141,13 +140,6 @@ class SearchSettings:
         Raises:
             ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
         """
-        if model.own is not None:
-            try:
-                require_whole_layers(model.own, model.num_layers)
-            except ValueError as error:
-                raise ValueError(
-                    f"{model.label} is an edited model; search the one that it was made of ({error})"
-                ) from error
         assert self.space is not None, "`on` names the spaces"
         mixture = Mixture(parse_spaces(self.space, self.ranks), model.in_turn, self.ranks)
         mixture.require_edits()
