@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -92,9 +93,11 @@ class Capabilities:
             "vllm": self.on_vllm,
             "train": self.training,
         }
-        for area in areas:
-            for what, ask in questions[area]():
-                yield _answer(area, what, ask)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to know of things that work
+            for area in areas:
+                for what, ask in questions[area]():
+                    yield _answer(area, what, ask)
 
     def loading(self) -> Iterator[Question]:
         """The model as it is, and what lies beside it."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.config import CONFIG, find_config
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
-from surgeon.errors import did_you_mean, shown
+from surgeon.errors import did_you_mean
 from surgeon.library.capabilities import Capabilities
 from surgeon.library.opening import check_counts
 from surgeon.memory import show_size
@@ -26,7 +26,6 @@ from surgeon.runtime.plan.checks import DTYPES
 from surgeon.words import plural
 
 RANKS = (1, 2, 4, 8)
-MOST_SHOWN = 200  # characters
 
 
 def check(
@@ -127,5 +126,15 @@ def _quantised(said: Any) -> str:
 def _positions(model: Model) -> str:
     """How far they reach, and by which rule."""
     rope = getattr(model.config, "rope_parameters", None)
-    said = ", ".join(f"{name} {shown(value, MOST_SHOWN)}" for name, value in rope.items()) if rope else "learned"
-    return f"{model.positions:,}, {said}"
+    return f"{model.positions:,}, {_listed(rope) if rope else 'learned'}"
+
+
+def _listed(entries: Mapping[str, Any]) -> str:
+    """Entries of a configuration, lists of numbers by their length."""
+    said = []
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            said.append(f"{name}: {_listed(value)}")
+        else:
+            said.append(f"{name} {f'{len(value)} numbers' if isinstance(value, list) else value}")
+    return ", ".join(said)

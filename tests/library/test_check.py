@@ -97,6 +97,21 @@ def test_texts_of_the_full_length(checked: Callable[..., Check]) -> None:
     assert found.of_area("ranks")["texts of 512 tokens"].works == "yes"
 
 
+def test_positions_and_how_far_they_reach(checked: Callable[..., Check]) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 500.0}
+    found = checked("llama", rope_parameters=rope | {"original_max_position_embeddings": 32})
+    assert "rope_type longrope, short_factor 4 numbers" in found.described["positions"]
+    with pytest.raises(ValueError, match="describes no model that can be built"):
+        checked("llama", rope_parameters={"rope_type": "strange", "rope_theta": 500.0})
+
+
+def test_quantised_weights(checked: Callable[..., Check]) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    assert checked("llama", quantization_config=fp8).described["quantised"].startswith("FP8 in blocks of 16 x 16;")
+    unknown = checked("llama", quantization_config={"quant_method": "quip"})
+    assert "quantised by 'quip' are not supported" in unknown.described["quantised"]
+
+
 def test_an_edited_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
     surgeon.export(surgeon.edit(surgeon.open(tiny_checkpoint), ladder="1:4"), tmp_path / "ladder")
     found = surgeon.check(tmp_path / "ladder")
