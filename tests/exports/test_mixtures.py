@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import surgeon
 from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint
@@ -85,6 +86,19 @@ def test_everything_else_has_the_program_form(family: str, program: str, tmp_pat
     saved = shipped.from_pretrained(out)
     saved.save_pretrained(tmp_path / "saved")
     torch.testing.assert_close(logits(shipped.from_pretrained(tmp_path / "saved").eval()), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("program", PROGRAMS[:2])
+def test_edited_models_in_memory_are_exported(family: str, program: str, tmp_path: Path) -> None:
+    """Also where stock classes would balance as many experts in every layer; what asks for it stays in config.json."""
+    model = edit(tiny_model(family, output_router_logits=True), program)
+    expected = logits(model)
+    surgeon.export(model, tmp_path / "out")
+    shipped = PROGRAM.model_class(model.config.model_type, tmp_path / "out")
+    for written in (load(tmp_path / "out"), shipped.from_pretrained(tmp_path / "out").eval()):
+        torch.testing.assert_close(logits(written), expected, rtol=0, atol=2e-5)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["output_router_logits"]
 
 
 def test_edited_models_in_memory_are_saved(tmp_path: Path) -> None:

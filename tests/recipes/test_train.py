@@ -32,7 +32,9 @@ def plan_of(name: str) -> Blueprint:
 
 
 def test_all_are_known() -> None:
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(SYNCS)
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*SYNCS, "mixture"}
+    assert plan_of("mixture").program.sync_points(2) == 16
+    assert count_parameters(plan_of("mixture").architecture).layers == pytest.approx(5.0e6, rel=0.1)
 
 
 @pytest.mark.parametrize("name", SYNCS)

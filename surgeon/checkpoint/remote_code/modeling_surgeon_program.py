@@ -580,6 +580,8 @@ class RunsProgram(nn.Module):
         self.family = family_in(config)
         path, layers = next((path, m) for path, m in self.named_modules() if isinstance(m, nn.ModuleList))
         program = parse(config.surgeon_program)
+        if any(one.experts is not None for one in sublayers(program)):
+            config.output_router_logits = False  # the stock class balances as many experts in every layer
         for sublayer in {(one.kind, one.layer): one for one in sublayers(program)}.values():
             if sublayer.experts is not None and self.family.mixture is not None:
                 leave_experts(layers[sublayer.layer], self.family.mixture, sublayer.experts)

@@ -197,18 +197,15 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
     for index in range(weights.count_layers()) if weights.has_factors() else ():
         layer = model.get_submodule(f"{layers}{index}")
         for spec in (weights.family.spec(kind, index) for kind in KINDS):
-            inside = f"{weights.names.layers}{index}."
             if spec.mixture is not None and weights.stored_ranks(Sublayer(FEED_FORWARD, (index,))):
                 path = spec.mixture.experts
                 whole = layer.get_submodule(path)
                 like = next(whole.parameters())
-                stored = [name for name in weights.store.names() if name.startswith(f"{inside}{path}.")]
-                tensors = {name.removeprefix(inside): like.new_empty(weights.store.shape(name)) for name in stored}
+                tensors = _empty(weights, index, path, like)
                 _set_module(layer, path, _experts(spec, tensors, whole))
             for path in (path for path, packed in modules_of(spec).items() if not packed[0].stacked):
-                stored = [name for name in weights.store.names() if name.startswith(f"{inside}{path}.")]
                 like = next(layer.get_submodule(path).parameters())
-                tensors = {name.removeprefix(inside): like.new_empty(weights.store.shape(name)) for name in stored}
+                tensors = _empty(weights, index, path, like)
                 if f"{path}.weight" not in tensors and tensors:
                     packed = modules_of(spec)[path]
                     _set_module(layer, path, _taken_apart(packed, spec, tensors, weights.head_dim))
@@ -236,6 +233,12 @@ def _leave_experts(layer: nn.Module, index: int, weights: ModelWeights) -> None:
         elif old is not None:
             setattr(owner, name, old.new_empty(experts))
     recount_experts(layer, weights.family.spec(FEED_FORWARD, index))
+
+
+def _empty(weights: ModelWeights, layer: int, path: str, like: Tensor) -> dict[str, Tensor]:
+    """Tensors without numbers for those that are stored of a module of a layer, by their paths from the layer."""
+    stored = weights.names.below(layer, path)
+    return {own: like.new_empty(weights.store.shape(name)) for own, name in stored.items()}
 
 
 def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config: Any) -> None:

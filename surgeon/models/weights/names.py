@@ -85,6 +85,17 @@ class Names:
         each = tuple(self.own(f"{layer}{one.format(expert)}.weight") for expert in range(experts) for one in alone)
         return each or (name,)
 
+    def below(self, layer: int, path: str) -> dict[str, str]:
+        """The tensors of a module of a layer, or of one inside it, by their paths from the layer."""
+        prefix, found = f"{self.layers}{layer}.", dict[str, str]()
+        for name in (name for name in self.store.names() if name.startswith(prefix)):
+            inside = name.removeprefix(prefix)
+            for own, stored in self.family.stored_names:
+                inside = own + inside.removeprefix(stored) if inside.startswith(stored) else inside
+            if inside.startswith(f"{path}."):
+                found[inside] = name
+        return found
+
     def _renamed(self, name: str) -> str:
         """The name that files have for a layer's tensor, if they have it under another one."""
         number, _, inside = name.removeprefix(f"{self.family.layers}.").partition(".")

@@ -27,8 +27,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2": SIZES,  # with windows in some layers
     "gemma2": SIZES,
     "gpt_neox": {"hidden_size": 128, "intermediate_size": 176, "num_attention_heads": 8},
+    "qwen3_moe": SIZES | {"moe_intermediate_size": 48},
 }
-CASES = [("llama", 2), ("llama", 4), ("qwen2", 2), ("gemma2", 4), ("gpt_neox", 2)]
+CASES = [("llama", 2), ("llama", 4), ("qwen2", 2), ("gemma2", 4), ("gpt_neox", 2), ("qwen3_moe", 2)]
 IDS = torch.randint(2, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(3))
 CHUNKS = [IDS[:, :6], IDS[:, 6:10], IDS[:, 10:]]  # prefill, several tokens after others, decode
 BLOCKS = -(-LAYERS // DEPTH)

@@ -18,6 +18,7 @@ from surgeon.training.distill.distiller import Distillation
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.in_turn import train_in_turn
 from surgeon.training.racks.items import ItemKey, ItemKind
+from surgeon.training.racks.model import open_rack, save_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import rack_folder
 from surgeon.training.racks.streams import KeptStreams, RackStreams
@@ -78,6 +79,26 @@ def test_racks_in_turn_are_racks_in_step(tmp_path: Path) -> None:
     assert not torch.equal(
         own["model.layers.2.mlp.up_proj.weight"], whole().state_dict()["model.layers.2.mlp.up_proj.weight"]
     )
+
+
+@pytest.mark.parametrize("program", ["A0 F0!e0,e3 A1 F1 A2 F2 A3 F3!e0,e1", "A0 F0 A1 F1@up4 A2 F2 A3 F3@gate4"])
+def test_racks_of_mixtures(program: str, tmp_path: Path) -> None:
+    """Each rack balances the experts of its own stretch and of its coda; the file of a rack keeps what it is."""
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = edit(tiny_model("mixtral", 4, dropout=0.0, **asked), program)
+    racks = cut(model)
+    for index in range(3):
+        rack = rack_of(model, racks, index)
+        save_rack(rack, tmp_path / "rack")
+        stream = None if index == 0 else torch.randn(2, 8, model.config.hidden_size)
+        ids = TEXTS.training.ids[:2]
+        again = open_rack(tmp_path / "rack").forward(ids, stream)
+        for one, other in zip(again, rack.forward(ids, stream), strict=True):
+            assert torch.equal(one, other)
+    found = trained(tmp_path / "run", model, racks, steps=1)
+    for index in range(3):
+        assert pd.read_csv(rack_folder(tmp_path / "run", index) / "training.csv")["balance"].iloc[0] > 1.5
+    assert found.results[-1].after.perplexity < found.results[-1].before.perplexity
 
 
 def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
