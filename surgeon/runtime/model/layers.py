@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from surgeon.models.families import SublayerSpec
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
-from surgeon.runtime.model.linear import count_outputs, second_factor
+from surgeon.runtime.model.linear import LinearMap, count_outputs, second_factor
 from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.plan.specification import Plan, Rotary
 
@@ -172,6 +173,22 @@ def norm_before(tensors: Tensors, plan: Plan) -> Norm | Unnormed:
     return Norm(tensors, "norm", plan) if "norm.weight" in tensors else Unnormed()
 
 
+class AttentionMaps(Protocol):
+    """The linear maps of an attention's slice.
+
+    Attributes:
+        later: the roles whose second factors they leave out.
+    """
+
+    later: frozenset[str]
+
+    def reading(self, roles: list[str], /) -> LinearMap:
+        """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
+
+    def writing(self, role: str, /) -> LinearMap:
+        """The projection to the stream."""
+
+
 class Attention:
     """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
 
@@ -187,7 +204,7 @@ class Attention:
     def __init__(
         self,
         tensors: Tensors,
-        maps: Maps,
+        maps: AttentionMaps,
         spec: SublayerSpec,
         plan: Plan,
         window: int | None,

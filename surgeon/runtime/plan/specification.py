@@ -76,6 +76,29 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """The sizes of latent attentions.
+
+    Attributes:
+        heads: of an attention.
+        width: features of a query or key.
+        turned: how many of them turn with positions.
+        value: features of a value; no more than `width`.
+        rank: features of the latent that keys and values are made of.
+        query_rank: of the one that queries are made of; None where they are made of the stream.
+        neighbours: whether neighbouring features turn as pairs.
+    """
+
+    heads: int
+    width: int
+    turned: int
+    value: int
+    rank: int
+    query_rank: int | None
+    neighbours: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """A model and a program, ready to be run by a number of ranks; small, so that it can be sent to them.
 
@@ -112,6 +135,7 @@ class Plan:
         mixtures: which layers are mixtures of experts, and how ranks share one.
         routing: how mixtures choose experts, if there are any.
         clamped_gate: alpha and limit of experts whose gates are clamped (gpt-oss), in place of their activation.
+        latent: the sizes of attentions, where they are latent ones.
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
         coda: what drafts tokens, if anything.
     """
@@ -147,6 +171,7 @@ class Plan:
     mixtures: Mixtures = NO_MIXTURES
     routing: Routing | None = None
     clamped_gate: tuple[float, float] | None = None
+    latent: Latent | None = None
     described: Family | None = None
     coda: CodaPlan | None = None
 

@@ -1,0 +1,117 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1) as any attention, but for how its queries and keys are made.
+
+Keys and values of all heads are made of one small normed latent of a token, queries of another one or of the stream;
+what turns with positions is a part of its own, of keys one that all heads have in common. Here that part lies before
+the others in every head, and values are filled up with zeros to the width of keys, as are the columns of what writes
+to the stream. So keys and values are cached, turned and attended to as those of every attention. Each rank has some of
+the heads, and makes the latents by itself.
+
+Shapes: T tokens of a pass, H heads of the slice, D features of a query or key, R of them that turn, V of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgeon.models.weights import Tensors
+from surgeon.runtime.model.linear import Linear, LinearMap, whole_map
+from surgeon.runtime.plan.specification import Latent, Plan
+
+EPSILON = 1e-6  # of the latents' norms, whatever the configuration says of others
+
+
+class LatentMaps:
+    """The maps of a slice of a latent attention.
+
+    Args:
+        stored: the whole attention's tensors, named as its module has them ("q_b_proj.weight").
+        piece: (index, count), which of the slices of the heads; None for all.
+
+    Attributes:
+        tensors: for `Attention`, which counts heads by them.
+        later: roles whose second factors are left out.
+    """
+
+    later: frozenset[str] = frozenset()
+
+    def __init__(self, stored: Tensors, latent: Latent, plan: Plan, piece: tuple[int, int] | None) -> None:
+        index, count = piece or (0, 1)
+        heads = slice(latent.heads * index // count, latent.heads * (index + 1) // count)
+        self._reading = LatentReading(stored, latent, heads)
+        output = stored["o_proj.weight"].unflatten(1, (latent.heads, latent.value))[:, heads]
+        written = {"o.weight": F.pad(output, (0, latent.width - latent.value)).flatten(1)}
+        if "o_proj.bias" in stored and index == 0:  # of slices, one adds it
+            written["o.bias"] = stored["o_proj.bias"]
+        self._written, self._scale = written, plan.output_scale
+        own = stored["norm.weight"].new_empty((heads.stop - heads.start) * latent.width, 0)
+        self.tensors: Tensors = {"norm.weight": stored["norm.weight"], "q.weight": own, "k.weight": own}
+
+    def reading(self, roles: list[str]) -> LinearMap:  # noqa: ARG002 - always all of them
+        """Queries, keys and values, (T, h) to (T, 3 * H * D)."""
+        return self._reading
+
+    def writing(self, role: str) -> LinearMap:
+        """(T, H * D) to (T, h)."""
+        return whole_map(self._written, [role], self._scale)
+
+
+class LatentReading:
+    """Makes queries, keys and values of the normed stream."""
+
+    by_kernels = False  # what heads have in common is copied to each of them
+
+    def __init__(self, stored: Tensors, latent: Latent, heads: slice) -> None:
+        self.latent, self.heads = latent, heads.stop - heads.start
+        turned = torch.arange(latent.turned)
+        if latent.neighbours:  # as `rotate_` pairs them: the first of each pair, then the others
+            turned = torch.cat([turned[::2], turned[1::2]])
+        wide = latent.width - latent.turned  # features of a key that do not turn
+        order = torch.cat([wide + turned, torch.arange(wide)]).to(stored["o_proj.weight"].device)
+
+        def own(weight: Tensor, width: int) -> Tensor:
+            return weight.view(latent.heads, width, -1)[heads]
+
+        through = "q_a_proj.weight" in stored
+        name = "q_b_proj" if through else "q_proj"
+        queries = own(stored[f"{name}.weight"], latent.width)[:, order].flatten(0, 1)
+        expanded = own(stored["kv_b_proj.weight"], wide + latent.value)
+        keys, values = expanded.split([wide, latent.value], 1)
+        compressed = stored["kv_a_proj_with_mqa.weight"]
+        rank = len(compressed) - latent.turned
+        rows = torch.cat([torch.arange(rank), rank + turned]).to(order.device)
+        self.key_gain = stored["kv_a_layernorm.weight"]
+        firsts = [compressed[rows]]
+        biases: list[Tensor | None] = [_rows(stored.get("kv_a_proj_with_mqa.bias"), rows)]
+        self.query_gain: Tensor | None = None
+        if through:
+            self.query_gain = stored["q_a_layernorm.weight"]
+            firsts.append(stored["q_a_proj.weight"])
+            biases.append(stored.get("q_a_proj.bias"))
+            self.queries: Linear | None = Linear([queries], [None])
+        else:
+            firsts.append(queries)
+            biases.append(None)
+            self.queries = None
+        self.first = Linear(firsts, biases)
+        self.widths = [rank, latent.turned, len(firsts[1])]
+        self.expand = Linear([keys.flatten(0, 1), values.flatten(0, 1)], [None, None])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, h) to (T, 3 * H * D)."""
+        latent, heads, tokens = self.latent, self.heads, len(x)
+        compressed, turned, queries = self.first(x).split(self.widths, -1)
+        if self.queries is not None:
+            assert self.query_gain is not None
+            queries = self.queries(F.rms_norm(queries, self.query_gain.shape, self.query_gain, EPSILON))
+        expanded = self.expand(F.rms_norm(compressed, self.key_gain.shape, self.key_gain, EPSILON))
+        keys, values = expanded.split([heads * (latent.width - latent.turned), heads * latent.value], -1)
+        common = turned[:, None].expand(-1, heads, -1)
+        whole = torch.cat([common, keys.reshape(tokens, heads, -1)], -1).flatten(1)
+        filled = F.pad(values.reshape(tokens, heads, -1), (0, latent.width - latent.value)).flatten(1)
+        return torch.cat([queries, whole, filled], -1)
+
+
+def _rows(bias: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if bias is None else bias[rows]
