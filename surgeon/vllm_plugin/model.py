@@ -63,6 +63,8 @@ class ProgramForCausalLM(nn.Module):
             raise ValueError(f"surgeon's plugin cannot run this: {reason}")
         settings = read_settings(vllm_config.additional_config)
         plan = plan_of(vllm_config)
+        if (kept := plan.family.attention.kept) is not None:
+            raise ValueError(f"surgeon's plugin cannot run this: vLLM runs no program of these attentions: {kept}")
         self.stages = get_pp_group()
         nodes = stage_nodes(Program.parse(plan.program).nodes, self.stages.rank_in_group, self.stages.world_size)
         self.plan = plan

@@ -22,6 +22,8 @@ from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource, Groups, leave_out, make_room, unstored
 
+NOT_ON_VLLM = "vLLM runs no program"
+
 
 class ProgramForm(Form):
     """What any program can be stored in."""
@@ -91,6 +93,9 @@ class ProgramForm(Form):
         return with_room(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored)
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
+        if (kept := stored.family.attention.kept) is not None:
+            here = serve.partition(" --")[0].replace("vllm serve", "surgeon serve")
+            return f"{NOT_ON_VLLM} of these attentions: {kept}. Ranks of surgeon's own do:", here
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
             return BY_THE_FILE, f"{serve} --trust-remote-code"
         return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"

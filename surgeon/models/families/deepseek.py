@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import log
 from typing import Any
 
 from surgeon.models.families.base import Family, Projection, SublayerSpec
@@ -27,6 +28,15 @@ def _numbers(config: Any) -> int:
         own = config.q_lora_rank * (hidden + 1 + queries)
     expanded = rank * (1 + heads * (config.qk_nope_head_dim + config.v_head_dim))
     return int(own + hidden * (rank + config.qk_rope_head_dim) + expanded + heads * config.v_head_dim * hidden)
+
+
+def _scale(config: Any) -> float | None:
+    """Of longer texts (yarn) products of queries and keys are multiplied by more, as its `mscale_all_dim` says."""
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") == "default" or not rope.get("mscale_all_dim") or rope["factor"] <= 1:
+        return None
+    more = 0.1 * rope["mscale_all_dim"] * log(rope["factor"]) + 1.0
+    return float(more**2 * (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
 
 
 def _shared_neurons(config: Any) -> int:
@@ -104,6 +114,7 @@ DEEPSEEK_V3 = replace(
     ),
     mlp=_MIXTURE,
     intermediate="moe_intermediate_size",
+    attention_scale=_scale,
     variant=_variant,
     follow_mlp=_follow_mlp,
     unsupported=_unsupported,

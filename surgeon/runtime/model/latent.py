@@ -37,12 +37,11 @@ class LatentMaps:
     later: frozenset[str] = frozenset()
 
     def __init__(self, stored: Tensors, latent: Latent, plan: Plan, piece: tuple[int, int] | None) -> None:
-        index, count = piece or (0, 1)
-        heads = slice(latent.heads * index // count, latent.heads * (index + 1) // count)
+        heads = latent.share(piece)
         self._reading = LatentReading(stored, latent, heads)
         output = stored["o_proj.weight"].unflatten(1, (latent.heads, latent.value))[:, heads]
         written = {"o.weight": F.pad(output, (0, latent.width - latent.value)).flatten(1)}
-        if "o_proj.bias" in stored and index == 0:  # of slices, one adds it
+        if "o_proj.bias" in stored and heads.start == 0:  # of slices, one adds it
             written["o.bias"] = stored["o_proj.bias"]
         self._written, self._scale = written, plan.output_scale
         own = stored["norm.weight"].new_empty((heads.stop - heads.start) * latent.width, 0)

@@ -18,11 +18,12 @@ from torch import Tensor
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.language.program import ATTENTION, WRITING, Fork, Node, Program, Step, Sublayer
 from surgeon.models.families import Projection
-from surgeon.models.weights import ModelWeights, Tensors
+from surgeon.models.weights import ModelWeights, Tensors, unit_bounds
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
 from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
+from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, in_halves, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
@@ -182,6 +183,14 @@ class RankProgram:
         tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
         if sublayer.kind == ATTENTION and plan.family.rotary_neighbours and plan.rotaries:
             tensors = in_halves(tensors, plan.rotaries[0].width, plan.head_dim)
+        if sublayer.kind == ATTENTION and spec.beside:
+            tensors = {path.removeprefix("self_attn."): tensor for path, tensor in tensors.items()}
+        if sublayer.kind == ATTENTION and plan.latent is not None:
+            latent = LatentMaps(tensors, plan.latent, plan, sublayer.piece)
+            return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
+        if "sinks" in tensors:
+            heads = source.units(sublayer)["heads"]
+            tensors["sinks"] = tensors["sinks"][slice(*unit_bounds(heads, sublayer.piece))]
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
         if sublayer.kind == ATTENTION:
             kv_heads = count_outputs(tensors, "k") // plan.head_dim

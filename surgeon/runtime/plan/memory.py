@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, unit_bounds
@@ -180,10 +180,7 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
         weights.append(numbers * plan.dtype_bytes)
         own, copied, rebuilt, read = list[int](), 0, 0, 0
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
-            (unit,) = (
-                p.unit for p in source.family.spec(attention.kind, attention.layers[0]).projections if p.role == "k"
-            )
-            first, end = unit_bounds(source.units(attention)[unit], attention.piece)
+            first, end = _kv_heads(plan, source, attention)
             keys_values, columns = 2 * (end - first) * plan.head_dim, plan.kept_factors(attention, end - first)
             own.append((keys_values if columns is None else sum(columns)) * block)
             if columns is None:
@@ -196,11 +193,23 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     return Footprint(tuple(weights), tuple(kept), tuple(buffers), tuple(copies), cache_groups(plan))
 
 
+def _kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
+    """The first and the end of the KV heads that a slice of an attention has."""
+    if plan.latent is not None:
+        own = plan.latent.share(attention.piece)
+        return own.start, own.stop
+    (unit,) = (p.unit for p in source.family.spec(attention.kind, attention.layers[0]).projections if p.role == "k")
+    return unit_bounds(source.units(attention)[unit], attention.piece)
+
+
 def _numbers(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
     """How many numbers the matrices of a rank's part have, given how many ranks share the sublayer."""
     sublayer, members = part
     size, whole = plan.mixtures.size(sublayer), plan.mixtures.whole_experts(sublayer, members)
     numbers = 0 if size is None else size.experts * plan.hidden  # of the router
+    if plan.latent is not None and sublayer.kind == ATTENTION:
+        own = plan.latent.share(sublayer.piece)
+        numbers += plan.latent.numbers(plan.hidden, own.stop - own.start)
     for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
         of, count = sublayer, 1
         if projection.stacked and size is not None:

@@ -90,3 +90,15 @@ def test_attentions_of_transformers(name: str, slices: int, plan: Plan) -> None:
         assert made.heads == made.kv_heads == HEADS // slices
         found += made(x[0], 0, Pass(attend, (angles,)))
     torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_scores_of_longer_texts(model_type: str) -> None:
+    """Yarn multiplies them by more than 1 / sqrt(D)."""
+    config_class, attention_class, *_ = CASES[model_type.removeprefix("deepseek_")]
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+    rope |= {"original_max_position_embeddings": 64}
+    config = config_class(**SIZES | {"rope_parameters": rope, "q_lora_rank": None})
+    assert FAMILIES[model_type].attention_scale(config) == pytest.approx(attention_class(config, 0).scaling)
+    plain = config_class(**SIZES | {"q_lora_rank": None})
+    assert FAMILIES[model_type].attention_scale(plain) is None

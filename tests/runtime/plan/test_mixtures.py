@@ -113,3 +113,31 @@ def test_a_plan_says_what_routes(folder: Path) -> None:
     assert plan.routing is not None
     assert (plan.routing.top_k, plan.routing.normalise) == (2, False)
     assert replace(plan).family.spec("F", 2).mixture is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_ranks_hold_of_latent_attentions(ranks: int, tmp_path: Path) -> None:
+    """Values are as wide as keys in the cache; heads are shared, latents are not."""
+    tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    found = footprint(make_plan(tmp_path, ranks, 32, "A0 A1"))
+    rest = footprint(make_plan(tmp_path, ranks, 32, "F0"))
+    heads, width, turned, value, rank, through, hidden = 4 // ranks, 12, 4, 12, 16, 12, 32
+    queries = through * hidden + heads * width * through
+    latents = (rank + turned) * hidden + heads * (width - turned + value) * rank
+    ends = rest.weights[0] - 4 * 3 * 48 * hidden // ranks
+    assert found.weights[0] - ends == 2 * 4 * (queries + latents + heads * width * hidden)
+    assert found.kept[0] == (2 * heads * width * 16 * 4,) * 2
+    with pytest.raises(
+        ValueError, match="3 ranks cannot share this model: the 4 heads of A0 do not divide into 3 slices"
+    ):
+        make_plan(tmp_path, 3, 8, "A0")
+
+
+def test_latent_attentions_that_do_not_fit(tmp_path: Path) -> None:
+    tiny_model("deepseek_v2").save_pretrained(tmp_path)
+    tensors, path = load_file(tmp_path / "model.safetensors"), "model.layers.1.self_attn.kv_b_proj.weight"
+    save_file(tensors | {path: tensors[path][:-1].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"kv_b_proj.weight has the shape \(79, 16\), where the configuration asks for"
+    ):
+        make_plan(tmp_path, 1, 8)
