@@ -368,14 +368,17 @@ def _end(
     chosen = first.proposal.choice
     salient = question.mixture.program(question.mixture.with_most_salient(chosen))
     measured, text_of = {trial.program: trial.measured for trial in trials if trial.measured.whole}, "the search's text"
+    runners_up = others[:RUNNERS_UP]
+    # REAP's own choice of experts goes by less than the search's, and may be the better one on another text.
+    runners_up += [trial for trial in others[RUNNERS_UP:] if trial.program == salient != first.program][:1]
     if unseen is not None:
-        finalists = [opened.program, *(trial.program for trial in (first, *others[:RUNNERS_UP]))]
+        finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
         programs = dict.fromkeys([*finalists, salient, *(program for level in levels for program in level.programs)])
         text_of = "held-out text"
         measured = setup.evaluator(output, unseen).measure([*programs])
         gains = mixing_gains(levels, measured)
         by = compared_by(question.objectives)
-        compared = remeasure(first, others[:RUNNERS_UP], opened.program, lambda _: measured, by)
+        compared = remeasure(first, runners_up, opened.program, lambda _: measured, by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
         if healer is not None:
             with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:

@@ -106,10 +106,12 @@ class Scan(RunResult):
         """What each expert gets and gives, layers down and experts across."""
         figure = Figure(figsize=(9.6, 4.2), layout="constrained", dpi=160)
         figure.suptitle(f"Experts: {self.label}", fontsize=12)
-        names = {"load": "load: share of tokens", "saliency": "saliency: mean weight times size of output (REAP)"}
+        names = {"load": "load: share of tokens", "saliency": "share of the layer's saliency (REAP)"}
         for panel, (column, title) in zip(figure.subplots(1, len(names)), names.items(), strict=True):
             values = self.experts.pivot(index="layer", columns="expert", values=column)
-            colours = Normalize(0.0, float(self.experts[column].max()) or 1.0)
+            if column == "saliency":  # of which some layers have many times as much as others
+                values = values.div(values.sum(axis=1), axis=0)
+            colours = Normalize(0.0, float(values.max(axis=None)) or 1.0)
             draw_map(panel, values, colours, aspect="auto")
             label_map(panel, values, 16, 24, 8)
             panel.set(xlabel="expert", ylabel="layer")
