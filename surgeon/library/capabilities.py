@@ -126,11 +126,18 @@ class Capabilities:
         return [str((*(entries[k] for entries in said), own)) for k, own in enumerate(shapes)]
 
     @cached_property
+    def map_names(self) -> list[str]:
+        """Of the maps of a scan, without those of mixtures where the model is none."""
+        is_mixture = self.model.family.mixture is not None
+        return [name for name, heatmap in HEATMAPS.items() if is_mixture or not callable(heatmap.values)]
+
+    @cached_property
     def maps(self) -> dict[str, list[Example] | ValueError]:
         """Of each map of a scan the shortest stretches that differ in their layers; or why it has none."""
         found: dict[str, list[Example] | ValueError] = {}
         model = self.model
-        for name, heatmap in HEATMAPS.items():
+        for name in self.map_names:
+            heatmap = HEATMAPS[name]
             length = min(max(LENGTH, heatmap.group), model.num_layers)
             shortest = 1 if heatmap.varied else length
             try:
@@ -154,7 +161,7 @@ class Capabilities:
         said = f"on a CPU, {tokens:,} tokens at a time"
         yield "in memory", lambda: (said, self.model.bytes_on("cpu") + working_bytes(self.skeleton, self._plan, tokens))
         yield "layer by layer", lambda: (said, self._streaming_bytes(tokens))
-        yield from ((name, partial(self._over, name, self._runs)) for name in HEATMAPS)
+        yield from ((name, partial(self._over, name, self._runs)) for name in self.map_names)
         yield "similarity", self._similarity
         yield "sensitivity", self._sensitivity
         yield "spectrum", lambda: f"of {', '.join(choose_weights(self.model.family, None))}"
@@ -188,8 +195,9 @@ class Capabilities:
 
     def searching(self) -> Iterator[Question]:
         """Spaces of a search."""
-        for name in SPACES:
-            yield name, partial(self._space, name)
+        for name, space in SPACES.items():
+            if self.model.family.mixture is not None or not space.of_mixtures:
+                yield name, partial(self._space, name)
 
     def _space(self, name: str) -> str:
         ranks = max(2, self.ranks[0])
@@ -202,7 +210,7 @@ class Capabilities:
         if self.unexportable is not None:
             yield "all programs", partial(_refuse, self.unexportable)
             return
-        yield from ((name, partial(self._over, name, self._form)) for name in HEATMAPS)
+        yield from ((name, partial(self._over, name, self._form)) for name in self.map_names)
         yield "pairs as one layer", partial(self._over, PAIRS, self._as_one_layer)
 
     @cached_property
@@ -266,7 +274,7 @@ class Capabilities:
         """How vLLM runs what maps are exported as."""
         if self.unexportable is not None:
             return iter([("all programs", partial(_refuse, self.unexportable))])
-        return ((name, partial(self._over, name, self._served)) for name in HEATMAPS)
+        return ((name, partial(self._over, name, self._served)) for name in self.map_names)
 
     def _served(self, program: Program) -> str:
         layout = layout_of(self.model, program)

@@ -111,7 +111,7 @@ class Scan(RunResult):
             values = self.experts.pivot(index="layer", columns="expert", values=column)
             if column == "saliency":  # of which some layers have many times as much as others
                 values = values.div(values.sum(axis=1), axis=0)
-            colours = Normalize(0.0, float(values.max(axis=None)) or 1.0)
+            colours = Normalize(0.0, float(values.to_numpy().max()) or 1.0)
             draw_map(panel, values, colours, aspect="auto")
             label_map(panel, values, 16, 24, 8)
             panel.set(xlabel="expert", ylabel="layer")
