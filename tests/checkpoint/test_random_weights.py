@@ -81,7 +81,7 @@ def test_programs_of_one_model_share_what_they_do_not_change(config: Path) -> No
     assert {str(sublayer) for sublayer, *_ in shared} == {"A0/2:1", "F0/2:1", "A3/2:1", "F3/2:1"}
     assert all(pair.sublayers[key] is dense.sublayers[key] for key in shared)
     assert {str(sublayer) for sublayer, *_ in pair.sublayers.keys() - shared} == {"A2", "F2"}
-    attention = pair.sublayers[Sublayer("A", (2,)), ()]
+    attention = pair.sublayers[Sublayer("A", (2,)), (), None]
     assert isinstance(attention, Attention)
     alone = engine("A0 F0 [A1 A2] [F1 F2] A3 F3")
     assert torch.equal(alone.text_logits(IDS), pair.text_logits(IDS))
