@@ -22,7 +22,6 @@ from surgeon.opened import Model
 from surgeon.results.families import AREAS, FamilyRow, FamilyTable
 
 RANKS = (1, 2)
-EXPERTS = "experts"  # a map of scans, and a space of searches
 # Of the default configuration, what is given beside it: the first that there is a model of counts.
 _GIVEN: tuple[dict[str, Any], ...] = (
     {"num_hidden_layers": 6},
@@ -42,9 +41,7 @@ def families(model_types: Collection[str] | None = None) -> FamilyTable:
     summaries, rows = _summaries(), list[FamilyRow]()
     for model_type, family in sorted(chosen.items(), key=lambda item: item[1].name.lower()):
         able = Capabilities(next(_examples(model_type, family.name)), RANKS, "bfloat16")
-        # Who has no mixtures is not asked for experts.
-        asked = (one for one in able.verdicts(AREAS) if one.what != EXPERTS or family.mixture is not None)
-        rows.append(FamilyRow(family.name, model_type, summaries.get(model_type, ""), tuple(asked)))
+        rows.append(FamilyRow(family.name, model_type, summaries.get(model_type, ""), tuple(able.verdicts(AREAS))))
     around = sorted(WRAPPERS.values(), key=lambda wrapper: wrapper.name.lower())
     return FamilyTable.of(rows, {f"{one.name} (`{one.model_type}`)": _inside(one) for one in around})
 
