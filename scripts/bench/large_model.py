@@ -27,10 +27,12 @@ def make_model(folder: Path, config: LlamaConfig, shard: int) -> None:
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
+    places = {name: place for place, name in enumerate(outline)}  # so that no two layers are the same one
     shards, weight_map = in_shards({name: tensor.nbytes for name, tensor in outline.items()}, shard), {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: _values(outline[name].shape, block) for name in names}, folder / file, {"format": "pt"})
+        tensors = {name: _values(outline[name].shape, block.roll(places[name])) for name in names}
+        save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(t.nbytes for t in outline.values())}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

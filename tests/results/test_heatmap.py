@@ -182,8 +182,8 @@ def test_the_page_has_the_same_colours(operations: tuple[str, ...], worst: float
         [cells, cells.iloc[-9:], pd.DataFrame([("lowrank", 0, 0, 90.0, 0.1, 100, 0.5)], columns=[*cells, "keep"])]
     )
     figures = pictures(cells)
-    scan = ScanTable.of(Scan(cells, BASE, record={"num_layers": 12, "steps_per_layer": 2}))
-    gallery = next(heatmaps(cells, scan, pd.DataFrame()))
+    found = Scan(cells, BASE, record={"num_layers": 12, "steps_per_layer": 2})
+    gallery = next(heatmaps(found, ScanTable.of(found)))
     figure = figures[-1] if len(operations) > 1 else figures[0]
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == len(gallery.items) == len(operations)

@@ -73,11 +73,12 @@ def test_the_tables_are_as_they_were_before_operations_declared_them() -> None:
         "repeat",
         "width-heads",
         "width-neurons",
+        "experts",
     ]
     assert tuple(HEATMAPS)[:5] == SCANNED
     assert [name for name, heatmap in HEATMAPS.items() if heatmap.seeded] == ["shuffle"]
     varied = {name: heatmap.varied for name, heatmap in HEATMAPS.items() if heatmap.varied}
-    assert varied == {"lowrank": "keep", "width-heads": "heads", "width-neurons": "neurons"}
+    assert varied == {"lowrank": "keep", "width-heads": "heads", "width-neurons": "neurons", "experts": "drop"}
     assert {name: heatmap.group for name, heatmap in HEATMAPS.items() if heatmap.curves} == {
         "2-parallel": 2,
         "lp": 2,
