@@ -21,7 +21,7 @@ from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.load import from_files, open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.gpus import avoid_cudnn_attention
-from surgeon.models.families import SublayerSpec, family_of
+from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights
 
 
@@ -43,10 +43,12 @@ class StreamedLayers(nn.ModuleList):
         """What the files hold, read when it is asked for; `factors` as `ModelWeights` takes them."""
         return ModelWeights(_Converted(self), self.stored.family, head_dim, factors)
 
-    def sublayer_bytes(self, spec: SublayerSpec) -> int:
-        """How much memory one sublayer's weights take."""
-        modules = map(self[0].get_submodule, spec.called)
-        return sum(one.numel() for module in modules for one in module.parameters()) * self.dtype.itemsize
+    def sublayer_bytes(self, kind: str) -> int:
+        """How much memory the weights of the largest attention, or feed-forward, take."""
+        spec = self.stored.family.spec
+        called = ([layer.get_submodule(path) for path in spec(kind, place).called] for place, layer in enumerate(self))
+        sizes = (sum(one.numel() for module in own for one in module.parameters()) for own in called)
+        return max(sizes) * self.dtype.itemsize
 
 
 class _Converted:
@@ -121,7 +123,7 @@ def require_streamable(stored: StoredModel) -> None:
     """Refuse models of which layers cannot be read when they are needed.
 
     Raises:
-        ValueError: if the checkpoint runs an edited program, or is a mixture.
+        ValueError: if the checkpoint runs an edited program.
     """
     if form_of(stored.checkpoint).shipped is not None:
         raise ValueError(f"{stored.folder} is an edited model, which has to fit into memory")

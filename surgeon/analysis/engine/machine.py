@@ -125,7 +125,7 @@ class _OnDemand(EditedLayers):
         if self.streamed is None:
             return super().owner(sublayer)
         if sublayer not in self.cache:  # those used longest ago give way to it
-            size = {kind: self.streamed.sublayer_bytes(self.family.spec(kind)) for kind in KINDS}
+            size = {kind: self.streamed.sublayer_bytes(kind) for kind in KINDS}
             while self.cache and sum(size[one.kind] for one in self.cache) > self.cache_bytes - size[sublayer.kind]:
                 self.cache.popitem(last=False)
             self.cache[sublayer] = self.derive(sublayer)

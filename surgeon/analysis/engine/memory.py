@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from surgeon.analysis.engine.sharing import SharedPlan
 from surgeon.analysis.engine.walk import cache_bytes
 from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
+from surgeon.language.program import KINDS
 from surgeon.memory import available_bytes, free_bytes, resident_bytes, show_size
 from surgeon.models.families import family_of
 from surgeon.quality.head import OutputHead
@@ -177,6 +178,5 @@ def _task_bytes(model: PreTrainedModel, streamed: StreamedLayers, tokens: int) -
 
     A merged sublayer holds the sum so far, the next layer's tensors and the average.
     """
-    family = family_of(model.config)
-    weights = max(streamed.sublayer_bytes(family.attention), streamed.sublayer_bytes(family.mlp))
+    weights = max(map(streamed.sublayer_bytes, KINDS))
     return _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + 3 * weights

@@ -146,8 +146,7 @@ def cache_bytes(model: PreTrainedModel) -> int:
     streamed = streamed_layers(model)
     if streamed is None:
         return 0
-    family = family_of(model.config)
-    return 2 * sum(streamed.sublayer_bytes(family.spec(kind)) for kind in KINDS)
+    return 2 * sum(streamed.sublayer_bytes(kind) for kind in KINDS)
 
 
 @dataclass(frozen=True)
