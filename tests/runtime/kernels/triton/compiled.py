@@ -72,14 +72,17 @@ def main(capability: int, dtype: str) -> None:
     compiled(
         source.place,
         capability,
-        {**cache, "qkv": dtype, "places": "i64", "gain": dtype, "cosine": dtype, "sine": dtype},
+        {**cache, "qkv": dtype, "places": "i64", "gain": dtype, "cosine": dtype, "sine": dtype, "squares": "fp32"},
         HEADS=32,
         KV_HEADS=8,
         DIM=DIM,
         DIM_PADDED=DIM,
         TURNED=DIM,
         NORMED=True,
+        TOGETHER=True,
     )
+    squares = {"qkv": dtype, "squares": "fp32"}
+    compiled(source.mean_squares, capability, squares, QUERIES=4096, KEYS=1024, PADDED=4096)
     streams = dict.fromkeys(("x", "added", "total", "normed", "gain", "shift"), dtype)
     compiled(source.norm, capability, streams, WIDTH=5120, WIDTH_PADDED=8192, ADDS=True, CENTRED=True, SHIFTED=True)
     for activation in ("silu", "gelu", "tanh_gelu", "relu"):
