@@ -121,6 +121,7 @@ def kernels_of(_: Rank) -> str:
     return kernels_used("cpu", "float32")
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_kernels_are_off_where_they_shall_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is started for it says so, and the environment is as before."""
