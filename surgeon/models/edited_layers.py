@@ -63,6 +63,7 @@ class EditedLayers(nn.Module):
         self._weights: ModelWeights | None = None
         self._ranks_held: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
         self._widths_held: dict[tuple[str, int], int] = {}
+        self._experts_held: dict[int, tuple[int, ...]] = {}
         self.holds_factors = any(isinstance(module, FactoredLinear) for module in layers.modules())
         self.stream_tap = StreamTap()
         for sublayer in dict.fromkeys(program.sublayers()) if self.keeps_derived else ():
@@ -156,7 +157,9 @@ class EditedLayers(nn.Module):
 
     def _held_experts(self, layer: int) -> tuple[int, ...]:
         """The numbers of the experts that a layer itself has."""
-        return tuple(range(EditedLayers.view_weights(self).stored_experts(layer) or 0))
+        if layer not in self._experts_held:
+            self._experts_held[layer] = tuple(range(EditedLayers.view_weights(self).stored_experts(layer) or 0))
+        return self._experts_held[layer]
 
     def _held_ranks(self, kind: str, layer: int) -> tuple[tuple[str, int], ...]:
         """The ranks of the factors that a layer itself has in place of matrices."""

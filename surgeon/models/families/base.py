@@ -133,8 +133,8 @@ class SublayerSpec:
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
         cache_slot: path of the attribute that says which slot of the cache the attention uses.
         beside: paths of parameters that are no projection's and no norm's, as far as they are there.
-        kept: why its parts are never taken by themselves, in words about all attentions of the family: they are neither
-            sliced nor narrowed, and ranks do not share them.
+        kept: why programs take no part of it by itself, in words about all attentions of the family: they are neither
+            sliced nor narrowed, while ranks may share their heads.
         numbers: of a config: how many parameters it has beside its projections.
         width: the config attribute with how many neurons it has, where that is not the family's `intermediate`.
         mixture: what else it has where its feed-forward is a mixture of experts.

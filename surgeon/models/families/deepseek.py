@@ -13,7 +13,7 @@ from typing import Any
 
 from surgeon.models.families.base import Family, Projection, SublayerSpec
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE
+from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.routing import Routing
 
 _ATTENTION = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
@@ -82,7 +82,13 @@ def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
     return {"first_k_dense_replace": sum(dense)}
 
 
-assert MIXTURE.mixture is not None
+_ROUTED = replace(
+    ROUTED,
+    count="n_routed_experts",
+    routing=_routing,
+    correction="mlp.gate.e_score_correction_bias",
+    shared=_shared_neurons,
+)
 _MIXTURE = replace(
     MIXTURE,
     projections=(
@@ -91,13 +97,7 @@ _MIXTURE = replace(
         Projection("shared_up", "mlp.shared_experts.up_proj", "shared_neurons"),
         Projection("shared_down", "mlp.shared_experts.down_proj", "shared_neurons", reads_stream=False),
     ),
-    mixture=replace(
-        MIXTURE.mixture,
-        count="n_routed_experts",
-        routing=_routing,
-        correction="mlp.gate.e_score_correction_bias",
-        shared=_shared_neurons,
-    ),
+    mixture=_ROUTED,
 )
 
 DEEPSEEK_V3 = replace(
@@ -120,10 +120,9 @@ DEEPSEEK_V3 = replace(
     unsupported=_unsupported,
 )
 
-assert _MIXTURE.mixture is not None
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
     name="DeepSeek-V2",
     model_type="deepseek_v2",
-    mlp=replace(_MIXTURE, mixture=replace(_MIXTURE.mixture, routing=_routing_v2, correction=None)),
+    mlp=replace(_MIXTURE, mixture=replace(_ROUTED, routing=_routing_v2, correction=None)),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, stacked_experts
+from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
 from surgeon.models.routing import Routing
 
 
@@ -12,7 +12,6 @@ def _routing(config: Any) -> Routing:
     return Routing(int(config.num_experts_per_tok), normalise=True)
 
 
-assert MIXTURE.mixture is not None
 MIXTRAL = replace(
     LLAMA,
     name="Mixtral",
@@ -20,7 +19,7 @@ MIXTRAL = replace(
     mlp=replace(
         MIXTURE,
         projections=stacked_experts("w1", "w3", "w2"),
-        mixture=replace(MIXTURE.mixture, count="num_local_experts", routing=_routing),
+        mixture=replace(ROUTED, count="num_local_experts", routing=_routing),
     ),
     stored_names=(("mlp.", "block_sparse_moe."),),
     window="sliding_window",

@@ -29,16 +29,14 @@ def normalised_if_told(config: Any) -> Routing:
     return Routing(int(config.num_experts_per_tok), normalise=bool(config.norm_topk_prob))
 
 
+ROUTED = MixtureSpec(
+    router="mlp.gate",
+    experts="mlp.experts",
+    count="num_experts",
+    routing=normalised_if_told,
+    counts=("mlp.experts.num_experts", "mlp.gate.num_experts"),
+    top_k=("mlp.gate.top_k",),
+)
 MIXTURE: SublayerSpec = replace(
-    LLAMA.mlp,
-    projections=stacked_experts(),
-    counts=("experts.intermediate_dim",),
-    mixture=MixtureSpec(
-        router="mlp.gate",
-        experts="mlp.experts",
-        count="num_experts",
-        routing=normalised_if_told,
-        counts=("mlp.experts.num_experts", "mlp.gate.num_experts"),
-        top_k=("mlp.gate.top_k",),
-    ),
+    LLAMA.mlp, projections=stacked_experts(), counts=("experts.intermediate_dim",), mixture=ROUTED
 )
