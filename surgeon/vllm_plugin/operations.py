@@ -16,9 +16,10 @@ from torch import Tensor
 from surgeon.runtime.kernels.triton.functions import Placing
 from surgeon.runtime.model import layers
 from surgeon.runtime.model.ends import Ends
-from surgeon.runtime.model.layers import Angles, FeedForward, Norm
+from surgeon.runtime.model.layers import FeedForward, Norm
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.program import RankProgram
+from surgeon.runtime.model.rotary import Angles
 
 GATES = {
     "silu": "silu_and_mul",

@@ -21,7 +21,8 @@ from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
 from surgeon.runtime.model.linear import LinearMap, count_outputs, second_factor
 from surgeon.runtime.model.low_rank import Maps, Sharing
-from surgeon.runtime.plan.specification import Plan, Rotary
+from surgeon.runtime.model.rotary import AllAngles, mean_squares, place_
+from surgeon.runtime.plan.specification import Plan
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -78,9 +79,6 @@ class Weighting:
     softcap: float | None = None
     sinks: Tensor | None = field(default=None, compare=False)
 
-
-Angles = tuple[Tensor, Tensor]  # cosine and signed sine, (tokens, 1, up to D) each
-AllAngles = tuple[Angles, ...]  # those of each of a plan's rotary positions
 
 # Puts new keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R), into a slot of the cache;
 # queries (T, H, D) to attended values (T, H * D).
@@ -349,96 +347,6 @@ class FeedForward:
             gate, up = wide.chunk(2, dim=-1)
             return self.down(self.activation(gate) * up)
         return self.down(self.activation(wide))
-
-
-def place_(x: Tensor, placing: Placing, queries: int = 0) -> None:
-    """Queries or keys, (T, heads, D), normed by head and turned to their positions in place, as far as there is such.
-
-    Args:
-        placing: gains are of these heads.
-        queries: how many of the heads are queries', where all of these are normed together.
-    """
-    gain, epsilon, angles, squares = placing
-    kernels = kernels_for(x)
-    if kernels is not None and x.stride()[1:] == (x.shape[2], 1):
-        kernels.place_(x, gain, epsilon, angles, squares, queries)
-        return
-    if gain is not None and squares is not None:
-        roots = (squares + epsilon).rsqrt()
-        of_heads = torch.cat([roots[:, :1].expand(-1, queries), roots[:, 1:].expand(-1, x.shape[1] - queries)], 1)
-        torch.mul(x * of_heads[..., None], gain, out=x)
-    elif gain is not None:
-        torch.mul(F.rms_norm(x, x.shape[-1:], None, epsilon), gain, out=x)
-    if angles is not None:
-        rotate_(x, *angles)
-
-
-def mean_squares(qkv: Tensor, queries: int, keys: int) -> Tensor:
-    """Mean squares of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2)."""
-    kernels = kernels_for(qkv) or triton_kernels_for(qkv)
-    if kernels is not None:
-        return kernels.mean_squares(qkv, queries, keys)
-    parts = qkv.to(torch.promote_types(qkv.dtype, torch.float32)).split(
-        [queries, keys, qkv.shape[1] - queries - keys], 1
-    )
-    return torch.stack([part.square().mean(1) for part in parts[:2]], 1)
-
-
-def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
-    """Turn pairs of features (i, i + R/2) of (T, heads, D) in place; the sine's first half is negated beforehand.
-
-    R is the width of the angles, up to D; features beyond it have no position.
-    """
-    width = cosine.shape[-1]
-    turned = x[..., :width]
-    other_half = turned.roll(width // 2, -1)
-    turned.mul_(cosine).addcmul_(other_half, signed_sine)
-
-
-def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
-    """An attention's tensors by role, the features of its queries and keys in the order in which `rotate_` pairs them.
-
-    The products of queries and keys do not depend on it.
-
-    Args:
-        width: how many features of a head turn, neighbours as a pair.
-    """
-    order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2), torch.arange(width, head_dim)])
-    found = dict(tensors)
-    for name in (f"{role}{part}" for role in "qk" for part in (".weight", ".second.weight", ".bias", "_norm.weight")):
-        if name in found:
-            dim = found[name].dim() - 1 if "norm" in name else 0
-            heads = found[name].unflatten(dim, (-1, head_dim))
-            found[name] = heads.index_select(dim + 1, order.to(heads.device)).flatten(dim, dim + 1)
-    return found
-
-
-def rotation(rotary: Rotary, tokens: int, like: Tensor) -> Angles:
-    """Cosine and signed sine, (tokens, 1, features that turn) each, of the first positions.
-
-    Each of them is that of the last token of a text, where it depends on the text's length.
-    """
-    positions = torch.arange(tokens, device=like.device)
-    return turned(rotary, positions, positions + 1, like)
-
-
-def turned(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> Angles:
-    """The same of any tokens, by their positions, (T,), and how long their texts are, (T,)."""
-    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
-    if rotary.longer is not None:
-        longer = torch.tensor(rotary.longer.inverse_frequencies, dtype=torch.float32, device=like.device)
-        powers = torch.arange(len(longer), device=like.device) / max(1, len(longer) - 1)
-        stretched = 1 + rotary.longer.stretch * (lengths / rotary.longer.beyond - 1)
-        is_long = lengths > rotary.longer.beyond
-        frequencies = torch.where(is_long[:, None], longer * stretched.clamp(min=1)[:, None] ** -powers, frequencies)
-    scale: float | Tensor = rotary.scale
-    if rotary.growth is not None:
-        rate, length = rotary.growth
-        scale = scale * (1 + rate * torch.log1p(torch.floor(positions / length)))[:, None]
-    angles = positions[:, None].float() * frequencies
-    cosine, sine = angles.cos() * scale, angles.sin() * scale
-    halves = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
-    return halves[0][:, None].to(like.dtype), halves[1][:, None].to(like.dtype)
 
 
 def attention(

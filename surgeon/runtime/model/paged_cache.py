@@ -27,7 +27,8 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import TextBlocks, triton_kernels_for
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import AllAngles, Rebuild, Weighting
+from surgeon.runtime.model.layers import Rebuild, Weighting
+from surgeon.runtime.model.rotary import AllAngles
 
 
 class Buffers:

@@ -25,8 +25,9 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.kernels.functions import Runs, TextKeys
 from surgeon.runtime.kernels.triton.functions import TextBlocks
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import AllAngles, Weighting, attention
+from surgeon.runtime.model.layers import Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches, write_table
+from surgeon.runtime.model.rotary import AllAngles
 
 
 class PagedLayout:

@@ -24,11 +24,12 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
 from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
 from surgeon.runtime.model.latent import LatentMaps
-from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, in_halves, torch_dtype
+from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
+from surgeon.runtime.model.rotary import in_halves
 from surgeon.runtime.plan.placement import (
     Group,
     Part,

@@ -21,10 +21,11 @@ from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.kernels.functions import Kernels, Runs
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
-from surgeon.runtime.model.layers import AllAngles, Weighting
+from surgeon.runtime.model.layers import Weighting
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
 from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
+from surgeon.runtime.model.rotary import AllAngles
 
 Reading = tuple[int, int | None]  # a group of the cache, and a window
 FIRST_ANGLES = 4096  # positions whose angles are computed at once: all passes are recorded anew when there are more

@@ -36,10 +36,11 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for, power_of_
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.cuda_graphs import GraphRecorder
-from surgeon.runtime.model.layers import AllAngles, AttendRaw, Weighting, attention
+from surgeon.runtime.model.layers import AttendRaw, Weighting, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
 from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
+from surgeon.runtime.model.rotary import AllAngles
 
 TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; tables of the cache's groups take all further ones
 

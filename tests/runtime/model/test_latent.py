@@ -15,7 +15,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.model.latent import LatentMaps
-from surgeon.runtime.model.layers import Attention, Pass, Weighting, attention, rotation
+from surgeon.runtime.model.layers import Attention, Pass, Weighting, attention
+from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Latent, Plan, Rotary
 from tests.tiny_models import HIDDEN, tiny_model

@@ -18,7 +18,7 @@ from surgeon.models.edit import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
-from surgeon.runtime.model.layers import turned
+from surgeon.runtime.model.rotary import turned
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
