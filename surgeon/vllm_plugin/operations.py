@@ -14,11 +14,12 @@ import vllm._custom_ops  # noqa: F401 - with it PyTorch knows of the operations
 from torch import Tensor
 
 from surgeon.runtime.kernels.triton.functions import Placing
+from surgeon.runtime.model import rotary
 from surgeon.runtime.model.ends import Ends
 from surgeon.runtime.model.layers import FeedForward, Norm
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.program import RankProgram
-from surgeon.runtime.model.rotary import Angles, place_
+from surgeon.runtime.model.rotary import Angles
 
 GATES = {
     "silu": "silu_and_mul",
@@ -93,6 +94,6 @@ def place_(x: Tensor, queries: int, placing: Placing, positions: Tensor, turned_
         positions: of the tokens, (T,).
         turned_by: what `turns` gave, if there are rotary positions.
     """
-    place_(x, placing._replace(angles=None), queries)
+    rotary.place_(x, placing._replace(angles=None), queries)
     if placing.angles is not None:
         torch.ops._C.rotary_embedding(positions, x.view(len(x), -1), None, x.shape[-1], turned_by, True)
