@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from tests.server.servers import TEMPLATE, serving
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import save_checkpoint, tiny_tokenizer
 
 if TYPE_CHECKING:
     from tests.server.servers import Server
@@ -376,3 +376,19 @@ def test_settings_of_the_checkpoint_are_what_requests_that_do_not_say_get(chat_m
         complaints = [line for line in server.lines if "generation_config.json" in line]
         assert len(complaints) == 1
         assert "do_sample (true), top_k (3), which is not applied; requests have to say so" in complaints[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_mixtures_answer_several_at_once(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    """Prompts that begin alike, asked for together and again, with room for two texts at a time."""
+    folder = save_checkpoint(tmp_path / family, family)
+    model = surgeon.load(folder)
+    prompts = [f"{PROMPT} jumps over the lazy dog, and the dog {end}" for end in ("", "went on", "1234567890", PROMPT)]
+    tokens = [tokenizer(prompt).input_ids for prompt in prompts]
+    expected = [text_of(tokenizer, each, greedy_tokens(model, each)) for each in tokens]
+    with serving(str(folder), "--tp", "2", "--max-batch", "2") as server:
+        for _ in range(2):
+            asked = server.post("/v1/completions", prompt=prompts, temperature=0, max_tokens=NEW, **IGNORE_END)
+            assert [choice["text"] for choice in asked.json()["choices"]] == expected
+        assert server.metrics()["surgeon_cached_tokens_total"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 36},
     "gemma2": {"sliding_window": 8},
     "gpt_neo": {},
+    "qwen3_moe": {},
+    "gpt_oss": {"sliding_window": 8},
+    "deepseek_v3": {},
 }
 CASES = [
     *(("llama", name) for name in ("dense", "LP", "ladder", "fork")),
@@ -45,13 +49,16 @@ CASES = [
     ("gemma2", "attention || MLP"),
     ("gpt_neo", "ladder"),
 ]
+MIXTURES = [(family, name) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3") for name in ("dense", "LP", "ladder")]
+ON_ONE = [*CASES, ("qwen3_moe", "dense")]
 ON_TWO = [("llama", "dense"), ("llama", "fork"), ("mistral", "LP"), ("gemma2", "attention || MLP")]
+ON_TWO += [("gpt_oss", "dense"), ("deepseek_v3", "dense")]
 ON_RANKS = [
-    *(case(1, *each, default=True) for each in CASES),
-    *(case(2, *each, default=each in ON_TWO) for each in CASES),
+    *(case(1, *each, default=each in ON_ONE) for each in (*CASES, *MIXTURES)),
+    *(case(2, *each, default=each in ON_TWO) for each in (*CASES, *MIXTURES)),
     *(case(4, *each, default=each[0] == "llama") for each in (("llama", "fork"), ("gemma2", "LP"))),
 ]
-DIVIDED = ("gemma2", "gpt_neo")  # with windows in some layers
+DIVIDED = ("gemma2", "gpt_neo", "gpt_oss")  # with windows in some layers
 NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)
 SHARED = torch.randint(2, VOCABULARY, (33,), generator=GENERATOR).tolist()
@@ -84,14 +91,11 @@ def checkpoint(checkpoints: dict[str, Path]) -> Path:
     return checkpoints["llama"]
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[tuple[str, str], list[list[int]]]:
-    """Each prompt continued alone by `transformers`, by family and program."""
-    found = {}
-    for family, name in CASES:
-        model = edit(tiny_model(family, **FAMILIES[family]), PROGRAMS[name])
-        found[family, name] = [continued(model, prompt) for prompt in PROMPTS]
-    return found
+@lru_cache
+def expected(family: str, name: str) -> dict[int, list[int]]:
+    """Each prompt continued alone by `transformers`."""
+    model = edit(tiny_model(family, **FAMILIES[family]), PROGRAMS[name])
+    return {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
 
 
 def continued(model: Any, prompt: list[int]) -> list[int]:
@@ -125,15 +129,9 @@ def greedy(numbers: list[int]) -> list[Request]:
 
 
 @pytest.mark.parametrize(("ranks", "family", "name"), ON_RANKS, indirect=["ranks"])
-def test_greedy_tokens_in_every_company(
-    family: str,
-    name: str,
-    ranks: Ranks,
-    checkpoints: dict[str, Path],
-    expected: dict[tuple[str, str], list[list[int]]],
-) -> None:
+def test_greedy_tokens_in_every_company(family: str, name: str, ranks: Ranks, checkpoints: dict[str, Path]) -> None:
     run = Runner(ranks, checkpoints[family], PROGRAMS[name], grouped=True)
-    wanted = dict(enumerate(expected[family, name]))
+    wanted = expected(family, name)
     everybody = list(range(len(PROMPTS)))
     assert run(greedy(everybody), max_batch=1) == wanted  # one after the other, with prefixes from those before
     assert run(greedy(everybody)) == wanted  # in one batch of mixed lengths
@@ -146,7 +144,10 @@ def test_greedy_tokens_in_every_company(
 
 
 @pytest.mark.parametrize("decoding", ["dynamic", "static"])
-@pytest.mark.parametrize(("family", "blocks"), [("mistral", 4), ("gemma2", 6 + 2), ("gpt_neo", 6 + 2)])
+@pytest.mark.parametrize(
+    ("family", "blocks"),
+    [("mistral", 4), ("gemma2", 6 + 2), ("gpt_neo", 6 + 2), case("gpt_oss", 6 + 2, default=False)],
+)
 @pytest.mark.parametrize("ranks", [1, 2], indirect=True)
 def test_a_long_text_in_the_blocks_that_its_windows_reach(
     family: str, blocks: int, decoding: str, ranks: Ranks, checkpoints: dict[str, Path]
