@@ -10,7 +10,7 @@ from surgeon.language.program import FEED_FORWARD, Program, Sublayer
 from surgeon.models.edit import check_layers
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import require_sliceable
-from surgeon.runtime.plan.division import check_division, different, why_not
+from surgeon.runtime.plan.division import cached_latent, check_division, different, shared_units, why_not
 from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import Plan
 
@@ -25,7 +25,6 @@ def plan_on_paper(
             ranks, or texts are longer than the model's positions.
     """
     check_layers(program, shapes.layers)
-    shapes.family.require_divided("there are no predictions of")
     for sublayer in set(program.sublayers()):
         spec = shapes.family.spec(sublayer.kind, sublayer.layers[0])
         if sublayer.piece is not None:
@@ -33,8 +32,8 @@ def plan_on_paper(
         for role, _ in sublayer.ranks:
             spec.projection(role)  # a gate that the model lacks, say
         replace(sublayer, piece=None).parameters(shapes.layer_shapes)  # refuses ranks above those of the matrices
-    mixtures = mixtures_of(shapes)
-    check_division(different(program, shapes.units, mixtures), shapes.units, ranks, mixtures)
+    mixtures, units = mixtures_of(shapes), shared_units(shapes.units, shapes.latent)
+    check_division(different(program, units, mixtures), units, ranks, mixtures)
     if max_tokens > shapes.positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and {shapes.name} has {shapes.positions} positions; "
@@ -60,14 +59,15 @@ def plan_on_paper(
         low_rank=low_rank,
         kv=kv,
         mixtures=mixtures,
+        latent=cached_latent(shapes.latent),
         described=shapes.family,
     )
 
 
 def divides(shapes: ModelShapes, program: Program, ranks: int) -> bool:
     """Whether heads and neurons divide among so many ranks."""
-    mixtures = mixtures_of(shapes)
-    return why_not(different(program, shapes.units, mixtures), shapes.units, ranks, mixtures) is None
+    mixtures, units = mixtures_of(shapes), shared_units(shapes.units, shapes.latent)
+    return why_not(different(program, units, mixtures), units, ranks, mixtures) is None
 
 
 def mixtures_of(shapes: ModelShapes) -> Mixtures:

@@ -15,6 +15,7 @@ from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
 from surgeon.cost.mixtures import ExpertLoad, divided_load, sliced_load
 from surgeon.language.program import ATTENTION, Fork, Step, Sublayer
+from surgeon.models.latent import Latent
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of, whole_experts
@@ -130,9 +131,14 @@ class RankWork:
 
     def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
         sublayer, plan = maps.sublayer, self.plan
-        heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
-        kept = plan.kept_factors(sublayer, kv_heads)
-        yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
+        if plan.latent is None:
+            heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
+            kept = plan.kept_factors(sublayer, kv_heads)
+            yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
+        else:
+            own, kept = plan.latent.share(sublayer.piece), None
+            heads = kv_heads = own.stop - own.start
+            yield from self._latent(plan.latent, maps, heads)
         if plan.family.attention.norms_all_heads:
             yield self.numbers.copy("squares", forward.tokens * (heads + kv_heads) * plan.head_dim)
             if maps.is_slice:
@@ -147,7 +153,23 @@ class RankWork:
         flops = 4.0 * forward.texts * forward.pairs(window) * heads * plan.head_dim
         launches = 1 if self.static and forward.new == 1 else forward.texts
         yield Kernel("attention", "attention", flops, float(self.numbers.size * read), forward.new, launches)
-        yield from maps.writing("o")
+        if plan.latent is None:
+            yield from maps.writing("o")
+        else:
+            yield maps.product("o", *plan.latent.products(plan.hidden, heads)["o"])
+
+    def _latent(self, latent: Latent, maps: _Maps, heads: int) -> Iterable[Item]:
+        """Queries, keys and values of so many heads, as `runtime/model/latent.py` makes them."""
+        products, made = latent.products(self.plan.hidden, heads), maps.tokens * heads * latent.width
+        yield maps.product("latents", *products["latents"])
+        if latent.query_rank is not None:
+            yield self.numbers.copy("norm", 2 * maps.tokens * latent.query_rank)
+            yield maps.product("q", *products["q"])
+        yield self.numbers.copy("norm", 2 * maps.tokens * latent.rank)
+        yield maps.product("k v", *products["k v"])
+        yield self.numbers.copy("keys", 2 * made)
+        yield self.numbers.copy("values", made + maps.tokens * heads * latent.value)  # filled up
+        yield self.numbers.copy("join", 2 * 3 * made)
 
     def _feed_forward(self, maps: _Maps) -> Iterable[Item]:
         spec = self.plan.family.spec("F", maps.sublayer.layers[0])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from surgeon.language.program import LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.families.base import NEURONS
+from surgeon.models.latent import Latent
 from surgeon.models.weights import unit_bounds
 from surgeon.models.weights.layout import Units, narrowed
 
@@ -38,6 +39,7 @@ class ModelShapes:
         windows: how many tokens each layer's attention looks at, None for all; nothing if all look at all.
         dtype: that its weights are stored in, as far as the configuration says.
         layer_shapes: the matrices of the layers, without biases and norms.
+        latent: the sizes of attentions, where they are latent ones.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ModelShapes:
     layer_shapes: LayerShapes = field(hash=False)  # they have mappings
     windows: tuple[int | None, ...] = ()
     dtype: str = "bfloat16"
+    latent: Latent | None = None
 
     @classmethod
     def of(cls, name: str, config: Any) -> ModelShapes:
@@ -63,15 +66,15 @@ class ModelShapes:
             ValueError: if its architecture is not supported, or its sizes fit no model.
         """
         family = family_of(config)
-        units = family.units(config)
+        units, latent = family.units(config), family.latent(config)
         shapes = cls(
             name=name,
             family=family,
             hidden=int(config.hidden_size),
             heads=units["heads"],
-            kv_heads=units["kv_heads"],
+            kv_heads=units["kv_heads"] if latent is None else latent.heads,
             neurons=units["neurons"],
-            head_dim=family.head_dim(config),
+            head_dim=family.head_dim(config) if latent is None else latent.width,
             vocabulary=int(config.vocab_size),
             tied=bool(config.tie_word_embeddings),
             layers=int(config.num_hidden_layers),
@@ -79,6 +82,7 @@ class ModelShapes:
             layer_shapes=family.layer_shapes(config),
             windows=attention_windows(config, family, int(config.num_hidden_layers)),
             dtype=str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch."),
+            latent=latent,
         )
         shapes._check()
         return shapes

@@ -26,12 +26,13 @@ from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model import layers, mixture, products
+from surgeon.runtime.model.layers import Attention, Pass
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import rank_work
 from tests.cost.examples import SIZES, hardware
-from tests.cost.test_passes import counted
+from tests.cost.test_passes import Nobody, counted
 from tests.tiny_models import HIDDEN, tiny_model
 
 MIXED: dict[str, Any] = SIZES | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -96,6 +97,40 @@ def test_arithmetic_is_that_of_the_runtime(program: str, texts: int, new: int, s
 
 
 @pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize(
+    ("family", "program", "ranks"),
+    [
+        ("gpt_oss", "A0", 1),
+        ("gpt_oss", "A1", 2),
+        ("gpt_oss", "F0", 1),
+        ("deepseek_v2", "A0", 1),  # queries are made of the stream
+        ("deepseek_v3", "A1", 2),  # of a latent
+        ("deepseek_v3", "F0", 2),  # dense
+        ("deepseek_v3", "F1", 1),  # with shared experts
+    ],
+)
+def test_arithmetic_of_other_attentions_and_experts(family: str, program: str, ranks: int, tmp_path: Path) -> None:
+    """What a rank multiplies with; attending itself is counted elsewhere."""
+    model = tiny_model(family, num_layers=2)
+    model.save_pretrained(tmp_path)
+    shapes = ModelShapes.of("tiny", model.config)
+    plan, tokens = make_plan(tmp_path, ranks, 64, program), 5
+    for rank in range(ranks):
+        runtime = RankProgram(plan, Nobody(rank, tuple(range(ranks))), torch.device("cpu"))
+        (work,) = rank_work(Program.parse(program), rank, ranks)
+        items = RankWork(plan, shapes, lambda _: False, static=False).items(work, Forward(1, tokens))
+        products = [item for item in items if isinstance(item, Kernel) and item.nature == "product"]
+        runtime.load(open_weights(plan.folder, plan.family, plan.head_dim))
+        (made,) = runtime.sublayers.values()
+        angles = torch.zeros(tokens, 1, plan.head_dim // 2)
+        unread = Pass(lambda _, queries, *__: queries.flatten(1), ((angles, angles),))
+        stream = torch.randn(tokens, HIDDEN)
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            made(stream, 0, unread) if isinstance(made, Attention) else made(stream)  # type: ignore[call-arg]
+        assert sum(kernel.flops for kernel in products) == counter.get_total_flops()
+
+
+@pytest.mark.usefixtures("plain")
 def test_experts_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By routers of random weights, the mean of many passes."""
     tiny_model("mixtral", num_layers=1, num_local_experts=16).save_pretrained(tmp_path)
@@ -119,10 +154,16 @@ def test_experts_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(read) / passes == pytest.approx(sliced_load(16, 2, tokens).hit, rel=0.05)
 
 
+COLLECTIVES = ["A0 F0 A1 F1", "[A0 A1] [F0 F1!e0,e3]", "A0 >F0!e0,e1 >F1", "{A0 F0 | A1 F1}"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("program", ["A0 F0 A1 F1", "[A0 A1] [F0 F1!e0,e3]", "A0 >F0!e0,e1 >F1", "{A0 F0 | A1 F1}"])
-def test_collectives_are_those_that_the_runtime_counts(program: str, ranks: int) -> None:
-    config = AutoConfig.for_model("qwen3_moe", **MIXED)
+@pytest.mark.parametrize(
+    ("family", "program"),
+    [*(("qwen3_moe", one) for one in COLLECTIVES), ("gpt_oss", COLLECTIVES[1]), ("deepseek_v3", "A1 >F1!e0,e3")],
+)
+def test_collectives_are_those_that_the_runtime_counts(family: str, program: str, ranks: int) -> None:
+    config = AutoConfig.for_model(family, **MIXED) if family == "qwen3_moe" else tiny_model(family).config
     shapes = ModelShapes.of("tiny", config)
     plan = plan_on_paper(shapes, Program.parse(program), ranks, 8, "float32", "auto", "full")
     plan = replace(plan, activation="silu", routing=shapes.family.mlp.mixture.routing(config))  # type: ignore[union-attr]

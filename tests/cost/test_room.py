@@ -41,6 +41,16 @@ def test_a_configuration_says_what_a_checkpoint_does(
     assert [of.matrix(one, "q" if one.kind == "A" else "up").shape for one in Program.parse(program).sublayers()]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "deepseek_v3"])
+def test_sinks_latents_and_experts(family: str, ranks: int, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    of, program = ModelShapes.of("tiny", open_stored(tmp_path).config), "A0 F0 [A1 A3] [F1 F3!e0,e2] A2"
+    own = plan_on_paper(of, Program.parse(program), ranks, 32, "float32", "auto", "full")
+    assert footprint(own, of) == footprint(make_plan(tmp_path, ranks, 32, program))
+    assert room(of, own, hardware(), 1, 8).fits
+
+
 def test_what_a_rank_needs_by_hand() -> None:
     small = shapes()
     plan = plan_on_paper(small, Program.dense(4), 2, 100, "bfloat16", "auto", "full")

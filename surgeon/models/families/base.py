@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from surgeon.language.program import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes
+from surgeon.models.latent import Latent
 from surgeon.models.routing import Routing
 
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
@@ -135,7 +136,7 @@ class SublayerSpec:
         beside: paths of parameters that are no projection's and no norm's, as far as they are there.
         kept: why programs take no part of it by itself, in words about all attentions of the family: they are neither
             sliced nor narrowed, while ranks may share their heads.
-        numbers: of a config: how many parameters it has beside its projections.
+        latent: of a config: the sizes of attentions that make keys and values of a latent, which have no projections.
         width: the config attribute with how many neurons it has, where that is not the family's `intermediate`.
         mixture: what else it has where its feed-forward is a mixture of experts.
     """
@@ -150,7 +151,7 @@ class SublayerSpec:
     cache_slot: str = "self_attn.layer_idx"
     beside: tuple[str, ...] = ()
     kept: str | None = None
-    numbers: Callable[[Any], int] | None = None
+    latent: Callable[[Any], Latent] | None = None
     width: str | None = None
     mixture: MixtureSpec | None = None
 
@@ -334,17 +335,9 @@ class Family:
         """What most layers' feed-forwards have as mixtures of experts, if they are."""
         return self.mlp.mixture
 
-    def require_divided(self, what: str) -> None:
-        """Refuse attentions that are kept whole where they would be shared.
-
-        Args:
-            what: that cannot have them, and does what.
-
-        Raises:
-            ValueError: if some are.
-        """
-        if self.attention.kept is not None:
-            raise ValueError(f"{what} {self.name}: its attentions are kept as they are, because {self.attention.kept}")
+    def latent(self, config: Any) -> Latent | None:
+        """The sizes of its attentions under this config, where they are latent ones."""
+        return None if self.attention.latent is None else self.attention.latent(config)
 
     @property
     def shares_norm(self) -> bool:
@@ -389,7 +382,8 @@ class Family:
         counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
         if attention.kept is not None:
             del counts[ATTENTION]
-        beside = {} if attention.numbers is None else {ATTENTION: attention.numbers(config)}
+        latent = self.latent(config)
+        beside = {ATTENTION: sum(map(math.prod, latent.shapes(hidden).values()))} if latent else {}
         return LayerShapes(shapes, norms=beside, units=counts, mixture=self._mixture_shapes(config, mlp.mixture))
 
     def _mixture_shapes(self, config: Any, mixture: MixtureSpec | None) -> MixtureShapes | None:

@@ -14,20 +14,22 @@ from typing import Any
 from surgeon.models.families.base import Family, Projection, SublayerSpec
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
+from surgeon.models.latent import Latent
 from surgeon.models.routing import Routing
 
 _ATTENTION = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 
 
-def _numbers(config: Any) -> int:
-    """The parameters of an attention, without biases."""
-    heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
-    queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-    own = hidden * queries
-    if config.q_lora_rank is not None:
-        own = config.q_lora_rank * (hidden + 1 + queries)
-    expanded = rank * (1 + heads * (config.qk_nope_head_dim + config.v_head_dim))
-    return int(own + hidden * (rank + config.qk_rope_head_dim) + expanded + heads * config.v_head_dim * hidden)
+def _latent(config: Any) -> Latent:
+    return Latent(
+        heads=int(config.num_attention_heads),
+        width=int(config.qk_nope_head_dim + config.qk_rope_head_dim),
+        turned=int(config.qk_rope_head_dim),
+        value=int(config.v_head_dim),
+        rank=int(config.kv_lora_rank),
+        query_rank=config.q_lora_rank,
+        neighbours=bool(getattr(config, "rope_interleave", True)),
+    )
 
 
 def _scale(config: Any) -> float | None:
@@ -110,7 +112,7 @@ DEEPSEEK_V3 = replace(
         projections=(),
         beside=tuple(f"self_attn.{name}.{part}" for name in (*_ATTENTION, "o_proj") for part in ("weight", "bias")),
         kept="their heads share compressed keys and values",
-        numbers=_numbers,
+        latent=_latent,
     ),
     mlp=_MIXTURE,
     intermediate="moe_intermediate_size",

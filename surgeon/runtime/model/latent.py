@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgeon.models.latent import Latent
 from surgeon.models.weights import Tensors
 from surgeon.runtime.model.linear import Linear, LinearMap, whole_map
-from surgeon.runtime.plan.specification import Latent, Plan
+from surgeon.runtime.plan.specification import Plan
 
 EPSILON = 1e-6  # of the latents' norms, whatever the configuration says of others
 

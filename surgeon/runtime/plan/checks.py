@@ -19,19 +19,17 @@ from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, first_line, shown
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Program, Sublayer
+from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
 from surgeon.models.edit import check_layers
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.shapes import attention_windows
 from surgeon.models.weights import ModelWeights, require_sliceable
-from surgeon.models.weights.layout import Units
-from surgeon.runtime.plan.division import check_division
+from surgeon.runtime.plan.division import cached_latent, check_division, shared_units
 from surgeon.runtime.plan.mixtures import ExpertsMode, Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Decoding,
     KvMode,
-    Latent,
     Longer,
     LowRankMode,
     Plan,
@@ -90,8 +88,8 @@ def make_plan(
     _check_shapes(parsed, source, config)
     mode = _one_of(experts, get_args(ExpertsMode), "way {!r} of sharing experts among ranks")
     mixtures = Mixtures.of(partial(mixture_size, source), layers, mode)
-    latent = latent_of(config, family)
-    check_division(parsed, partial(_units, source, latent), ranks, mixtures)
+    latent = cached_latent(family.latent(config))
+    check_division(parsed, shared_units(source.units, latent), ranks, mixtures)
 
     positions = family.longest_text(config)
     if family.position_embedding is not None:
@@ -155,34 +153,6 @@ def make_plan(
     return plan
 
 
-def _units(source: ModelWeights, latent: Latent | None, sublayer: Sublayer) -> Units:
-    """What ranks share of a sublayer: of a latent attention, heads."""
-    shared = source.units(sublayer)
-    return shared if latent is None or sublayer.kind != ATTENTION else {"heads": latent.heads}
-
-
-def latent_of(config: Any, family: Family) -> Latent | None:
-    """The sizes of latent attentions, which have no projections from the stream to heads; None for others.
-
-    Raises:
-        ValueError: if values are wider than keys, which caches have no room for.
-    """
-    if family.attention.projections:
-        return None
-    width, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    if value > width:
-        raise ValueError(f"v_head_dim {value} in config.json is above the {width} features of a key, which ranks cache")
-    return Latent(
-        heads=int(config.num_attention_heads),
-        width=int(width),
-        turned=int(config.qk_rope_head_dim),
-        value=int(value),
-        rank=int(config.kv_lora_rank),
-        query_rank=config.q_lora_rank,
-        neighbours=bool(getattr(config, "rope_interleave", True)),
-    )
-
-
 def _clamped_gate(config: Any, family: Family) -> tuple[float, float] | None:
     found = None if family.mixture is None else family.mixture.clamped_gate
     return None if found is None else found(config)
@@ -235,7 +205,7 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
 
 def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dict[str, tuple[int | None, ...]]:
     """Shapes by path, as far as the configuration says them (None: layers may differ in width)."""
-    family, hidden, latent = source.family, int(config.hidden_size), latent_of(config, source.family)
+    family, hidden, latent = source.family, int(config.hidden_size), source.family.latent(config)
     shapes: dict[str, tuple[int | None, ...]] = {
         f"{family.embedding}.weight": (None, hidden),
         f"{family.final_norm}.weight": (hidden,),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import ATTENTION, Program, Sublayer
+from surgeon.models.latent import Latent
 from surgeon.models.weights import indivisible
 from surgeon.models.weights.layout import Units
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
@@ -14,6 +15,29 @@ from surgeon.runtime.plan.placement import rank_work
 MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
 
 UnitsOf = Callable[[Sublayer], Units]  # how many heads and KV heads, or neurons, a sublayer has
+
+
+def shared_units(units_of: UnitsOf, latent: Latent | None) -> UnitsOf:
+    """What ranks share of sublayers with such units: of latent attentions, heads."""
+
+    def units(sublayer: Sublayer) -> Units:
+        found = units_of(sublayer)
+        return found if latent is None or sublayer.kind != ATTENTION else {"heads": latent.heads}
+
+    return units
+
+
+def cached_latent(latent: Latent | None) -> Latent | None:
+    """The same sizes.
+
+    Raises:
+        ValueError: if values are wider than keys, which caches have no room for.
+    """
+    if latent is not None and latent.value > latent.width:
+        raise ValueError(
+            f"v_head_dim {latent.value} in config.json is above the {latent.width} features of a key, which ranks cache"
+        )
+    return latent
 
 
 def check_division(program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
@@ -209,7 +210,7 @@ def _numbers(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
     numbers = 0 if size is None else size.experts * plan.hidden  # of the router
     if plan.latent is not None and sublayer.kind == ATTENTION:
         own = plan.latent.share(sublayer.piece)
-        numbers += plan.latent.numbers(plan.hidden, own.stop - own.start)
+        numbers += sum(map(prod, plan.latent.products(plan.hidden, own.stop - own.start).values()))
     for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
         of, count = sublayer, 1
         if projection.stacked and size is not None:

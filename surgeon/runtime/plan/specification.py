@@ -9,6 +9,7 @@ from typing import Literal
 
 from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.models.families import FAMILIES, Family
+from surgeon.models.latent import Latent
 from surgeon.models.routing import Routing
 from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.batching.windows import blocks_for, power_of_two
@@ -73,54 +74,6 @@ class Rotary:
     def width(self) -> int:
         """How many features of a head turn."""
         return 2 * len(self.inverse_frequencies)
-
-
-@dataclass(frozen=True)
-class Latent:
-    """The sizes of latent attentions.
-
-    Attributes:
-        heads: of an attention.
-        width: features of a query or key.
-        turned: how many of them turn with positions.
-        value: features of a value; no more than `width`.
-        rank: features of the latent that keys and values are made of.
-        query_rank: of the one that queries are made of; None where they are made of the stream.
-        neighbours: whether neighbouring features turn as pairs.
-    """
-
-    heads: int
-    width: int
-    turned: int
-    value: int
-    rank: int
-    query_rank: int | None
-    neighbours: bool
-
-    def share(self, piece: tuple[int, int] | None) -> slice:
-        """The heads of a slice, (index, count)."""
-        index, count = piece or (0, 1)
-        return slice(self.heads * index // count, self.heads * (index + 1) // count)
-
-    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Of an attention's matrices, on a stream of so many features, and of its latents' norms, by their modules."""
-        made, expanded = self.heads * self.width, self.heads * (self.width - self.turned + self.value)
-        found: dict[str, tuple[int, ...]] = {
-            "kv_a_proj_with_mqa": (self.rank + self.turned, hidden),
-            "kv_a_layernorm": (self.rank,),
-            "kv_b_proj": (expanded, self.rank),
-            "o_proj": (hidden, self.heads * self.value),
-        }
-        if self.query_rank is None:
-            return found | {"q_proj": (made, hidden)}
-        through = {"q_a_proj": (self.query_rank, hidden), "q_a_layernorm": (self.query_rank,)}
-        return found | through | {"q_b_proj": (made, self.query_rank)}
-
-    def numbers(self, hidden: int, heads: int) -> int:
-        """How many numbers the matrices of so many heads have, on a stream of so many features."""
-        queries = heads * self.width * (self.query_rank or hidden) + (self.query_rank or 0) * hidden
-        expanded = heads * (self.width - self.turned + self.value) * self.rank
-        return queries + (self.rank + self.turned) * hidden + expanded + heads * self.width * hidden
 
 
 @dataclass(frozen=True)

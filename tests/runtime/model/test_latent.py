@@ -14,11 +14,12 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from surgeon.models.families import FAMILIES
+from surgeon.models.latent import Latent
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, Pass, Weighting, attention
 from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.specification import Latent, Plan, Rotary
+from surgeon.runtime.plan.specification import Plan, Rotary
 from tests.tiny_models import HIDDEN, tiny_model
 
 TOKENS, HEADS = 7, 4
