@@ -199,6 +199,19 @@ class ScheduledChunk(NamedTuple):
         runs, drafted = sequence.blocks.runs, bool(drafts)
         return Row(first, [*tokens, *drafts], runs, self.wanted, self.targets, drafted, sequence.prompt)
 
+    def rows_apart(self, drafts: Several[int]) -> list[Row]:
+        """The same as a row of each token: a pass puts all keys and values into the cache before anything looks there.
+
+        So tokens that were drafted come in passes of the same kind as texts that add one token.
+        """
+        whole = self.row(drafts)
+        if not drafts:
+            return [whole]
+        return [
+            whole._replace(start=whole.start + place, tokens=[token], drafted=False)
+            for place, token in enumerate(whole.tokens)
+        ]
+
     def drafting_row(self, drafts: Several[int]) -> Row:
         """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
 

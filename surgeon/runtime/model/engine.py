@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class RankEngine(RankModel):
     Attributes:
         figures: what all passes so far have cost; may be replaced.
         coda: that drafts tokens, if any.
+        drafter: the engine of the program that does, if any; it has the cache of this one, and no weights twice.
         ways: through a pass; the first that fits its rows computes it.
     """
 
@@ -68,6 +70,10 @@ class RankEngine(RankModel):
         self.figures = Figures()
         self.coda = None if plan.coda is None else RankCoda(plan.coda, self)
         self.ways = ways_through(self, self.coda)
+        self.drafter: RankEngine | None = None
+        if plan.draft is not None:
+            self.drafter = RankEngine(plan.draft.plan, collectives, device, [self, *beside])
+        self._lent: WeakKeyDictionary[PagedCache, PagedCache] = WeakKeyDictionary()  # to the drafter
         self._threads = self._thread_choice()
         self._since: float | None = None
         self._reusable: tuple[PagedCache, bool] | None = None  # whether it is grouped
@@ -145,11 +151,21 @@ class RankEngine(RankModel):
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass that drafts tokens, as `DraftingPasses.draft` does it."""
+        """One pass that drafts a token of each of some texts: by the drafter, or as `DraftingPasses.draft` does it."""
         way = self.ways[-1]
-        assert isinstance(way, DraftingPasses), "tokens are drafted with a coda, and this engine has none"
         with self._counted(self.figures.drafting, rows):
+            if self.drafter is not None:
+                self.drafter.counts = self.figures.drafting
+                return self.drafter._way(rows).step(rows, self._lent_to_drafter(cache))
+            assert isinstance(way, DraftingPasses), "tokens are drafted by a program or with a coda"
             return way.draft(rows, cache)
+
+    def _lent_to_drafter(self, cache: PagedCache) -> PagedCache:
+        """What a cache is for the drafter: always the same one, whose address its ways hold."""
+        if cache not in self._lent:
+            assert self.plan.draft is not None
+            self._lent[cache] = cache.lent(self.plan.draft.slots[self.rank])
+        return self._lent[cache]
 
     def _way(self, rows: Sequence[Row]) -> Way:
         return next(way for way in self.ways if way.fits(rows))

@@ -15,6 +15,7 @@ Shapes: D head_dim, K KV heads of a slice, N tokens of a sequence so far, R the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,17 @@ class PagedCache:
     def nbytes(self) -> int:
         """Memory of all slots."""
         return self.stored.nbytes + sum(slot.nbytes for slot in self.low_rank.values())
+
+    def lent(self, slots: Sequence[int]) -> PagedCache:
+        """The same room for another program, whose attentions read and write these slots of keys and values."""
+        assert not self.rebuilds, "what is kept in rank space is not lent"
+        other = copy(self)
+        other.kv_heads = [self.kv_heads[slot] for slot in slots]
+        other.group_of = [self.group_of[slot] for slot in slots]
+        other.places_in_group = [self.places_in_group[slot] for slot in slots]
+        other.pairs = [self.pairs[slot] for slot in slots]
+        other.slots = [self.slots[slot] for slot in slots]
+        return other
 
     def attend(self, slot: int, queries: Tensor, texts: TextBlocks, weighting: Weighting) -> Tensor:
         """Attended values, (B, H * D), of one token of each text, (B, H, D), by the kernels for GPUs."""

@@ -39,6 +39,7 @@ from surgeon.runtime.plan.placement import (
     groups_within,
     rank_work,
     whole_experts,
+    work_of,
 )
 from surgeon.runtime.plan.specification import Plan
 
@@ -105,9 +106,9 @@ class RankProgram:
         self.travelling = frozenset(travelling(self.program.nodes))
         self.rank = collectives.rank
         self.groups: dict[Group, Collectives] = {collectives.group: collectives}
-        for group in groups_within(self.program, plan.ranks, plan.exchanges):
+        for group in groups_within(self.program, plan.ranks, plan.exchanges, plan.sliced):
             self.groups[group] = collectives.subgroup(group)
-        self.work = rank_work(self.program, self.rank, plan.ranks)
+        self.work = work_of(plan, self.rank)
         parts = (part for work in self.work for part in work.parts if part.slot is not None)
         self.slots = sorted(parts, key=lambda part: part.slot or 0)
         self.sublayers: dict[PartKey, Made] = {}
@@ -303,7 +304,9 @@ class RankProgram:
     def _work_before(self, node: int) -> int:
         """How much of this rank's work comes before a node of the program."""
         if node not in self._works:
-            self._works[node] = len(rank_work(Program(self.program.nodes[:node]), self.rank, self.plan.ranks))
+            self._works[node] = len(
+                rank_work(Program(self.program.nodes[:node]), self.rank, self.plan.ranks, self.plan.sliced)
+            )
         return self._works[node]
 
     def stream_after(

@@ -98,7 +98,7 @@ class RankModel(RankProgram):
             if alike
             else Vocabulary(source, plan, self.rank, device, everybody)
         )
-        self.ends = Ends(source, plan, device)
+        self.ends: Ends = alike[0].ends if alike else Ends(source, plan, device)
         self._angles = self._angles_of(0)
 
     @property

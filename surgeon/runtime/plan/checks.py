@@ -53,6 +53,7 @@ def make_plan(
     low_rank: str = "auto",
     kv: str = "auto",
     experts: str = "auto",
+    sliced: bool = False,
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
@@ -67,6 +68,7 @@ def make_plan(
         low_rank: as `Plan.low_rank`.
         kv: as `Plan.kv`.
         experts: as `Mixtures.mode`.
+        sliced: as `Plan.sliced`.
 
     Raises:
         FileNotFoundError: if there is no such model or a file of it is missing.
@@ -83,13 +85,13 @@ def make_plan(
     given = Program.parse(program) if isinstance(program, str) else program
     parsed = stored.program if given is None else given
     check_layers(parsed, layers)
-    for sliced in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
-        require_sliceable(family.spec(sliced.kind, sliced.layers[0]), family)
+    for piece in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
+        require_sliceable(family.spec(piece.kind, piece.layers[0]), family)
     _check_shapes(parsed, source, config)
     mode = _one_of(experts, get_args(ExpertsMode), "way {!r} of sharing experts among ranks")
     mixtures = Mixtures.of(partial(mixture_size, source), layers, mode)
     latent = cached_latent(family.latent(config))
-    check_division(parsed, shared_units(source.units, latent), ranks, mixtures)
+    check_division(parsed, shared_units(source.units, latent), ranks, mixtures, sliced)
 
     positions = family.longest_text(config)
     if family.position_embedding is not None:
@@ -145,6 +147,7 @@ def make_plan(
         mixtures=mixtures,
         clamped_gate=_clamped_gate(config, family),
         latent=latent,
+        sliced=sliced,
         routing=family.mixture.routing(config) if family.mixture else None,
         described=None if family == FAMILIES.get(family.model_type) else family,
     )

@@ -40,11 +40,14 @@ def cached_latent(latent: Latent | None) -> Latent | None:
     return latent
 
 
-def check_division(program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES) -> None:
+def check_division(
+    program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES, sliced: bool = False
+) -> None:
     """Refuse slices, and numbers of ranks, that heads or neurons do not divide into.
 
     Args:
         mixtures: whose experts may divide where their neurons do not.
+        sliced: as of `rank_work`.
 
     Raises:
         ValueError: with the numbers of ranks that would do.
@@ -53,11 +56,11 @@ def check_division(program: Program, units_of: UnitsOf, ranks: int, mixtures: Mi
         reason = None if sublayer.piece is None else indivisible(sublayer, units_of(sublayer), replicate=False)
         if reason:
             raise ValueError(reason)
-    reason = why_not(program, units_of, ranks, mixtures)
+    reason = why_not(program, units_of, ranks, mixtures, sliced)
     if reason is None:
         return
     alike = different(program, units_of, mixtures)
-    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(alike, units_of, n, mixtures) is None]
+    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(alike, units_of, n, mixtures, sliced) is None]
     either = " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
     raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {either} can")
 
@@ -73,10 +76,12 @@ def different(program: Program, units_of: UnitsOf, mixtures: Mixtures = NO_MIXTU
     return Program(tuple(dict.fromkeys(program.renamed(as_first).nodes)))
 
 
-def why_not(program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES) -> str | None:
+def why_not(
+    program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES, sliced: bool = False
+) -> str | None:
     """Why so many ranks cannot share a program; None if they can."""
     try:
-        works = (work for rank in range(ranks) for work in rank_work(program, rank, ranks))
+        works = (work for rank in range(ranks) for work in rank_work(program, rank, ranks, sliced))
         parts = {(part.sublayer, len(part.sharers)) for work in works for part in work.parts}
     except ValueError as error:  # a fork that does not spread over the ranks
         return str(error)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
-from surgeon.language.program import ATTENTION, Program, Sublayer
+from surgeon.language.program import ATTENTION, Sublayer
 from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, unit_bounds
@@ -32,7 +32,7 @@ from surgeon.runtime.batching.windows import (
     pass_blocks,
     text_blocks,
 )
-from surgeon.runtime.plan.placement import computed_of, rank_work
+from surgeon.runtime.plan.placement import computed_of, work_of
 from surgeon.runtime.plan.specification import Plan
 
 LEAST_SAVED = 0.1  # of a text's room, that a division is worth
@@ -95,7 +95,7 @@ def _divided(windows: list[list[int | None]], different: list[int | None], width
 
 def _slot_windows(plan: Plan, rank: int) -> list[int | None]:
     """The window of each of a rank's attentions, None where it is as long as any text."""
-    parts = [part for work in rank_work(Program.parse(plan.program), rank, plan.ranks) for part in work.parts]
+    parts = [part for work in work_of(plan, rank) for part in work.parts]
     windows = [plan.window(part.sublayer) for part in parts if part.slot is not None]
     own = [None if window is None or window >= plan.max_tokens else window for window in windows]
     return own if plan.coda is None else own + _slot_windows(plan.coda.plan, rank)
@@ -150,6 +150,10 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     source = source or open_weights(plan.folder, plan.family, plan.head_dim)
     rows = _vocabulary_rows(plan, 1 if plan.tied else 2) + source.position_rows
     whole = _program_footprint(plan, source, rows)
+    if plan.draft is not None:
+        more = (_numbers_beside(plan, plan.draft.plan, source, rank) for rank in range(plan.ranks))
+        weights = (own + numbers * plan.dtype_bytes for own, numbers in zip(whole.weights, more, strict=True))
+        return replace(whole, weights=tuple(weights))
     if plan.coda is None:
         return whole
     own = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
@@ -164,6 +168,15 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     )
 
 
+def _numbers_beside(plan: Plan, other: Plan, source: Sizes, rank: int) -> int:
+    """How many numbers a rank has of another program's matrices that it does not have of a plan's own."""
+    own, more = (
+        {(part.sublayer, len(part.sharers)) for work in work_of(one, rank) for part in work.parts}
+        for one in (plan, other)
+    )
+    return sum(_numbers(other, source, part) for part in more if part not in own or other.exchanges(part[0]))
+
+
 def _vocabulary_rows(plan: Plan, matrices: int) -> int:
     """Rows of the vocabulary that a rank has, in so many matrices."""
     return -(-plan.vocabulary // plan.ranks) * matrices
@@ -171,17 +184,16 @@ def _vocabulary_rows(plan: Plan, matrices: int) -> int:
 
 def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     """What ranks will hold for a plan's program, and of so many rows as wide as the stream."""
-    program = Program.parse(plan.program)
     block = BLOCK_TOKENS * plan.dtype_bytes  # a number of every token of a block
     weights, kept, buffers, copies = [], list[tuple[int, ...]](), [], []
     for rank in range(plan.ranks):
-        parts = [(work, part) for work in rank_work(program, rank, plan.ranks) for part in work.parts]
+        parts = [(work, part) for work in work_of(plan, rank) for part in work.parts]
         numbers = rows * plan.hidden
         numbers += sum(map(partial(_numbers, plan, source), {(part.sublayer, len(part.sharers)) for _, part in parts}))
         weights.append(numbers * plan.dtype_bytes)
         own, copied, rebuilt, read = list[int](), 0, 0, 0
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
-            first, end = _kv_heads(plan, source, attention)
+            first, end = kv_heads(plan, source, attention)
             keys_values, columns = 2 * (end - first) * plan.head_dim, plan.kept_factors(attention, end - first)
             own.append((keys_values if columns is None else sum(columns)) * block)
             if columns is None:
@@ -194,7 +206,7 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     return Footprint(tuple(weights), tuple(kept), tuple(buffers), tuple(copies), cache_groups(plan))
 
 
-def _kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
+def kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
     """The first and the end of the KV heads that a slice of an attention has."""
     if plan.latent is not None:
         own = plan.latent.share(attention.piece)

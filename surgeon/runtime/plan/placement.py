@@ -48,8 +48,11 @@ class Work:
         return all(part.sublayer == self.step.sublayers[part.index] for part in self.parts)
 
 
-def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
+def rank_work(program: Program, rank: int, ranks: int, sliced: bool = False) -> tuple[Work, ...]:
     """What this rank computes, in the order in which the executor comes to it.
+
+    Args:
+        sliced: whether every rank of a step takes a slice of each of its sublayers (`Plan.sliced`).
 
     Raises:
         ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
@@ -58,7 +61,7 @@ def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
         parts = []
-        placed, sharing = _placed(step, group.index(rank), len(group))
+        placed, sharing = _placed(step, group.index(rank), len(group), sliced)
         sharers = tuple(group[other] for other in sharing)
         for index, sublayer in placed:
             attends = sublayer.kind == ATTENTION
@@ -66,6 +69,11 @@ def rank_work(program: Program, rank: int, ranks: int) -> tuple[Work, ...]:
             slots += attends
         work.append(Work(step, tuple(parts)))
     return tuple(work)
+
+
+def work_of(plan: Plan, rank: int) -> tuple[Work, ...]:
+    """What a rank computes of a plan's program."""
+    return rank_work(Program.parse(plan.program), rank, plan.ranks, plan.sliced)
 
 
 def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
@@ -95,8 +103,7 @@ def norm_sums(plan: Plan) -> int:
     def shared(work: Work, part: Part) -> bool:
         return part.slot is not None and len(part.sharers) > 1 and computed_of(plan, work, part) == part.sublayer
 
-    program = Program.parse(plan.program)
-    works = (rank_work(program, rank, plan.ranks) for rank in range(plan.ranks))
+    works = (work_of(plan, rank) for rank in range(plan.ranks))
     return max(sum(shared(work, part) for work in own for part in work.parts) for own in works)
 
 
@@ -110,10 +117,16 @@ def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublay
     return _placed(step, member, members)[0]
 
 
-def _placed(step: Step, member: int, members: int) -> tuple[tuple[tuple[int, Sublayer], ...], range]:
-    """The same, and the members that compute slices of the same sublayers, this one among them."""
+def _placed(
+    step: Step, member: int, members: int, sliced: bool = False
+) -> tuple[tuple[tuple[int, Sublayer], ...], range]:
+    """The same, and the members that compute slices of the same sublayers, this one among them.
+
+    Args:
+        sliced: whether every member takes a slice of each, whatever their kinds.
+    """
     sublayers = step.sublayers
-    count, alike = len(sublayers), len({sublayer.kind for sublayer in sublayers}) == 1
+    count, alike = len(sublayers), len({sublayer.kind for sublayer in sublayers}) == 1 and not sliced
     if alike and members % count == 0:
         each = members // count
         index = member // each
@@ -138,7 +151,9 @@ def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[
     return (fork.branches[member // each],), group[first : first + each]
 
 
-def groups_within(program: Program, ranks: int, exchanges: Callable[[Sublayer], bool] | None = None) -> list[Group]:
+def groups_within(
+    program: Program, ranks: int, exchanges: Callable[[Sublayer], bool] | None = None, sliced: bool = False
+) -> list[Group]:
     """Every group of two ranks or more, but not all of them, that exchanges something; the same list on every rank.
 
     Those that run steps and forks reduce among themselves; those that share a sublayer may send each other something
@@ -147,7 +162,7 @@ def groups_within(program: Program, ranks: int, exchanges: Callable[[Sublayer], 
     everybody = tuple(range(ranks))
     found = {group for rank in everybody for group in _groups(program.nodes, rank, everybody)}
     if exchanges is not None and any(map(exchanges, program.sublayers())):
-        work = (work for rank in everybody for work in rank_work(program, rank, ranks))
+        work = (work for rank in everybody for work in rank_work(program, rank, ranks, sliced))
         found |= {part.sharers for one in work for part in one.parts if exchanges(part.sublayer)}
     return sorted(group for group in found if 1 < len(group) < ranks)
 

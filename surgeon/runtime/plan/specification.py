@@ -115,7 +115,10 @@ class Plan:
         clamped_gate: alpha and limit of experts whose gates are clamped (gpt-oss), in place of their activation.
         latent: the sizes of attentions, where they are latent ones.
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
-        coda: what drafts tokens, if anything.
+        sliced: whether every rank takes a slice of each sublayer of a step, also where it could have whole ones: as the
+            ranks have them of a program that runs beside.
+        coda: a checkpoint's coda that drafts tokens, if any.
+        draft: another program over the same weights that does, if any.
     """
 
     folder: Path
@@ -151,7 +154,9 @@ class Plan:
     clamped_gate: tuple[float, float] | None = None
     latent: Latent | None = None
     described: Family | None = None
+    sliced: bool = False
     coda: CodaPlan | None = None
+    draft: DraftPlan | None = None
 
     @property
     def family(self) -> Family:
@@ -249,6 +254,19 @@ class CodaPlan:
     nodes: int
     file: Path
     plan: Plan
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """A program over a model's own weights that drafts tokens for the model's program.
+
+    Attributes:
+        plan: the draft's program.
+        slots: by rank, the slots of the model's cache that its attentions read and write, in their order.
+    """
+
+    plan: Plan
+    slots: tuple[tuple[int, ...], ...]
 
 
 def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:

@@ -225,7 +225,11 @@ class Leader:
         """One pass on all ranks, the passes before it that draft tokens for it, and what it brings."""
         chunks = self.scheduler.plan()
         drafts = self._draft(chunks)
-        rows = [chunk.row(drafted) for chunk, drafted in zip(chunks, drafts, strict=True)]
+        pairs = zip(chunks, drafts, strict=True)
+        if self.engine.coda is not None:
+            rows = [chunk.row(drafted) for chunk, drafted in pairs]
+        else:
+            rows = [row for chunk, drafted in pairs for row in chunk.rows_apart(drafted)]
         self._sender.send(rows)
         results = self.engine.step(rows, self.cache)
         chosen = self._choose(chunks, drafts, results)
@@ -239,11 +243,13 @@ class Leader:
     def _draft(self, chunks: list[ScheduledChunk]) -> list[list[int]]:
         """The tokens drafted for each chunk; none for most, or those with the most of them come first.
 
-        In the last pass of a chunk nothing is drafted: its last token goes through the first rack.
+        With a coda there is one more pass of a chunk in which nothing is drafted: its last token goes through the
+        first rack.
         """
         drafts: list[list[int]] = [[] for _ in chunks]
-        for number in range(chunks[0].drafts + 1 if chunks and chunks[0].drafts else 0):
-            going = [place for place, chunk in enumerate(chunks) if chunk.drafts >= max(1, number)]
+        more = self.engine.coda is not None
+        for number in range(chunks[0].drafts + more if chunks and chunks[0].drafts else 0):
+            going = [place for place, chunk in enumerate(chunks) if chunk.drafts and chunk.drafts + more > number]
             rows = [chunks[place].drafting_row(drafts[place]) for place in going]
             self._sender.send(Drafting(rows))
             results = self.engine.draft(rows, self.cache)

@@ -1,0 +1,99 @@
+"""The plan of a model that has tokens drafted by another program over its own weights.
+
+What a draft's attention reads of the text so far are the keys and values that the model's program has cached, and what
+it adds of drafted tokens is overwritten when these are verified. So it has to compute, on every rank, KV heads that the
+model's program has there, too: those of the same layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.stored import StoredModel
+from surgeon.language.program import Program, Sublayer
+from surgeon.models.weights import ModelWeights
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.memory import kv_heads
+from surgeon.runtime.plan.placement import computed_of, work_of
+from surgeon.runtime.plan.specification import DraftPlan, Plan
+
+Place = tuple[tuple[int, ...], int | None, int]  # layers, width, and which of the attentions of these in the program
+
+
+def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str) -> Plan:
+    """A model's plan, with a program over the same weights that drafts tokens.
+
+    Its steps lie on ranks as the model's own do: in slices where it can, also of sublayers that share an input and that
+    ranks would have whole.
+
+    Raises:
+        ValueError: if the program names what the model does not have, does not divide among the ranks, or has an
+            attention whose keys and values no rank has cached, or they are to be cached in rank space.
+    """
+    if plan.kv == "lowrank":
+        raise ValueError("drafts read the keys and values of the model's own program; use kv full or auto, not lowrank")
+    stored = open_stored(model)
+    ways = plan.dtype, plan.decoding, plan.low_rank, "full", plan.mixtures.mode
+    reasons = []
+    for sliced in (True, False):
+        own = make_plan(stored, plan.ranks, plan.max_tokens, draft, "cpu", *ways, sliced=sliced)
+        try:
+            slots = tuple(_slots(plan, own, stored.weights, rank) for rank in range(plan.ranks))
+        except ValueError as error:
+            reasons.append(error)
+        else:
+            return replace(plan, kv="full", draft=DraftPlan(own, slots))
+    raise reasons[0]
+
+
+def _slots(plan: Plan, draft: Plan, source: ModelWeights, rank: int) -> tuple[int, ...]:
+    """The slots of the model's cache that a draft's attentions use on a rank.
+
+    Raises:
+        ValueError: if there is none for one of them.
+    """
+    there = {place: (slot, heads) for slot, (place, _, heads) in enumerate(_attentions(plan, source, rank))}
+    found = []
+    for place, attention, heads in _attentions(draft, source, rank):
+        if place not in there:
+            raise ValueError(
+                f"{attention} of the draft has no keys and values to read: {_nothing(plan, place, attention)}; draft "
+                "with attentions of the program that verifies, each once"
+            )
+        slot, cached = there[place]
+        if heads != cached:
+            raise ValueError(
+                f"rank {rank} computes {attention} of the draft, with KV heads {_span(heads)}, and caches "
+                f"{_span(cached)} of that layer; use as many ranks as the draft has tracks, or another draft"
+            )
+        found.append(slot)
+    return tuple(found)
+
+
+def _nothing(plan: Plan, place: Place, attention: Sublayer) -> str:
+    layers, _, number = place
+    if number:
+        return f"the draft has it {number + 1} times, and the program that verifies {number}"
+    where = "the average of these layers" if len(layers) > 1 else f"layer {layers[0]}"
+    of = f" with {attention.width} KV groups" if attention.width else ""
+    return f"no attention of {where}{of} is computed there by the program that verifies on {plan.ranks} ranks"
+
+
+def _attentions(plan: Plan, source: ModelWeights, rank: int) -> Iterator[tuple[Place, Sublayer, tuple[int, int]]]:
+    """A rank's attentions by slot: their place in the program, what it computes, and the KV heads of these."""
+    seen: Counter[tuple[tuple[int, ...], int | None]] = Counter()
+    for work in work_of(plan, rank):
+        for part in work.parts:
+            if part.slot is not None:
+                own = computed_of(plan, work, part)
+                of = own.layers, own.width
+                yield (*of, seen[of]), own, kv_heads(plan, source, own)
+                seen[of] += 1
+
+
+def _span(heads: tuple[int, int]) -> str:
+    return f"{heads[0]} to {heads[1] - 1}"

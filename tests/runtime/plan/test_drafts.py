@@ -1,0 +1,72 @@
+"""Plans with a program that drafts: which slots of the cache its attentions use, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.drafts import with_draft
+from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.specification import DraftPlan, Plan
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("draft") / "tiny"
+    tiny_model("llama").save_pretrained(made)
+    return made
+
+
+def planned(folder: Path, ranks: int, draft: str, program: str | None = None, **ways: Any) -> tuple[Plan, DraftPlan]:
+    plan = with_draft(make_plan(folder, ranks, 64, program, **ways), folder, draft)
+    assert plan.draft is not None
+    return plan, plan.draft
+
+
+def test_attentions_use_the_slots_of_their_layers(folder: Path) -> None:
+    plan, draft = planned(folder, 2, "A0 F0 [A3 A1] [F1 F3]")
+    assert draft.slots == ((0, 3, 1),) * 2
+    assert draft.plan.sliced
+    assert (plan.kv, plan.sliced, plan.program) == ("full", False, "A0 F0 A1 F1 A2 F2 A3 F3")
+
+
+def test_pairs_lie_whole_on_ranks_where_the_verifier_has_them_so(folder: Path) -> None:
+    _, draft = planned(folder, 2, "[A1 A2] A3", program="A0 F0 [A1 A2] [F1 F2] A3 F3")
+    assert draft.slots == ((1, 2), (1, 2))
+    assert not draft.plan.sliced
+
+
+def test_memory_is_that_of_what_is_not_there_already(folder: Path) -> None:
+    alone = footprint(make_plan(folder, 2, 64))
+    assert footprint(planned(folder, 2, "A0 F0 [A1 A2] [F1 F2] >A3 >F3")[0]) == alone
+    more = footprint(planned(folder, 2, "A0 F0 A1 F1@up12")[0])
+    hidden, neurons = 32, int(AutoConfig.from_pretrained(folder).intermediate_size)
+    # Gate and down of half the neurons, and both factors of up.
+    numbers = 2 * hidden * neurons // 2 + 12 * (hidden + neurons // 2)
+    assert [own - before for own, before in zip(more.weights, alone.weights, strict=True)] == [4 * numbers] * 2
+    assert more.kept == alone.kept
+
+
+@pytest.mark.parametrize(
+    ("ranks", "draft", "message"),
+    [
+        (1, "A0~A1 F0", "A0~A1 of the draft has no keys and values to read: no attention of the average of these lay"),
+        (1, "A0 F0 A0", "A0 of the draft has no keys .*: the draft has it 2 times, and the program that verifies 1"),
+        (2, "A0 {A1 F1 | A2 F2}", "rank 0 computes A1 of the draft, with KV heads 0 to 1, and caches 0 to 0 of that"),
+        (1, "A0 {A1/2:0 | A1/2:1}", "rank 0 computes A1/2:0 of the draft, with KV heads 0 to 0, and caches 0 to 1 of"),
+        (1, "A0 F0 A7", "A7"),
+    ],
+)
+def test_what_is_refused(ranks: int, draft: str, message: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(folder, ranks, draft)
+
+
+def test_a_cache_in_rank_space_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="use kv full or auto, not lowrank"):
+        planned(folder, 1, "A0", program="A0@k4,v4 F0", kv="lowrank")
