@@ -231,12 +231,12 @@ class Reference:
         return named.get(role, f"self_attn.{role}_proj"), (slice(None), slice(None))
 
     def averaged(self, layers: list[int], into: int) -> Reference:
-        """A copy in which one layer has the average of several layers' weights."""
-        other = self.copied()
+        """A copy in which one layer has the average of several layers' weights, where all have some of that name."""
+        other, at = self.copied(), self.at(into, "")
         for name in self.w:
-            at = self.at(into, "")
-            if name.startswith(at):
-                other.w[name] = torch.stack([self.w[name.replace(at, self.at(k, ""))] for k in layers]).mean(0)
+            own = [name.replace(at, self.at(k, "")) for k in layers]
+            if name.startswith(at) and all(one in self.w for one in own):
+                other.w[name] = torch.stack([self.w[one] for one in own]).mean(0)
         return other
 
 

@@ -87,8 +87,13 @@ def check_generation(case: Case) -> None:
     assert torch.equal(case.generate(model, use_cache=False), case.tokens)
     if not case.folder.name.startswith("gpt_neo-"):  # the stock class computes something else with a static cache
         assert torch.equal(case.generate(model, cache_implementation="static"), case.tokens), "static cache"
-    beams = [case.generate(model, num_beams=3, use_cache=cached) for cached in (True, False)]
-    assert torch.equal(*beams), "beams"
+    for cached in (True, False):  # by their scores: which beam is kept of two that are equal may be either's
+        options = {"return_dict_in_generate": True, "output_scores": True, "use_cache": cached}
+        beams: Any = case.generate(model, num_beams=3, **options)
+        with torch.no_grad():
+            likely = model(input_ids=beams.sequences).logits[:, :-1].log_softmax(-1)
+        scores = likely.gather(-1, beams.sequences[:, 1:, None])[:, -case.new_tokens :].mean((1, 2))
+        assert torch.allclose(beams.sequences_scores, scores, atol=1e-4), "beams"
 
 
 def check_padding(case: Case) -> None:
@@ -111,7 +116,8 @@ def check_saved_again(case: Case) -> None:
 
 
 def check_bfloat16(case: Case) -> None:
-    error = case.error(case.load(dtype=torch.bfloat16))
+    # Products over all experts at once want rows of 16 bytes, and these are smaller.
+    error = case.error(case.load(dtype=torch.bfloat16, experts_implementation="eager"))
     assert error < 0.2, f"{error:.2g}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.belongings import REPORT_FILE
@@ -36,6 +37,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
     """The `transformers` configuration of a checkpoint, that of the stock architecture whatever its form; its program.
 
     Its `tie_word_embeddings` says what `transformers` makes of it: no, where a head of other numbers is stored, too.
+    Zeros that are stored as biases of layers without any are no tensors of the checkpoint any more.
 
     Returns:
         The configuration; and the program over its stored layers that it runs, None if it runs them as they are.
@@ -58,6 +60,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
     family = family_of(config)
     _check_sizes(path, config, family)
+    _leave_out_biases(checkpoint, config)
     config.tie_word_embeddings = _are_tied(checkpoint, family, bool(config.tie_word_embeddings))
     return config, program or form_of(checkpoint).own_program(config)
 
@@ -196,6 +199,25 @@ def _check_widths(checkpoint: Checkpoint) -> None:
         )
     if not checkpoint.config.get(GLOBAL_WIDTHS_KEY):
         raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")
+
+
+def _leave_out_biases(checkpoint: Checkpoint, config: Any) -> None:
+    """Leave out zeros that are stored as biases of layers that have none, as AutoGPTQ did; refuse other numbers."""
+    beside = checkpoint.biases_beside
+    if not beside:
+        return
+    from transformers import AutoModelForCausalLM  # takes its time, and others do without it
+
+    with torch.device("meta"):
+        own = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
+    spare = [name for name in beside if name not in own]
+    for name in spare:
+        if checkpoint.tensor(name).any():
+            raise ValueError(
+                f"{checkpoint.folder}: tensor {name} is a bias of a layer that has none by config.json, and is not "
+                "zero; use the config.json that belongs to these weights"
+            )
+    checkpoint.without(spare)
 
 
 def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:

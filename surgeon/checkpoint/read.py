@@ -271,6 +271,21 @@ class Checkpoint(TensorFiles):
         return [*self.quantised[name].parts.values()] if name in self.quantised else [name]
 
     @property
+    def biases_beside(self) -> list[str]:
+        """The biases of quantised matrices whose software writes them where an architecture has none, too."""
+        of_modules = (
+            f"{name.removesuffix(one.scheme.stands_for)}.bias"
+            for name, one in self.quantised.items()
+            if one.scheme.writes_biases
+        )
+        return [name for name in of_modules if name in self]
+
+    def without(self, names: Iterable[str]) -> None:
+        """Know these tensors no more."""
+        for name in names:
+            del self.files[name], self._entries[name]
+
+    @property
     def file_names(self) -> frozenset[str]:
         """The weight files in use, and their index."""
         return frozenset({self._weights_file(), *(path.name for path in self.whole.files.values())})

@@ -83,9 +83,13 @@ class AskedSearch:
             make: make those that go by a text; else they are there.
 
         Raises:
-            FileNotFoundError, ValueError, OSError: as `open_subject`, `read_known` and `open_factors`.
+            FileNotFoundError, ValueError, OSError: as `open_subject`, `read_known` and `open_factors`; and as
+                `SearchSettings.mixture`, if the model's files hold factors of others'.
         """
-        subject = open_subject(model, **vars(text), memory=memory)
+        opened = open_model(model)
+        if opened.own != self.model.own:  # factors of others' are known by what tensors are called
+            self.settings.mixture(opened)
+        subject = open_subject(opened, **vars(text), memory=memory)
         known = read_known(map(Path, using), subject.opened, subject.windows)
         mixture = known.mixture(self.mixture).on_text(recorded(subject.windows))
         orders = {}

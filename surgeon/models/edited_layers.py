@@ -350,9 +350,13 @@ def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[
     return _through(owner, others, attended)
 
 
+# What releases of transformers and their architectures call the keys and values of tokens before.
+_CACHES = ("cache", "past_key_values", "layer_past")
+
+
 def _count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
     """Let the cache know of tokens that no attention saw: the decoder asks it at which position the next one stands."""
-    cache = arguments.get("past_key_values", arguments.get("layer_past"))
+    cache = next((arguments[name] for name in _CACHES if name in arguments), None)
     if cache is not None:
         nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
         cache.update(nothing, nothing, 0)

@@ -93,7 +93,8 @@ class Mixture:
                 require_whole_layers(self.model.own, self.model.num_layers)
             except ValueError as error:
                 raise ValueError(
-                    f"{self.model.label} is an edited model; search the one that it was made of ({error})"
+                    f"{self.model.label} is an edited model, or one that others pruned or decomposed; search the one "
+                    f"that it was made of ({error})"
                 ) from error
         there = {edit.space for edit in self.edits}
         for space in self.spaces:

@@ -98,6 +98,8 @@ def _sublayer(reference: Reference, sublayer: Sublayer, x: Tensor) -> Tensor:
     layer = sublayer.layers[0]
     if len(sublayer.layers) > 1:
         reference = reference.averaged(list(sublayer.layers), into=layer)
+    if sublayer.experts is not None:
+        reference = reference.experts(layer, sublayer.experts)
     if sublayer.width is not None:
         reference = reference.narrowed(layer, sublayer.kind, sublayer.width)
     for role, rank in sublayer.ranks:

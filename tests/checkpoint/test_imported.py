@@ -15,13 +15,14 @@ from torch import Tensor
 import surgeon
 from surgeon.checkpoint.load import load
 from surgeon.models.edit import edit
+from surgeon.quality.data import load_windows
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.reference import Reference
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import case
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 IDS = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 Tensors = dict[str, Tensor]
@@ -92,9 +93,9 @@ def palu(folder: Path) -> Written:
     return folder, model, " ".join(f"A{layer}@k7,v7 F{layer}" for layer in range(4))
 
 
-def deci(folder: Path) -> Written:
+def deci(folder: Path, **config: Any) -> Written:
     """No attention in layer 1, no MLP in layer 2, fewer neurons in layer 3, whose heads share one KV head."""
-    model = tiny_model("llama", dropout=0.0)
+    model = tiny_model("llama", dropout=0.0, **config)
     tensors = dict(model.state_dict())
     gone = ("1.self_attn", "1.input_layernorm", "2.mlp", "2.post_attention_layernorm")
     tensors = {
@@ -153,10 +154,10 @@ all_styles = pytest.mark.parametrize("style", STYLES)
 
 
 @torch.no_grad()
-def plainly(model: Any, program: str, style: str) -> Tensor:
+def plainly(model: Any, program: str, style: str, ids: Tensor = IDS) -> Tensor:
     """The logits of a program over a model's own layers, by plain PyTorch."""
     reference = Reference(model)
-    stream = reference.embed(IDS)
+    stream = reference.embed(ids)
     order = [(name[0], int(name[1:].partition("@")[0].partition("#")[0])) for name in program.split()]
     for kind, layer in order:
         own = min(layer, 3) if style == "stack" else layer
@@ -209,6 +210,28 @@ def test_what_was_changed_in_memory_is_exported(written: tuple[Path, str, Tensor
     surgeon.export(model, tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, 2 * expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_layers_that_are_whole_are_scanned(tmp_path: Path, tiny_text: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    folder, plain, program = deci(tmp_path / "deci", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    found = surgeon.scan(folder, tiny_text, tmp_path / "out", operations=["prune"], tokens=64, window=16)
+    ids = load_windows(tokenizer, str(tiny_text), 16, 64).ids
+    (cell,) = found.cells.to_dict("records")  # of layer 0, the only one that is whole
+    own, pruned = (
+        plainly(plain, one, "deci", ids)[:, :-1].double().log_softmax(-1) for one in (program, program[len("A0 F0 ") :])
+    )
+    divergence = (own.exp() * (own - pruned)).sum(-1).mean().item()
+    assert (cell["first"], cell["last"], cell["divergence"]) == (0, 0, pytest.approx(divergence, rel=1e-4))
+
+
+@pytest.mark.parametrize("style", [case(one, default=one == "palu") for one in ("svd_llm", "asvd", "palu", "deci")])
+def test_others_models_are_not_searched(style: str, tmp_path: Path) -> None:
+    folder, _, program = STYLES[style](tmp_path / style)
+    with pytest.raises(ValueError, match=f"search the one that it was made of .* '{program[:20]}"):
+        surgeon.search(folder, tmp_path / "no text", tmp_path / "out", space="drop", trials=1)
 
 
 def test_a_stack_is_searched_and_edited_layer_by_layer(tmp_path: Path) -> None:

@@ -79,6 +79,28 @@ def test_sixteen_bits(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:the weights of", "ignore:.* are dequantised")
+def test_zeros_as_biases_of_layers_that_have_none_are_left_out(tmp_path: Path) -> None:
+    """As old AutoGPTQ writes them, beside the biases that Qwen2 has."""
+    folder, dense = quantised(tmp_path, "gptq", "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    spare = [
+        name.removesuffix("qweight") + "bias"
+        for name in tensors
+        if name.endswith(("o_proj.qweight", "up_proj.qweight"))
+    ]
+    zeros = {name: torch.zeros(tensors[name.replace("bias", "qweight")].shape[1]) for name in spare}
+    save_file(tensors | zeros, folder / "model.safetensors", {"format": "pt"})
+    opened = open_model(folder)
+    assert sorted(opened.checkpoint.names()) == sorted(Checkpoint(dense).names())
+    out = surgeon.export(opened, tmp_path / "out", program="A0 F0 >A1 >F1")
+    assert sorted(Checkpoint(out.folder).raw.names()) == sorted(tensors)
+    zeros[spare[0]][3] = 0.5
+    save_file(tensors | zeros, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"tensor {spare[0]} is a bias of a layer that has none by config.json"):
+        open_model(folder)
+
+
 def test_what_is_wrong_is_said_as_it_is_opened(tmp_path: Path) -> None:
     folder, _ = quantised(tmp_path, "fp8")
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())

@@ -17,10 +17,10 @@ from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, r
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
+from surgeon.language.program import KINDS, Program, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
-from surgeon.models.weights import FactorSource, Groups, leave_out, make_room, unstored
+from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_room, unstored
 
 NOT_ON_VLLM = "vLLM runs no program"
 
@@ -45,7 +45,7 @@ class ProgramForm(Form):
                 f"{family.name}"
             )
         groups = _groups(program)
-        layers = tuple(StoredLayer((one.sublayer(ATTENTION),), (one.sublayer(FEED_FORWARD),)) for one in groups.groups)
+        layers = tuple(StoredLayer(*((_held(one, kind, family),) for kind in KINDS)) for one in groups.groups)
         require_divisible(program.sublayers(), family, config)
         renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
         why_plugin = needs_plugin(renumbered, family, config, len(layers))
@@ -191,6 +191,13 @@ def _shares(family: Family, config: Any, path: str) -> list[int]:
     projections = [p for spec in family.specs() for p in spec.projections if p.path == path]
     widths = [family.units(config)[p.unit] for p in projections if not p.interleaved]  # those: a slice is one stretch
     return [width // math.gcd(*widths) for width in widths]
+
+
+def _held(group: Group, kind: str, family: Family) -> Sublayer:
+    """What a stored layer has of a kind; beside an average that runs alone a mixture of its first layer."""
+    held = group.sublayer(kind)
+    alone = family.mixture is not None and kind not in group.used  # of mixtures there are no averages
+    return replace(held, layers=held.layers[:1]) if alone else held
 
 
 def _groups(program: Program) -> Groups:

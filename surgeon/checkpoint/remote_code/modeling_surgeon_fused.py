@@ -22,6 +22,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_ro
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+# What layers and models call the keys and values of tokens before: "cache" since transformers 5.24.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 NORMS: Any = {"rms": LlamaRMSNorm, "layer": nn.LayerNorm, "centred": partial(nn.LayerNorm, bias=False)}
 MASKS: Any = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
@@ -30,7 +32,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     """What the layers consist of; the widths are those of the layers that `per_layer_config` does not name."""
 
     model_type = "surgeon_fused"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
     ignore_keys_at_rope_validation = {"partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings"}
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
@@ -153,9 +155,9 @@ class FusedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = kwargs.pop(CACHE, None)
         shape = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)
         key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
@@ -172,8 +174,8 @@ class FusedAttention(nn.Module):
             rate, length = self.config.query_growth
             factors = 1 + rate * torch.log1p(torch.floor(kwargs["position_ids"] / length))
             query = query * factors[:, None, :, None].to(query.dtype)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -243,7 +245,7 @@ class FusedLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         attended = hidden_states
         if "attention" in self.skip:
-            count_in_cache(kwargs.get("past_key_values"), hidden_states, self.layer_idx)
+            count_in_cache(kwargs.get(CACHE), hidden_states, self.layer_idx)
         else:
             added = self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
             attended = hidden_states + self.dropout(self.scaled(added))
@@ -264,7 +266,7 @@ class SurgeonFusedPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["FusedLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -302,16 +304,17 @@ class SurgeonFusedModel(SurgeonFusedPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        cache = kwargs.pop(CACHE, past_key_values)
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            seen = 0 if cache is None else cache.get_seq_length()
             if self.config.positions_from_mask and isinstance(attention_mask, Tensor):
                 position_ids = (attention_mask.cumsum(-1) * attention_mask - 1)[:, seen:]
             else:
                 position_ids = torch.arange(seen, seen + stream.shape[1], device=stream.device)[None]
-        given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_ids": position_ids}
+        given = {"attention_mask": attention_mask, CACHE: cache, "position_ids": position_ids}
         kinds = self.config.layer_types
         masks: Any = attention_mask
         if not isinstance(masks, dict):  # generation with a static cache makes them itself
@@ -325,7 +328,7 @@ class SurgeonFusedModel(SurgeonFusedPreTrainedModel):
         for layer, kind in zip(self.layers, kinds, strict=True):
             given["attention_mask"] = masks[kind]
             stream = layer(stream, position_embeddings=rotation, **given, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(stream), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(stream), **{CACHE: cache})
 
 
 class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
@@ -341,9 +344,9 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def prepare_inputs_for_generation(self, input_ids: Any, *arguments: Any, **kwargs: Any) -> Any:
-        border, cache = self.config.anew_beyond, kwargs.get("past_key_values")
+        border, cache = self.config.anew_beyond, kwargs.get(CACHE)
         if border is not None and cache and cache.get_seq_length() <= border < input_ids.shape[1]:
-            kwargs |= {"past_key_values": None, "next_sequence_length": None}  # all of them
+            kwargs |= {CACHE: None, "next_sequence_length": None}  # all of them
         return super().prepare_inputs_for_generation(input_ids, *arguments, **kwargs)
 
     @can_return_tuple
@@ -363,10 +366,9 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **kwargs,
+            **{CACHE: past_key_values} | kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
@@ -378,7 +380,7 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

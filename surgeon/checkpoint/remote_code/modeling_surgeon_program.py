@@ -37,6 +37,9 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPP
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 from transformers.pytorch_utils import Conv1D
 
+# What releases of transformers and their architectures call the keys and values of tokens before.
+CACHES = ("cache", "past_key_values", "layer_past")
+
 
 class Family(NamedTuple):
     """An architecture: where a layer has its sublayers (paths from the layer), and how the decoder calls layers."""
@@ -505,7 +508,7 @@ class ProgramLayers(nn.Module):
         slot, arguments = next(slots) if sublayer.kind == "A" else (None, {})
         if not (self.gradient_checkpointing and self.training):
             return self.output(sublayer, slot, arguments, stream)
-        no_cache = {key: None for key in ("past_key_values", "layer_past") if key in arguments}
+        no_cache = {key: None for key in CACHES if key in arguments}
         checkpointed: Any = self._gradient_checkpointing_func
         output: Tensor = checkpointed(partial(self.output, sublayer, slot, arguments | no_cache), stream)
         return output
@@ -555,7 +558,7 @@ class ProgramLayers(nn.Module):
 
 def count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
     """Let the cache know of tokens that no attention saw: the decoder asks it at which position the next one stands."""
-    cache = arguments.get("past_key_values", arguments.get("layer_past"))
+    cache = next((arguments[name] for name in CACHES if name in arguments), None)
     if cache is not None:
         nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
         cache.update(nothing, nothing, 0)

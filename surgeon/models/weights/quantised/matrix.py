@@ -60,11 +60,13 @@ class Scheme(ABC):
         needed: endings of the tensors that hold a matrix, behind the name of its module.
         optional: endings of further ones, which belong to it where they are there.
         stands_for: what the matrix is called behind the name of its module.
+        writes_biases: whether modules have zeros for a bias where their architecture has none.
     """
 
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     stands_for = ".weight"
+    writes_biases = False
 
     @property
     @abstractmethod

@@ -36,6 +36,7 @@ class Gptq(Scheme):
 
     needed = (WORDS, ZEROS, SCALES)
     optional = (GROUPS,)
+    writes_biases = True
 
     @property
     def description(self) -> str:
