@@ -14,6 +14,7 @@ from surgeon.language.program import ATTENTION, Node, Program, Step
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.base import Unit
+from surgeon.models.latent import Latent
 
 
 def attentions_at_once(program: Program) -> int:
@@ -44,9 +45,14 @@ def with_all_heads(convertor: Any) -> Any:
         def _family(self) -> Family:
             return FAMILIES[self.hf_text_config.model_type.removeprefix(PROGRAM_PREFIX)]
 
+        @property
+        def _latent(self) -> Latent | None:
+            return self._family.latent(self.hf_text_config)
+
         def _units(self, unit: Unit) -> int:
             program = Program.parse(getattr(self.hf_text_config, PROGRAM_KEY))
-            return self._family.units(self.hf_text_config)[unit] * attentions_at_once(program)
+            kept = "heads" if self._latent else unit  # latent attentions cache keys of every head
+            return self._family.units(self.hf_text_config)[kept] * attentions_at_once(program)
 
         def get_total_num_attention_heads(self) -> int:
             return self._units("heads")
@@ -55,6 +61,6 @@ def with_all_heads(convertor: Any) -> Any:
             return self._units("kv_heads")
 
         def get_head_size(self) -> int:
-            return self._family.head_dim(self.hf_text_config)
+            return self._latent.width if self._latent else self._family.head_dim(self.hf_text_config)
 
     return ProgramShape

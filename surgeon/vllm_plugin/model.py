@@ -39,6 +39,7 @@ from surgeon.runtime.model.layers import Pass, Weighting, plan_kernels, torch_dt
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.division import shared_units
 from surgeon.runtime.plan.specification import Plan
 from surgeon.vllm_plugin.operations import place_, take_operations, turns
 from surgeon.vllm_plugin.reduce import connect
@@ -64,8 +65,6 @@ class ProgramForCausalLM(nn.Module):
             raise ValueError(f"surgeon's plugin cannot run this: {reason}")
         settings = read_settings(vllm_config.additional_config)
         plan = plan_of(vllm_config)
-        if (kept := plan.family.attention.kept) is not None:
-            raise ValueError(f"surgeon's plugin cannot run this: vLLM runs no program of these attentions: {kept}")
         self.stages = get_pp_group()
         nodes = stage_nodes(Program.parse(plan.program).nodes, self.stages.rank_in_group, self.stages.world_size)
         self.plan = plan
@@ -76,6 +75,7 @@ class ProgramForCausalLM(nn.Module):
         attentions = self.rank_program.attentions()
         self.rotaries = [plan.rotary_of(attention) for attention in attentions]
         widths = [self._width(attention) for attention in attentions]
+        self.sinks: list[Tensor] = []  # by slot; vLLM's attentions hold on to them, and `load_weights` fills them
         # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
         self.slots = nn.ModuleList(
             self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
@@ -86,14 +86,17 @@ class ProgramForCausalLM(nn.Module):
 
     def _width(self, attention: Sublayer) -> tuple[int, int, int | None]:
         """How many heads and KV heads this rank has of an attention, and how many tokens it looks at."""
-        spec, units = self.plan.family.spec(attention.kind, attention.layers[0]), self.source.units(attention)
-        bounds = (unit_bounds(units[spec.projection(role).unit], attention.piece) for role in "qk")
-        heads, kv_heads = (end - first for first, end in bounds)
+        units = shared_units(self.source.units, self.plan.latent)(attention)
+        counts = units["heads"], units.get("kv_heads", units["heads"])
+        heads, kv_heads = (end - first for first, end in (unit_bounds(count, attention.piece) for count in counts))
         return heads, kv_heads, self.plan.window(attention)
 
     def _slot(self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None) -> Attention:
         """The attention over one slot of the cache."""
-        plan = self.plan
+        plan, more = self.plan, dict[str, Any]()
+        if plan.family.attention.sinks is not None:
+            more["sinks"] = torch.empty(heads)
+            self.sinks.append(more["sinks"])
         cache = copy.copy(vllm_config.cache_config)
         cache.sliding_window = None  # vLLM's default for attentions that have none of their own
         return Attention(
@@ -105,6 +108,7 @@ class ProgramForCausalLM(nn.Module):
             logits_soft_cap=plan.attention_softcap,
             per_layer_sliding_window=window,
             prefix=f"{name}.kv{kv_heads}window{window}",
+            **more,
         )
 
     def _build_ends(self) -> None:
@@ -134,6 +138,8 @@ class ProgramForCausalLM(nn.Module):
         self.loaded = True
         plan, family, device = self.plan, self.plan.family, self.rank_program.device
         self.rank_program.load(self.source)
+        for sinks, own in zip(self.sinks, self.rank_program.sinks(), strict=False):  # a stage may have no attention
+            sinks.copy_(own)
 
         stored = {"embedding": family.embedding, "head": family.head}
         parameters: Iterable[tuple[str, Any]] = self.named_parameters()

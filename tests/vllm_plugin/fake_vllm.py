@@ -28,8 +28,10 @@ class Attention(nn.Module):
         logits_soft_cap: float | None,
         per_layer_sliding_window: int | None,
         prefix: str,
+        sinks: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.sinks = sinks
         self.heads, self.kv_heads, self.head_size, self.scale = num_heads, num_kv_heads, head_size, scale
         self.softcap = logits_soft_cap
         self.window = per_layer_sliding_window or cache_config.sliding_window
@@ -45,7 +47,10 @@ class Attention(nn.Module):
         places = torch.arange(len(queries))
         ages = places[:, None] - places
         hidden = (ages < 0) | (ages >= (self.window or len(queries)))
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks[:, None, None].expand(-1, len(queries), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 

@@ -22,8 +22,6 @@ from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_room, unstored
 
-NOT_ON_VLLM = "vLLM runs no program"
-
 
 class ProgramForm(Form):
     """What any program can be stored in."""
@@ -93,9 +91,6 @@ class ProgramForm(Form):
         return with_room(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored)
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
-        if (kept := stored.family.attention.kept) is not None:
-            here = serve.partition(" --")[0].replace("vllm serve", "surgeon serve")
-            return f"{NOT_ON_VLLM} of these attentions: {kept}. Ranks of surgeon's own do:", here
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
             return BY_THE_FILE, f"{serve} --trust-remote-code"
         return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"
@@ -144,6 +139,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
         "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
         "feature_norms": list(family.attention.feature_norms),
+        "sinks": family.attention.sinks,
         "mixture": _mixture_row(family),
         "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole
         "slot": family.attention.cache_slot,

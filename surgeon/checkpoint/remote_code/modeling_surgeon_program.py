@@ -52,6 +52,7 @@ class Family(NamedTuple):
     turns: dict[str, int]  # where they are packed head by head: how wide a head is
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
     feature_norms: tuple[str, ...]  # norms of queries and keys of all heads together: gains are fewer in a narrow layer
+    sinks: str | None  # a parameter with a number for each head
     mixture: dict[str, Any] | None  # where a layer has a mixture of experts: "experts", the module of their matrices,
     # "roles", what programs call those, and their parameters, "rows", what has a row of each, "counts" and "top_k"
     counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
@@ -366,9 +367,10 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int, config: Any)
             inputs = inputs * width // units
         own = Conv1D(outputs, inputs) if isinstance(whole, Conv1D) else None
         set_at(layer, path, own or nn.Linear(inputs, outputs, bias=whole.bias is not None))
-    for path in family.feature_norms if kind == "A" else ():
-        norm: Any = layer.get_submodule(path)
-        norm.weight = nn.Parameter(norm.weight.new_empty(len(norm.weight) * width // units))
+    by_head = [f"{path}.weight" for path in family.feature_norms] + [path for path in (family.sinks,) if path]
+    for path in by_head if kind == "A" else ():
+        old = attrgetter(path)(layer)
+        set_at(layer, path, nn.Parameter(old.new_empty(len(old) * width // units)))
     for path in family.counts:
         if has(layer, path) and path.startswith((family.attention if kind == "A" else family.feed_forward)[1:]):
             owner = path.rpartition(".")[0]
@@ -535,8 +537,9 @@ class ProgramLayers(nn.Module):
     def sliced(self, layer: nn.Module, roots: tuple[str, ...], piece: tuple[int, int] | None) -> Iterator[None]:
         """While inside, the layer's modules have one slice of their heads or neurons."""
         mixture = self.family.mixture
-        stacked = () if mixture is None else (mixture["experts"],)
-        paths = () if piece is None else self.family.reads + self.family.writes + self.family.counts + stacked
+        others = (self.family.sinks, None if mixture is None else mixture["experts"])
+        all_paths = self.family.reads + self.family.writes + self.family.counts + tuple(filter(None, others))
+        paths = () if piece is None else all_paths
         here = [path for path in paths if path.startswith(roots) and has(layer, path)]
         before = {path: attrgetter(path)(layer) for path in here}
         try:
@@ -551,6 +554,8 @@ class ProgramLayers(nn.Module):
         """What stands in for a projection or a count while a slice runs."""
         if path in self.family.counts:
             return whole // piece[1]
+        if path == self.family.sinks:
+            return part(whole, piece)
         if self.family.mixture is not None and path == self.family.mixture["experts"]:
             return Experts(whole, self.family.mixture, piece=piece)
         return SlicedProjection(whole, path in self.family.reads, piece, self.shares.get(path, (1,)))
@@ -567,7 +572,11 @@ def count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
 def set_at(root: Any, path: str, value: Any) -> None:
     """Set the attribute at a path of names."""
     parent, _, name = path.rpartition(".")
-    setattr(attrgetter(parent)(root) if parent else root, name, value)
+    owner = attrgetter(parent)(root) if parent else root
+    if name in getattr(owner, "_parameters", ()) and not isinstance(value, nn.Parameter):
+        vars(owner)[name] = value  # is found before the parameter, until that is set again
+    else:
+        setattr(owner, name, value)
 
 
 class RunsProgram(nn.Module):

@@ -134,6 +134,7 @@ class SublayerSpec:
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
         cache_slot: path of the attribute that says which slot of the cache the attention uses.
         beside: paths of parameters that are no projection's and no norm's, as far as they are there.
+        sinks: path of a parameter with a number for each head: one more score, whose weight no value has (gpt-oss).
         kept: why programs take no part of it by itself, in words about all attentions of the family: they are neither
             sliced nor narrowed, while ranks may share their heads.
         latent: of a config: the sizes of attentions that make keys and values of a latent, which have no projections.
@@ -150,6 +151,7 @@ class SublayerSpec:
     counts: tuple[str, ...] = ()
     cache_slot: str = "self_attn.layer_idx"
     beside: tuple[str, ...] = ()
+    sinks: str | None = None
     kept: str | None = None
     latent: Callable[[Any], Latent] | None = None
     width: str | None = None
@@ -159,6 +161,12 @@ class SublayerSpec:
     def called(self) -> tuple[str, ...]:
         """Paths of the modules that are called one after the other on the stream, its norm among them."""
         return self.modules if self.norm is None else (self.norm, *self.modules)
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Paths of parameters that are no projection's and no norm's, by name."""
+        found = {path: path for path in self.beside} | ({} if self.mixture is None else self.mixture.whole)
+        return found if self.sinks is None else found | {"sinks": self.sinks}
 
     @property
     def feature_norms(self) -> dict[str, str]:

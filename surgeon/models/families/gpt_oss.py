@@ -26,11 +26,7 @@ GPT_OSS = replace(
     LLAMA,
     name="gpt-oss",
     model_type="gpt_oss",
-    attention=replace(
-        LLAMA.attention,
-        beside=("self_attn.sinks",),
-        kept="each of their heads has a sink beside its scores",
-    ),
+    attention=replace(LLAMA.attention, sinks="self_attn.sinks"),
     mlp=replace(
         LLAMA.mlp,
         projections=(

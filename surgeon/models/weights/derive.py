@@ -85,7 +85,7 @@ def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
     """
     if path.startswith(tuple(f"{norm}." for norm in norm_paths(spec).values())):
         return True
-    if path in spec.beside or (spec.mixture is not None and path in spec.mixture.whole.values()):
+    if path in spec.others.values() and path != spec.sinks:
         return True
     return any(
         path == f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight" for one in spec.projections
@@ -170,8 +170,7 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
         for part in ("weight", "bias"):
             if f"{name}.{part}" in tensors:
                 found[f"{path}.{part}"] = tensors[f"{name}.{part}"].clone()
-    whole = {} if spec.mixture is None else spec.mixture.whole
-    for name, path in (*whole.items(), *zip(spec.beside, spec.beside, strict=True)):
+    for name, path in spec.others.items():
         if name in tensors:
             found[path] = tensors[name].clone()
     apart = taken_apart(spec, lambda role: f"{role}.first.weight" in tensors)

@@ -244,15 +244,15 @@ def _empty(weights: ModelWeights, layer: int, path: str, like: Tensor) -> dict[s
 def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config: Any) -> None:
     """Give a layer's modules the shapes that one of its sublayers is stored in."""
     spec, family = weights.spec(sublayer), weights.family
-    for path in (*modules_of(spec), *spec.feature_norms):
-        module = layer.get_submodule(path)
-        for name, parameter in module.named_parameters():
-            stored = f"{family.layers}.{sublayer.layers[0]}.{path}.{name}"
-            if stored in weights and weights.shape(stored) != parameter.shape:
-                owner = module.get_submodule(name.rpartition(".")[0])
-                setattr(owner, name.rpartition(".")[2], nn.Parameter(parameter.new_empty(weights.shape(stored))))
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
+    modules = {path: layer.get_submodule(path) for path in (*modules_of(spec), *spec.feature_norms)}
+    paths = [f"{path}.{name}" for path, module in modules.items() for name, _ in module.named_parameters()]
+    for path in paths if spec.sinks is None else (*paths, spec.sinks):
+        stored, parameter = f"{family.layers}.{sublayer.layers[0]}.{path}", layer.get_parameter(path)
+        if stored in weights and weights.shape(stored) != parameter.shape:
+            owner = layer.get_submodule(path.rpartition(".")[0])
+            setattr(owner, path.rpartition(".")[2], nn.Parameter(parameter.new_empty(weights.shape(stored))))
+    for linear in (module for module in modules.values() if isinstance(module, nn.Linear)):
+        linear.out_features, linear.in_features = linear.weight.shape
     assert sublayer.width is not None
     recount(layer, spec, sublayer.width, units_in(sublayer.kind, family.units(config, sublayer.layers[0])))
 

@@ -200,8 +200,10 @@ class ModelWeights:
         packed = modules_of(spec).get(module, [])
         if module in spec.feature_norms:
             packed = [spec.projection(spec.feature_norms[module])]
-        is_whole = sublayer.width in (None, self.stored_width(sublayer.kind, layer)) or not packed
-        if is_whole or (what == "bias" and not packed[0].reads_stream):
+        is_whole = sublayer.width in (None, self.stored_width(sublayer.kind, layer))
+        if path == spec.sinks and not is_whole:
+            return self.tensor(whole)[self._heads(sublayer)]
+        if is_whole or not packed or (what == "bias" and not packed[0].reads_stream):
             return self.tensor(whole)
         # Heads and neurons lie in the same order, whichever of them there are, also where projections are packed.
         kept = [self._places(layer, sublayer.kind, one)[self._kept(sublayer, one)] for one in packed]
@@ -256,6 +258,9 @@ class ModelWeights:
                 ranks divide them.
         """
         found = self.norms(sublayer, dtype) | self.router(sublayer, dtype) | self._beside(sublayer, dtype)
+        if (sinks := self.spec(sublayer).sinks) is not None:
+            each = (self.tensor(f"{self._layer(layer)}{sinks}") for layer in sublayer.layers)
+            found["sinks"] = mean(each, dtype)[self._heads(sublayer)]
         for projection in self.spec(sublayer).projections:
             of = experts if experts is not None and projection.stacked else sublayer
             found |= self._projection_tensors(of, projection, dtype)
@@ -424,6 +429,12 @@ class ModelWeights:
             return inside
         features = units[projection.unit] // units_in(sublayer.kind, units) * self.unit_width(sublayer.kind)
         return (self.kept_units(sublayer)[:, None] * features + torch.arange(features)).flatten()[inside]
+
+    def _heads(self, attention: Sublayer) -> Tensor:
+        """Which heads of its layer an attention, or a slice of one, has."""
+        heads = self._units_of(attention.kind, attention.layers[0])["heads"]
+        features = torch.arange(heads * self.head_dim)[self._kept(attention, self.spec(attention).projection("q"))]
+        return features[:: self.head_dim] // self.head_dim
 
     def kept_units(self, sublayer: Sublayer) -> Tensor:
         """Which KV groups, or neurons, of its layer a narrowed sublayer has: the first ones of their order, ascending.

@@ -18,7 +18,7 @@ from torch import Tensor
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
 from surgeon.language.program import ATTENTION, WRITING, Fork, Node, Program, Step, Sublayer
 from surgeon.models.families import Projection
-from surgeon.models.weights import ModelWeights, Tensors, unit_bounds
+from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
@@ -190,9 +190,6 @@ class RankProgram:
         if sublayer.kind == ATTENTION and plan.latent is not None:
             latent = LatentMaps(tensors, plan.latent, plan, sublayer.piece)
             return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
-        if "sinks" in tensors:
-            heads = source.units(sublayer)["heads"]
-            tensors["sinks"] = tensors["sinks"][slice(*unit_bounds(heads, sublayer.piece))]
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
         if sublayer.kind == ATTENTION:
             kv_heads = count_outputs(tensors, "k") // plan.head_dim
@@ -280,6 +277,10 @@ class RankProgram:
     def kv_heads(self) -> list[int]:
         """How many KV heads this rank has of each, once they are loaded."""
         return [made.kv_heads for made in self._attentions()]
+
+    def sinks(self) -> list[Tensor]:
+        """Those of each attention's heads, once they are loaded; none where they have no such."""
+        return [made.weighting.sinks for made in self._attentions() if made.weighting.sinks is not None]
 
     def rebuilds(self) -> dict[int, Rebuild]:
         """What makes keys and values of what is cached, by slot, where that is in rank space."""
