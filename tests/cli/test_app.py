@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -240,3 +241,16 @@ def test_what_is_missing_is_shown_in_the_whole_command(
 ) -> None:
     assert cli.main(given.split()) == 2
     assert f"; write {whole} (see surgeon {given.split()[0]} --help)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "looked"), [("check", False), ("scan", True)])
+def test_short_commands_do_not_look_for_garbage(command: str, looked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def stop(*_: Any, **__: Any) -> None:
+        seen.append(gc.isenabled())
+        raise ValueError("enough")
+
+    monkeypatch.setattr(f"surgeon.library.{command}.{command}", stop)
+    assert cli.main([command, "demo"]) == 1
+    assert (seen, gc.isenabled()) == ([looked], True)
