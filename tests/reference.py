@@ -69,6 +69,7 @@ class Reference:
     attention_norm, mlp_norm = "input_layernorm", "post_attention_layernorm"
     output, up, down = "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
     activation_name = "hidden_act"
+    attention_roles = "qkvo"
     transposed = False  # whether weights are stored as (in, out)
     one_step = False  # whether a layer's attention and feed-forward read the same stream
 
@@ -197,7 +198,7 @@ class Reference:
 
     def narrowed(self, k: int, kind: str, count: int) -> Reference:
         """A copy in which only so many KV groups of the largest weights, or any neurons, are not zero."""
-        roles = "qkvo" if kind == "A" else [role for role in ("gate", "up", "down") if self.has(k, role)]
+        roles = self.attention_roles if kind == "A" else [role for role in ("gate", "up", "down") if self.has(k, role)]
         groups = getattr(self.config, "num_key_value_heads", None) or self.num_heads
         inputs = {role: self.matrix(k, role) if role in ("o", "down") else self.matrix(k, role).T for role in roles}
         units = {role: w.reshape(len(w), groups if kind == "A" else w.shape[1], -1) for role, w in inputs.items()}
@@ -283,6 +284,78 @@ class _Qwen3Moe(_Mixture):
     @property
     def normalised(self) -> bool:  # type: ignore[override]
         return bool(self.config.norm_topk_prob)
+
+
+class _Qwen3Next(_Qwen3Moe):
+    attention_roles = "qgkvo"
+
+    def gain(self, name: str) -> Tensor:
+        return 1 + self.w[name + ".weight"]
+
+    def attended(self, k: int, x: Tensor) -> Tensor:
+        if self.config.layer_types[k] == "linear_attention":
+            return self.delta_net(k, x)
+        q, key, v = self.qkv(k, x)
+        gates = torch.sigmoid(self.heads(x @ self.matrix(k, "g").T))
+        group = q.shape[1] // key.shape[1]
+        heads = [self.mix(k, q[:, h], key[:, h // group], v[:, h // group]) * gates[:, h] for h in range(q.shape[1])]
+        return self.linear(self.at(k, self.output), torch.cat(heads, -1))
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, key, v = (self.heads(x @ self.matrix(k, role).T) for role in "qkv")
+        q, key = self.norm(self.at(k, "self_attn.q_norm"), q), self.norm(self.at(k, "self_attn.k_norm"), key)
+        return self.rotate(k, q), self.rotate(k, key), v
+
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        if role not in ("q", "g"):
+            return super().place(role)
+        rows = torch.arange(self.num_heads * 2 * self.head_dim).view(self.num_heads, 2, self.head_dim)
+        return "self_attn.q_proj", (rows[:, "qg".index(role)].flatten(), slice(None))
+
+    def delta_net(self, k: int, x: Tensor) -> Tensor:
+        """A gated delta net, one token after the other (arXiv:2412.06464, equation 10)."""
+        config, w = self.config, {name: self.w.get(self.at(k, f"linear_attn.{name}")) for name in ("A_log", "dt_bias")}
+        wide, heads = config.linear_key_head_dim, config.linear_num_value_heads
+        *mixed, z, b, a = self.mixed(k, x)
+        channels = torch.cat([part.flatten(-2) for part in mixed], -1)
+        kernel = self.w[self.at(k, "linear_attn.conv1d.weight")][:, 0]
+        before = functional.pad(channels, (0, 0, kernel.shape[1] - 1, 0))
+        turned = functional.silu(sum(before[:, i : i + x.shape[1]] * kernel[:, i] for i in range(kernel.shape[1])))
+        q, key, v = turned.split([part.shape[-1] * part.shape[-2] for part in mixed], -1)
+        q, key = (part.unflatten(-1, (-1, wide)).repeat_interleave(heads // mixed[0].shape[-2], 2) for part in (q, key))
+        q, key = (part / torch.sqrt((part**2).sum(-1, keepdim=True) + 1e-6) for part in (q, key))
+        v, rate = v.unflatten(-1, (heads, -1)), torch.sigmoid(b)
+        kept = torch.exp(-torch.exp(w["A_log"]) * functional.softplus(a + w["dt_bias"]))
+        state, found = x.new_zeros(len(x), heads, v.shape[-1], wide), []
+        for t in range(x.shape[1]):
+            state = state * kept[:, t, :, None, None]
+            error = v[:, t] - (state @ key[:, t, :, :, None])[..., 0]
+            state = state + rate[:, t, :, None, None] * error[..., None] * key[:, t, :, None]
+            found.append((state @ q[:, t, :, :, None])[..., 0] / wide**0.5)
+        output = torch.stack(found, 1)
+        normed = output / torch.sqrt((output**2).mean(-1, keepdim=True) + config.rms_norm_eps)
+        gated = normed * self.w[self.at(k, "linear_attn.norm.weight")] * functional.silu(z)
+        return self.linear(self.at(k, "linear_attn.out_proj"), gated.flatten(-2))
+
+    def mixed(self, k: int, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys, values and gates, (batch, tokens, heads, width); rates and decays, (batch, tokens, heads)."""
+        config = self.config
+        groups, width = config.linear_num_key_heads, config.linear_value_head_dim
+        values = config.linear_num_value_heads // groups
+        both = self.linear(self.at(k, "linear_attn.in_proj_qkvz"), x).unflatten(-1, (groups, -1))
+        q, key, v, z = both.split([config.linear_key_head_dim] * 2 + [values * width] * 2, -1)
+        b, a = self.linear(self.at(k, "linear_attn.in_proj_ba"), x).unflatten(-1, (groups, -1)).chunk(2, -1)
+        v, z = (part.flatten(-2).unflatten(-1, (-1, width)) for part in (v, z))
+        return q, key, v, z, b.flatten(-2), a.flatten(-2)
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        output = super().feed_forward(k, x)
+        if self.at(k, "mlp.gate.weight") not in self.w:
+            return output
+        normed = self.norm(self.at(k, self.mlp_norm), x)
+        gate, up = (self.linear(self.at(k, f"mlp.shared_expert.{name}_proj"), normed) for name in ("gate", "up"))
+        shared = self.linear(self.at(k, "mlp.shared_expert.down_proj"), self.activation(gate) * up)
+        return output + torch.sigmoid(self.linear(self.at(k, "mlp.shared_expert_gate"), normed)) * shared
 
 
 class _GptOss(_Mixture):
@@ -666,6 +739,7 @@ _CLASSES: dict[str, type[Reference]] = {
     "deepseek_v2": _DeepSeek,
     "deepseek_v3": _DeepSeek,
     "qwen3_moe": _Qwen3Moe,
+    "qwen3_next": _Qwen3Next,
     "ministral3": _Ministral3,
     "smollm3": _SmolLM3,
     "granite": _Granite,

@@ -40,6 +40,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -80,6 +81,18 @@ _LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+# Mixtures of four experts with a shared one, and linear attentions of another number of heads than the others.
+_LINEAR = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _GROUPED),
     "mistral": (MistralConfig, _GROUPED | _WINDOW),
@@ -110,6 +123,11 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         _GROUPED
         | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
         | {"mlp_only_layers": [2], "norm_topk_prob": False},
+    ),
+    # Layer 3 has linear attention; layer 2 is dense.
+    "qwen3_next": (
+        Qwen3NextConfig,
+        _GROUPED | _LINEAR | {"mlp_only_layers": [2], "layer_types": ["full_attention"] * 3 + ["linear_attention"]},
     ),
     "olmoe": (OlmoeConfig, _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     # Of which some values are clamped.
@@ -207,6 +225,8 @@ def tiny_model(family: str, num_layers: int = 4, seed: int = 0, dropout: float =
         kinds = ("sliding_attention", "full_attention") * num_layers
         own = own | {"layer_types": list(kinds[:num_layers])}
     own = own | dict.fromkeys(_DROPOUTS.get(family, ("attention_dropout",)), dropout)
+    if (kinds := own.get("layer_types")) and len(kinds) != num_layers:
+        own = own | {"layer_types": [kinds[layer % len(kinds)] for layer in range(num_layers)]}
     config = config_class(num_hidden_layers=num_layers, **(_SHARED | own | config_overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -25,6 +25,7 @@ def plan_on_paper(
             ranks, or texts are longer than the model's positions.
     """
     check_layers(program, shapes.layers)
+    shapes.family.require_ranked(program)
     for sublayer in set(program.sublayers()):
         spec = shapes.family.spec(sublayer.kind, sublayer.layers[0])
         if sublayer.piece is not None:

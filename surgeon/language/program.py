@@ -29,7 +29,7 @@ ATTENTION = "A"
 FEED_FORWARD = "F"
 KINDS = (ATTENTION, FEED_FORWARD)
 # What each kind's matrices are called, in the order in which a program's text names them.
-ROLES = {ATTENTION: ("q", "k", "v", "o"), FEED_FORWARD: ("gate", "up", "down")}
+ROLES = {ATTENTION: ("q", "g", "k", "v", "o"), FEED_FORWARD: ("gate", "up", "down")}
 SHARED = ("shared_gate", "shared_up", "shared_down")  # of experts beside a mixture's, which every token goes through
 NO_AVERAGE = (
     "experts of different layers are not averaged, as each layer's router numbers them by itself; leave some of them "

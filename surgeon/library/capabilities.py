@@ -21,6 +21,7 @@ from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.fused import FUSED
+from surgeon.checkpoint.forms.program import NOT_ON_VLLM
 from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
 from surgeon.exports.plan import check_exportable, layout_of
@@ -282,6 +283,8 @@ class Capabilities:
         for name, value in entries.items():
             setattr(config, name, value)
         how, command = layout.form.serving(replace(self.model, config=config, own=layout.program), "vllm serve DIR")
+        if how.startswith(NOT_ON_VLLM):
+            raise ValueError(how.partition(". ")[0])
         return f"{re.split(r'[,:]| [(]', how)[0]}, {command.splitlines()[-1]}"
 
     # What trains it.

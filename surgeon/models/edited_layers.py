@@ -70,11 +70,15 @@ class EditedLayers(nn.Module):
             if self.is_derived(sublayer):
                 self.add_module(str(sublayer), self.derive(sublayer))
         self._share_undivided()
-        attention_layers = [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION]
-        self.has_attention = bool(attention_layers)
-        self.slot_layers = attention_layers or [0]
+        self._describe_slots([one.layers[0] for one in program.sublayers() if one.kind == ATTENTION])
         self.config_before: dict[str, Any] = {}
         self._take_state_of(layers)
+
+    def _describe_slots(self, attended: list[int]) -> None:
+        """Say which layer each slot is of; one more counts tokens in the cache where no attention does."""
+        counting = any(not self.family.spec(ATTENTION, layer).counted_by for layer in attended)
+        self.slot_layers = attended if counting else [*attended, *(attended[:1] or [0])]
+        self.counts_apart = not counting
 
     def _share_undivided(self) -> None:
         """Slices of one sublayer that are stored as one have the same norms, whatever trains them."""
@@ -202,6 +206,8 @@ class EditedLayers(nn.Module):
         """Make the configuration's per-layer entries describe the program's attentions."""
         entries = self.family.attention_entries(config, self.slot_layers)
         entries["num_hidden_layers"] = len(self.slot_layers)
+        for key, kind in self.family.spec(ATTENTION, self.slot_layers[-1]).counted_by if self.counts_apart else ():
+            entries[key] = [*entries[key][:-1], kind]
         if getattr(config, ASKS_FOR_ROUTERS, False) and not self._has_stock_routers():
             entries[ASKS_FOR_ROUTERS] = False
         self.config_before = {key: getattr(config, key) for key in entries}
@@ -221,8 +227,9 @@ class EditedLayers(nn.Module):
         (layers,) = self.original
         layers.training = self.training  # it was no part of the model while its mode may have changed
         for index, layer in enumerate(layers):
-            if hasattr(layer, self.family.attention.cache_slot.partition(".")[0]):  # or it has no attention
-                _set_cache_slot(layer, self.family.attention, index)
+            spec = self.family.spec(ATTENTION, index)
+            if hasattr(layer, spec.cache_slot.partition(".")[0]):  # or it has no attention
+                _set_cache_slot(layer, spec, index)
         return layers
 
     def __len__(self) -> int:
@@ -246,8 +253,8 @@ class EditedLayers(nn.Module):
 
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
         """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
-        if not self.has_attention:
-            _count_in_cache(arguments[0], stream)
+        if self.counts_apart:
+            _count_in_cache(arguments[-1], stream, len(arguments) - 1)
         return self.through(self.program.nodes, stream, ModelMachine(self, arguments))
 
     def through(self, nodes: Iterable[Node], stream: Tensor, machine: Machine) -> Tensor:
@@ -345,7 +352,7 @@ def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[
     _set_cache_slot(owner, spec, slot)
     normed = stream if spec.norm is None else owner.get_submodule(spec.norm)(stream)
     first, *others = spec.modules
-    output = owner.get_submodule(first)(hidden_states=normed, **arguments)
+    output = owner.get_submodule(first)(hidden_states=normed, **spec.given(arguments))
     attended: Tensor = output[0] if isinstance(output, tuple) else output
     return _through(owner, others, attended)
 
@@ -354,12 +361,12 @@ def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[
 _CACHES = ("cache", "past_key_values", "layer_past")
 
 
-def _count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
-    """Let the cache know of tokens that no attention saw: the decoder asks it at which position the next one stands."""
+def _count_in_cache(arguments: dict[str, Any], stream: Tensor, slot: int) -> None:
+    """Let the cache know of tokens that nothing counted: the decoder asks it at which position the next one stands."""
     cache = next((arguments[name] for name in _CACHES if name in arguments), None)
     if cache is not None:
         nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
-        cache.update(nothing, nothing, 0)
+        cache.update(nothing, nothing, slot)
 
 
 def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class OwnSublayers:
 
     def _call_of_attention(self, k: int) -> tuple[list[Any], dict[str, Any]]:
         """What the model hands an attention, with a placeholder for the stream."""
-        spec, normed, calls = self.family.attention, [], []
+        spec, normed, calls = self.family.spec("A", k), [], []
         attention = self.layers[k].get_submodule(spec.modules[0])
         hooks = [
             attention.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True),
@@ -140,7 +140,7 @@ class OwnSublayers:
 
     @torch.no_grad()
     def attention(self, k: int, x: Tensor) -> Tensor:
-        spec, (args, kwargs) = self.family.attention, self.calls[k]
+        spec, (args, kwargs) = self.family.spec("A", k), self.calls[k]
         normed = x if spec.norm is None else self._through(k, [spec.norm], x)
         positional = [normed if value is _STREAM else value for value in args]
         named = {name: normed if value is _STREAM else value for name, value in kwargs.items()}

@@ -252,7 +252,7 @@ def test_a_layer_of_one_step_counts_as_one() -> None:
         (">{A0}", "found '{'"),
         ("A0@", "'@' at character 2"),
         ("A0@q4,", "',' at character 5"),
-        ("A0@up4", "kind A have no matrix 'up'; name some of q, k, v, o"),
+        ("A0@up4", "kind A have no matrix 'up'; name some of q, g, k, v, o"),
         ("F0@down0", "rank of down must be at least 1, not 0"),
         ("A0/2:0@q4,k2,q4", "rank of q is given twice"),
         ("A0#0", "a narrowed sublayer keeps at least 1 of its KV groups, not 0"),

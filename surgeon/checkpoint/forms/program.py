@@ -22,6 +22,8 @@ from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_room, unstored
 
+NOT_ON_VLLM = "vLLM runs no program"
+
 
 class ProgramForm(Form):
     """What any program can be stored in."""
@@ -46,10 +48,12 @@ class ProgramForm(Form):
         layers = tuple(StoredLayer(*((_held(one, kind, family),) for kind in KINDS)) for one in groups.groups)
         require_divisible(program.sublayers(), family, config)
         renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
-        why_plugin = needs_plugin(renumbered, family, config, len(layers))
-        who = "transformers loads" if why_plugin else "transformers and unmodified vLLM load"
+        why_plugin, why_not = needs_plugin(renumbered, family, config, len(layers)), family.apart(program)
+        who = "transformers loads" if why_plugin or why_not else "transformers and unmodified vLLM load"
         reason = f"{who} it with the modeling file inside (trust_remote_code=True), which runs the program"
-        if why_plugin:
+        if why_not:
+            reason += f"; {NOT_ON_VLLM} of {why_not}"
+        elif why_plugin:
             reason += f"; vLLM needs surgeon's plugin, because {why_plugin}"
         return Layout(self, reason, layers, renumbered)
 
@@ -91,6 +95,9 @@ class ProgramForm(Form):
         return with_room(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored)
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
+        if (why_not := stored.family.apart(stored.program)) is not None:
+            name = serve.partition(" --")[0].removeprefix("vllm serve ")
+            return f"{NOT_ON_VLLM} of {why_not}. transformers does:", f"transformers serve {name} --trust-remote-code"
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
             return BY_THE_FILE, f"{serve} --trust-remote-code"
         return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"
@@ -131,7 +138,15 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
     reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
     counts = [f"{spec.modules[0]}.{path}" for spec in specs for path in spec.counts if spec.mixture is None]
     return {
-        "attention": [family.attention.norm or "", *family.attention.modules],
+        "attentions": [
+            {
+                "called": [spec.norm or "", *spec.modules],
+                "slot": spec.cache_slot,
+                "renamed": dict(spec.renamed),
+                "counted_by": dict(spec.counted_by),
+            }
+            for spec in family.attentions
+        ],
         "feed_forward": [family.mlp.norm or "", *family.mlp.modules],
         "reads": reads,
         "writes": [p.path for p in projections if not p.reads_stream],
@@ -142,7 +157,6 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "sinks": family.attention.sinks,
         "mixture": _mixture_row(family),
         "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole
-        "slot": family.attention.cache_slot,
         "layer_lists": list(family.layer_lists),
         "dropout": family.dropout,
         "output_scale": family.output_scale(config),

@@ -9,7 +9,7 @@ from typing import Any
 from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Fork, Node, Program, Step, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import indivisible
-from surgeon.models.weights.layout import narrowed
+from surgeon.models.weights.layout import narrowed, require_parts
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,12 @@ def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any
 
     Raises:
         ValueError: naming the sublayer, its heads or neurons, and the number of slices; or if it is to have more of
-            them than the layers.
+            them than the layers, or a part of what is kept as it is.
     """
     for sublayer in sublayers:
-        units = family.units(config, sublayer.layers[0])
-        own = {
-            projection.unit: units[projection.unit]
-            for projection in family.spec(sublayer.kind, sublayer.layers[0]).projections
-        }
+        units, spec = family.units(config, sublayer.layers[0]), family.spec(sublayer.kind, sublayer.layers[0])
+        require_parts(sublayer, spec, family)
+        own = {projection.unit: units[projection.unit] for projection in spec.projections}
         reason = indivisible(sublayer, narrowed(sublayer, own))
         if reason is not None:
             raise ValueError(reason)

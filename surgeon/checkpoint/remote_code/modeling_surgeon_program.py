@@ -44,8 +44,10 @@ CACHES = ("cache", "past_key_values", "layer_past")
 class Family(NamedTuple):
     """An architecture: where a layer has its sublayers (paths from the layer), and how the decoder calls layers."""
 
-    attention: tuple[str, ...]  # the norm (empty where there is none), then modules called one after the other
-    feed_forward: tuple[str, ...]
+    attentions: tuple[dict[str, Any], ...]  # of each kind: "called", its norm (empty where there is none), then modules
+    # called one after the other; "slot", the attribute that says which entry of the cache it uses; "renamed", arguments
+    # that it calls otherwise, or (null) lacks; "counted_by", where its entry counts no tokens, what lists have for one
+    feed_forward: tuple[str, ...]  # its norm, then modules
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
     roles: tuple[list[str], ...]  # what programs call a projection, and its path; those of one path are packed so
@@ -56,7 +58,6 @@ class Family(NamedTuple):
     mixture: dict[str, Any] | None  # where a layer has a mixture of experts: "experts", the module of their matrices,
     # "roles", what programs call those, and their parameters, "rows", what has a row of each, "counts" and "top_k"
     counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
-    slot: str  # the attribute that says which entry of the cache the attention uses
     layer_lists: tuple[str, ...]  # config attributes with an item per layer that says something of its attention
     dropout: str | None  # the config's probability of dropping sublayer outputs while training
     output_scale: float | None  # what sublayer outputs are multiplied by
@@ -352,9 +353,19 @@ def has(layer: nn.Module, path: str) -> bool:
         return False
 
 
+def attention_in(layer: nn.Module, family: Family) -> dict[str, Any]:
+    """Which kind of attention a layer has; the first one if it has none."""
+    return next((one for one in family.attentions if has(layer, one["called"][1])), family.attentions[0])
+
+
+def called_in(layer: nn.Module, family: Family, kind: str) -> tuple[str, ...]:
+    """The norm of a layer's attention or feed-forward, and the modules called behind it."""
+    return tuple(attention_in(layer, family)["called"]) if kind == "A" else family.feed_forward
+
+
 def narrow(layer: nn.Module, family: Family, kind: str, width: int, config: Any) -> None:
     """Give a layer the modules that hold so many KV groups, or neurons, and have it count those."""
-    paths = {role: path for role, path in family.roles if (role in "qkvo") == (kind == "A") and has(layer, path)}
+    paths = {role: path for role, path in family.roles if (role in "qgkvo") == (kind == "A") and has(layer, path)}
     units = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if kind == "F":
         units = sizes_of(layer.get_submodule(paths["down"]))[0]
@@ -372,7 +383,7 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int, config: Any)
         old = attrgetter(path)(layer)
         set_at(layer, path, nn.Parameter(old.new_empty(len(old) * width // units)))
     for path in family.counts:
-        if has(layer, path) and path.startswith((family.attention if kind == "A" else family.feed_forward)[1:]):
+        if has(layer, path) and path.startswith(called_in(layer, family, kind)[1:]):
             owner = path.rpartition(".")[0]
             counting = attrgetter(owner)(layer)
             if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
@@ -470,24 +481,30 @@ class ProgramLayers(nn.Module):
             self.add_module(str(index), layer)
         self.config, self.family, self.nodes = config, family, nodes
         self.shares = {path: tuple(shares) for path, shares in family.packed.items()}
-        self.num_attentions = sum(sublayer.kind == "A" for sublayer in sublayers(nodes))
-        self.num_slots = max(1, self.num_attentions)
+        attended = [sublayer.layer for sublayer in sublayers(nodes) if sublayer.kind == "A"]
+        # One slot more counts the cache's tokens where no attention of the program does.
+        self.counts_apart = all(self.attention(layer)["counted_by"] for layer in attended)
+        self.slot_layers = [*attended, *(attended[:1] or [0])] if self.counts_apart else attended
+
+    def attention(self, layer: int) -> dict[str, Any]:
+        """Which kind of attention a layer has."""
+        return attention_in(self.get_submodule(str(layer)), self.family)
 
     def __len__(self) -> int:
-        return self.num_slots
+        return len(self.slot_layers)
 
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def __iter__(self) -> Any:
         arguments: list[dict[str, Any]] = []
-        return iter([partial(self.slot, arguments) for _ in range(self.num_slots)])
+        return iter([partial(self.slot, arguments) for _ in self.slot_layers])
 
     def slot(self, arguments: list[dict[str, Any]], stream: Tensor, *by_position: Any, **by_name: Any) -> Any:
         arguments.append(dict(zip(self.family.arguments, by_position, strict=False)) | by_name)
-        if len(arguments) == self.num_slots:
-            if not self.num_attentions:
-                count_in_cache(arguments[0], stream)
+        if len(arguments) == len(self):
+            if self.counts_apart:
+                count_in_cache(arguments[-1], stream, len(self) - 1)
             stream = self.run(self.nodes, stream, enumerate(arguments))[0]
         return (stream, None) if self.family.returns_tuple else stream
 
@@ -517,9 +534,12 @@ class ProgramLayers(nn.Module):
 
     def output(self, sublayer: Sublayer, slot: int | None, arguments: dict[str, Any], stream: Tensor) -> Tensor:
         layer = self.get_submodule(str(sublayer.layer))
-        norm, first, *others = self.family.attention if sublayer.kind == "A" else self.family.feed_forward
+        norm, first, *others = called_in(layer, self.family, sublayer.kind)
         if slot is not None:
-            set_at(layer, self.family.slot, slot)
+            attention = attention_in(layer, self.family)
+            set_at(layer, attention["slot"], slot)
+            renamed = {attention["renamed"].get(name, name): value for name, value in arguments.items()}
+            arguments = {name: value for name, value in renamed.items() if name is not None}
         with self.sliced(layer, (first, *others), sublayer.piece):
             normed = layer.get_submodule(norm)(stream) if norm else stream
             x = layer.get_submodule(first)(normed, **arguments)
@@ -561,12 +581,12 @@ class ProgramLayers(nn.Module):
         return SlicedProjection(whole, path in self.family.reads, piece, self.shares.get(path, (1,)))
 
 
-def count_in_cache(arguments: dict[str, Any], stream: Tensor) -> None:
-    """Let the cache know of tokens that no attention saw: the decoder asks it at which position the next one stands."""
+def count_in_cache(arguments: dict[str, Any], stream: Tensor, slot: int) -> None:
+    """Let the cache know of tokens that nothing counted: the decoder asks it at which position the next one stands."""
     cache = next((arguments[name] for name in CACHES if name in arguments), None)
     if cache is not None:
         nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
-        cache.update(nothing, nothing, 0)
+        cache.update(nothing, nothing, slot)
 
 
 def set_at(root: Any, path: str, value: Any) -> None:
@@ -606,16 +626,19 @@ class RunsProgram(nn.Module):
         self._tp_plan = self.planned(path, layers)
         if in_stock_order(program, self.family.steps, len(layers)):
             return
-        set_at(self, path, ProgramLayers(layers, config, self.family, program))
+        running = ProgramLayers(layers, config, self.family, program)
+        set_at(self, path, running)
         decoder = self.get_submodule(path.rpartition(".")[0])
         decoder.register_forward_pre_hook(self.refuse_collecting, with_kwargs=True)
-        describe_slots(config)
+        describe_slots(config, running)
 
     def planned(self, path: str, layers: nn.ModuleList) -> dict[str, str]:
         """The stock plan for tensor-parallel ranks, with factors in it."""
         stock: dict[str, str] = self._tp_plan or {}
         if self.family.counts or self.family.feature_norms or self.family.mixture is not None:
             return stock  # modules that go by the number, or by the norm, of all heads cannot have those of a rank
+        if len(self.family.attentions) > 1:
+            return stock  # of which ranks share one kind
         ours = tuple(f"{path}.*.{place}" for place in self.family.reads + self.family.writes)
         return {name: style for name, style in stock.items() if name not in ours} | plan_of(layers, path, self.family)
 
@@ -635,12 +658,15 @@ class KeepsProgram:
         return written | stored
 
 
-def describe_slots(config: Any) -> None:
+def describe_slots(config: Any, running: ProgramLayers) -> None:
     """Make the config's per-layer entries describe the program's attentions."""
-    used = [sublayer.layer for sublayer in sublayers(parse(config.surgeon_program)) if sublayer.kind == "A"] or [0]
-    lists = {key: getattr(config, key, None) for key in family_in(config).layer_lists}
+    used = running.slot_layers
+    lists = {key: getattr(config, key, None) for key in running.family.layer_lists}
     depth = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    slots = {key: [values[layer] for layer in used] for key, values in lists.items() if values} | {depth: len(used)}
+    listed = {key: [values[layer] for layer in used] for key, values in lists.items() if values}
+    for key, kind in running.attention(used[-1])["counted_by"].items() if running.counts_apart else ():
+        listed[key][-1] = kind
+    slots = listed | {depth: len(used)}
     config.surgeon_stored = {key: getattr(config, key) for key in slots}
     for key, value in slots.items():
         setattr(config, key, value)

@@ -1,7 +1,7 @@
 """Put two factors of a lower rank in the place of matrices."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import floor
@@ -14,7 +14,7 @@ from surgeon.language.operations.base import operation, require_present, show_ra
 from surgeon.language.operations.declare import Heatmap
 from surgeon.language.program import ROLES, LayerShapes, Program, Sublayer
 
-Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
+Role = Literal["q", "g", "k", "v", "o", "gate", "up", "down"]
 Method = Literal["plain", "activation", "fisher", "whitened", "features"]
 Ranks = dict[str, int]  # by role
 
@@ -68,7 +68,8 @@ def lowrank(
 ) -> Program:
     """Put two factors in the place of matrices (W = A B, DeInfer's equation 1).
 
-    A matrix of which two factors would have as many parameters stays whole, with a warning. Each expert of a mixture
+    A matrix of which two factors would have as many parameters stays whole, with a warning. Layers that lack a matrix
+    which most have (linear attentions) have no factors of it. Each expert of a mixture
     has factors of its own; shared experts, which every token goes through, stay whole. It also applies to steps
     that earlier operations made, and twice to the same layers where it is about other matrices. Of narrowed sublayers
     it is about what is left of the matrices.
@@ -105,7 +106,11 @@ def lowrank(
         own = shapes if other is None else shapes.others[other]
         left = own if width is None else own.narrowed(kind, width)
         alike = [layer for layer in layers if shapes.others.get(layer, shapes) == own]
-        return _kept(layers, left, weights, keep or 0.0) if ranks is None else _given(layers, alike, left, ranks)
+        lacked = shapes.matrices.keys() - own.matrices.keys()  # by layers that differ
+        if ranks is not None:
+            return _given(layers, alike, left, ranks, lacked)
+        named = None if weights is None else [role for role in weights if role not in lacked]
+        return _kept(layers, left, named, keep or 0.0)
 
     for_whole, inside = chosen("", None), frozenset(layers)
 
@@ -150,9 +155,17 @@ def _kept(layers: range, shapes: LayerShapes, weights: Sequence[str] | None, kee
 
 
 def _given(
-    layers: range, alike: Sequence[int], shapes: LayerShapes, ranks: Mapping[Role, int | list[int | None]]
+    layers: range,
+    alike: Sequence[int],
+    shapes: LayerShapes,
+    ranks: Mapping[Role, int | list[int | None]],
+    lacked: Collection[str],
 ) -> dict[int, Ranks]:
-    """The ranks of the layers that have these shapes, of all layers that are given some."""
+    """The ranks of the layers that have these shapes, of all layers that are given some.
+
+    Args:
+        lacked: matrices that others have, and these do not.
+    """
     found: dict[int, Ranks] = {layer: {} for layer in layers}
     for role, given in ranks.items():
         by_layer = given if isinstance(given, list) else [given] * len(layers)
@@ -161,9 +174,13 @@ def _given(
                 f"there are {len(by_layer)} ranks of {role} for the {len(layers)} layers {show_range(layers)}; give "
                 "one rank for all of them, or one for each"
             )
-        size = _shape(role, shapes)
         given_to = zip(layers, by_layer, strict=True)
         asked = {layer: rank for layer, rank in given_to if rank is not None and layer in alike}
+        if role in lacked:
+            if asked and given is by_layer:
+                raise ValueError(f"layer {min(asked)} has no matrix {role!r}; give null in its place")
+            continue
+        size = _shape(role, shapes)
         for rank in sorted(set(asked.values())):
             if not 1 <= rank <= min(size):
                 raise ValueError(f"rank {rank} of {role} must be from 1 to {min(size)}, the matrix's full rank")

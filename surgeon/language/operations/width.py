@@ -12,6 +12,7 @@ from surgeon.language.operations.base import operation, require_present, show_ra
 from surgeon.language.operations.declare import Heatmap
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import ATTENTION, FEED_FORWARD, UNITS, LayerShapes, Program, Sublayer, require_width
+from surgeon.words import layer_list
 
 Criterion = Literal["activation", "wanda", "taylor"]  # what goes by text: surgeon.analysis.importance describes them
 By = Literal["magnitude", "random", Criterion]
@@ -56,7 +57,8 @@ def width(
 ) -> Program:
     """Leave attentions some of their heads, and feed-forwards some of their neurons.
 
-    Heads go with their KV group, a KV head with all heads that share it. It also applies to steps that earlier
+    Heads go with their KV group, a KV head with all heads that share it. Attentions without any (linear ones among
+    others) stay as they are, with a warning. It also applies to steps that earlier
     operations made; a slice is then of what is left, and factors are of what is left of their matrices.
 
     Args:
@@ -97,13 +99,25 @@ def width(
                 stacklevel=3,
             )
 
+    _warn_of_whole(layers, widths, shapes)
+
     def narrow(sublayer: Sublayer) -> Sublayer:
         count = None if set(layers).isdisjoint(sublayer.layers) else widths.get(sublayer.kind)
-        return (
-            sublayer if count in (None, shapes.units.get(sublayer.kind)) else _narrowed(sublayer, count, layers, shapes)
-        )
+        if count in (None, shapes.units.get(sublayer.kind)) or sublayer.kind not in shapes.of(sublayer).units:
+            return sublayer
+        return _narrowed(sublayer, count, layers, shapes)
 
     return program.renamed(narrow)
+
+
+def _warn_of_whole(layers: range, widths: Mapping[str, int], shapes: LayerShapes) -> None:
+    """Say which layers have units that cannot be told apart, where others have some that can (linear attentions)."""
+    for kind in widths:
+        whole = [layer for layer in layers if kind not in shapes.of(Sublayer(kind, (layer,))).units]
+        if whole:
+            where = f"layer{'s' * (len(whole) > 1)} {layer_list(whole)}"
+            said = f"width: the {UNITS[kind]} of {where} cannot be told apart, so that all of them stay"
+            warnings.warn(said, stacklevel=4)
 
 
 def chosen_by(parameters: Mapping[str, Any]) -> By | None:
@@ -138,7 +152,7 @@ def _narrowed(sublayer: Sublayer, count: int | None, layers: range, shapes: Laye
             f"layers {show_range(layers)} overlap with what an earlier operation changed: {sublayer} is narrow already"
         )
     made = replace(sublayer, width=count)
-    require_width(made, shapes.units[made.kind])
+    require_width(made, shapes.of(made).units[made.kind])
     if made.piece is not None and (made.width or 0) % made.piece[1]:
         raise ValueError(f"the {made.width} {UNITS[made.kind]} of {made} do not divide into {made.piece[1]} slices")
     made.parameters(shapes)  # refuses ranks above those of what is left of the matrices

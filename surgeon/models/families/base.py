@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes
+from surgeon.language.program import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes, Program
 from surgeon.models.latent import Latent
 from surgeon.models.routing import Routing
+from surgeon.words import layer_list
 
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
 
@@ -42,7 +43,8 @@ class Projection:
     the description.
 
     Attributes:
-        role: q, k, v, o, gate, up or down; of a mixture's shared experts shared_gate, shared_up or shared_down.
+        role: q, k, v, o, gate, up or down; g where what heads give is gated (Qwen3-Next); of a mixture's shared experts
+            shared_gate, shared_up or shared_down.
         path: of the module, from the layer ("self_attn.q_proj").
         unit: what its divided dimension consists of.
         reads_stream: True where it reads the normed stream (its output features are divided among slices, by rows of
@@ -133,11 +135,16 @@ class SublayerSpec:
             parts of a sublayer that has one cannot be added, so it is never sliced or fused.
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
         cache_slot: path of the attribute that says which slot of the cache the attention uses.
+        renamed: keyword arguments of the decoder that an attention calls otherwise, by pairs; None for what it lacks.
+        counted_by: of an attention whose slot of the cache holds a state and counts no tokens: what per-layer lists of
+            the config have for one that counts them, by pairs.
         beside: paths of parameters that are no projection's and no norm's, as far as they are there.
         sinks: path of a parameter with a number for each head: one more score, whose weight no value has (gpt-oss).
-        kept: why programs take no part of it by itself, in words about all attentions of the family: they are neither
-            sliced nor narrowed, while ranks may share their heads.
+        kept: why programs take no part of it by itself, in words about all such attentions: they are neither sliced nor
+            narrowed, while ranks may share their heads.
+        apart: why ranks, predictions and vLLM have none of it in programs, in such words; `transformers` computes it.
         latent: of a config: the sizes of attentions that make keys and values of a latent, which have no projections.
+        numbers: of a config: how many parameters it has beside its projections, where it is not a latent one.
         width: the config attribute with how many neurons it has, where that is not the family's `intermediate`.
         mixture: what else it has where its feed-forward is a mixture of experts.
     """
@@ -150,10 +157,14 @@ class SublayerSpec:
     post_norm: str | None = None
     counts: tuple[str, ...] = ()
     cache_slot: str = "self_attn.layer_idx"
+    renamed: tuple[tuple[str, str | None], ...] = ()
+    counted_by: tuple[tuple[str, Any], ...] = ()
     beside: tuple[str, ...] = ()
     sinks: str | None = None
     kept: str | None = None
     latent: Callable[[Any], Latent] | None = None
+    apart: str | None = None
+    numbers: Callable[[Any], int] | None = None
     width: str | None = None
     mixture: MixtureSpec | None = None
 
@@ -173,6 +184,12 @@ class SublayerSpec:
         """Paths of norms that have a gain for each feature of a projection, with its role."""
         return dict(zip(self.head_norms, "qk", strict=True)) if self.norms_all_heads else {}
 
+    def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What its first module is called with, of the keyword arguments that the decoder has for a layer."""
+        names = dict(self.renamed)
+        called = {names.get(name, name): value for name, value in arguments.items()}
+        return {name: value for name, value in called.items() if name is not None}
+
     def projection(self, role: str) -> Projection:
         """The linear map with this role.
 
@@ -182,6 +199,8 @@ class SublayerSpec:
         for projection in self.projections:
             if projection.role == role:
                 return projection
+        if not self.projections:
+            raise ValueError(f"there is no matrix {role!r} of attentions that are kept as they are: {self.kept}")
         raise ValueError(f"there is no projection {role!r} here; use {', '.join(p.role for p in self.projections)}")
 
 
@@ -348,6 +367,34 @@ class Family:
         return None if self.attention.latent is None else self.attention.latent(config)
 
     @property
+    def attentions(self) -> list[SublayerSpec]:
+        """All descriptions of attentions that some layer has, each once."""
+        others = (spec for kind, _, spec in self.layer_specs if kind == ATTENTION)
+        return list(dict.fromkeys((self.attention, *others)))
+
+    def attentions_like(self, spec: SublayerSpec) -> str:
+        """Which attentions these are, in words: those of the family, or of the layers that have others than most."""
+        layers = [layer for kind, layer, own in self.layer_specs if kind == ATTENTION and own == spec]
+        where = f" in layer{'s' * (len(layers) > 1)} {layer_list(layers)}" if layers else ""
+        return f"attentions of {self.name}{where}"
+
+    def apart(self, program: Program) -> str | None:
+        """Which attentions of a program ranks have none of, and why, in words; None if they have all."""
+        for spec in dict.fromkeys(self.spec(one.kind, one.layers[0]) for one in program.sublayers()):
+            if spec.apart is not None:
+                return f"{self.attentions_like(spec)}: {spec.apart}"
+        return None
+
+    def require_ranked(self, program: Program) -> None:
+        """Refuse a program with attentions that ranks have none of.
+
+        Raises:
+            ValueError: saying which and why.
+        """
+        if (why_not := self.apart(program)) is not None:
+            raise ValueError(f"ranks do not run {why_not}; transformers does")
+
+    @property
     def shares_norm(self) -> bool:
         """Whether a layer's two sublayers have one norm between them (Cohere)."""
         return self.attention.norm is not None and self.attention.norm == self.mlp.norm
@@ -390,8 +437,10 @@ class Family:
         counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
         if attention.kept is not None:
             del counts[ATTENTION]
-        latent = self.latent(config)
+        latent = None if attention.latent is None else attention.latent(config)
         beside = {ATTENTION: sum(map(math.prod, latent.shapes(hidden).values()))} if latent else {}
+        if attention.numbers is not None:
+            beside = {ATTENTION: attention.numbers(config)}
         return LayerShapes(shapes, norms=beside, units=counts, mixture=self._mixture_shapes(config, mlp.mixture))
 
     def _mixture_shapes(self, config: Any, mixture: MixtureSpec | None) -> MixtureShapes | None:

@@ -126,6 +126,21 @@ def indivisible(sublayer: Sublayer, units: Units, replicate: bool = False) -> st
     return f"the {sizes} of {whole} do not divide into {count} slices"
 
 
+def require_parts(sublayer: Sublayer, spec: SublayerSpec, family: Family) -> None:
+    """Refuse a part of an attention that is kept as it is, and factors where it has no matrices.
+
+    Raises:
+        ValueError: saying which attentions those are, and why they are kept.
+    """
+    if spec.kept is None:
+        return
+    parts = {"sliced": sublayer.piece, "narrowed": sublayer.width, "factorised": sublayer.ranks or None}
+    if spec.projections:
+        del parts["factorised"]
+    for what in (what for what, part in parts.items() if part is not None):
+        raise ValueError(f"{sublayer}: {family.attentions_like(spec)} cannot be {what}: {spec.kept}")
+
+
 def require_sliceable(spec: SublayerSpec, family: Family) -> None:
     """Refuse slices of a sublayer that would not add up to it.
 
@@ -138,7 +153,7 @@ def require_sliceable(spec: SublayerSpec, family: Family) -> None:
             f"sublayers of {family.name} cannot be sliced: their output goes through a norm before it is added"
         )
     if spec.kept is not None:
-        raise ValueError(f"attentions of {family.name} cannot be sliced: {spec.kept}")
+        raise ValueError(f"{family.attentions_like(spec)} cannot be sliced: {spec.kept}")
     if spec.norms_all_heads:
         raise ValueError(
             f"attentions of {family.name} cannot be sliced: queries and keys of all heads are normed together"

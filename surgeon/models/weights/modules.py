@@ -167,7 +167,7 @@ def leave_out(model: Any, weights: ModelWeights, program: Program) -> None:
     """
     layers = len(model.get_submodule(weights.family.layers))
     for index, kind in unstored(weights, program, layers):
-        layer, spec = model.get_submodule(f"{weights.family.layers}.{index}"), weights.family.spec(kind)
+        layer, spec = model.get_submodule(f"{weights.family.layers}.{index}"), weights.family.spec(kind, index)
         for root in {path.partition(".")[0] for path in (spec.norm, *spec.modules) if path is not None}:
             delattr(layer, root)
 
@@ -176,12 +176,13 @@ def unstored(weights: ModelWeights, program: Program, num_layers: int) -> list[t
     """The layers whose attention or MLP a model's own program does not run and its files do not have; and which."""
     used = {(layer, sublayer.kind) for sublayer in program.sublayers() for layer in sublayer.layers}
     unused = {(layer, kind) for layer in range(num_layers) for kind in KINDS} - used
-    there = (weights.family.spec(kind).projections for _, kind in sorted(unused))
-    return [
-        (layer, kind)
-        for (layer, kind), projections in zip(sorted(unused), there, strict=True)
-        if not any(f"{weights.family.layers}.{layer}.{one.path}.weight" in weights for one in projections)
-    ]
+    found = []
+    for layer, kind in sorted(unused):
+        spec, inside = weights.family.spec(kind, layer), f"{weights.family.layers}.{layer}."
+        paths = (*(one.weight for one in spec.projections), *spec.beside)
+        if not any(f"{inside}{path}" in weights for path in paths):
+            found.append((layer, kind))
+    return found
 
 
 def make_room(model: Any, weights: ModelWeights, program: Program) -> None:

@@ -24,6 +24,7 @@ from surgeon.models.weights.layout import (
     modules_of,
     narrowed,
     own_path,
+    require_parts,
     unit_bounds,
     unit_features,
     units_in,
@@ -85,11 +86,9 @@ class ModelWeights:
 
         Raises:
             ValueError: if layers to be averaged differ in width or are mixtures, a shape is not a multiple of the
-                head's width, or the sublayer is to have more of them, or other experts, than its layer.
+                head's width, or the sublayer is to have more of them, or other experts, than its layer; as `spec`.
         """
-        kept = self.spec(sublayer).kept
-        if kept is not None and sublayer.width is not None:
-            raise ValueError(f"{sublayer}: attentions of {self.family.name} cannot be narrowed: {kept}")
+        self.spec(sublayer)  # refuses parts of what is kept as it is
         if sublayer.kind == FEED_FORWARD:
             counts_of = (self.stored_experts(layer) for layer in sublayer.layers)
             require_experts(sublayer, experts := next((count for count in counts_of if count is not None), None))
@@ -281,8 +280,16 @@ class ModelWeights:
         return found
 
     def spec(self, sublayer: Sublayer) -> SublayerSpec:
-        """The description of a sublayer."""
-        return self.family.spec(sublayer.kind, sublayer.layers[0])
+        """The description of a sublayer.
+
+        Raises:
+            ValueError: if it is an average of attentions of different kinds, or a part of one that is kept as it is.
+        """
+        own = self.family.spec(sublayer.kind, sublayer.layers[0])
+        require_parts(sublayer, own, self.family)
+        if sublayer.kind == ATTENTION and any(self.family.spec(ATTENTION, layer) != own for layer in sublayer.layers):
+            raise ValueError(f"{sublayer} cannot be averaged: its layers have attentions of different kinds")
+        return own
 
     def router(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """What chooses among a mixture's experts: the rows, or numbers, of those that the sublayer has."""

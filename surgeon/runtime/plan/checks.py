@@ -85,6 +85,7 @@ def make_plan(
     given = Program.parse(program) if isinstance(program, str) else program
     parsed = stored.program if given is None else given
     check_layers(parsed, layers)
+    family.require_ranked(parsed)
     for piece in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(piece.kind, piece.layers[0]), family)
     _check_shapes(parsed, source, config)

@@ -18,25 +18,35 @@ class SlicedSpace(Space):
     """A space whose edits have a slice of the layers for each rank."""
 
     def why_no_slices(self, model: Model) -> str | None:
-        """Why there is no slice of every layer for each rank; None if there is."""
+        """Why there is no slice of any layer for each rank; None if there is."""
         if model.own is not None:
             return "the model runs a program of its own, whose branches ranks share already"
         if self.ranks < 2:
             return "it has a slice of the layers for each rank, and one rank has nothing to share; use two or more"
+        reasons = [self._why_whole(model, layer) for layer in range(model.num_layers)]
+        return None if None in reasons else reasons[0]
+
+    def _why_whole(self, model: Model, layer: int) -> str | None:
+        """Why a layer has no slice for each rank."""
         from surgeon.models.weights.layout import indivisible, require_sliceable  # which imports torch
 
         for kind in KINDS:
             try:
-                require_sliceable(model.family.spec(kind), model.family)
+                require_sliceable(model.family.spec(kind, layer), model.family)
             except ValueError as error:
                 return str(error)
-            reason = indivisible(Sublayer(kind, (0,), (0, self.ranks)), model.shapes.units(Sublayer(kind, (0,))))
+            reason = indivisible(
+                Sublayer(kind, (layer,), (0, self.ranks)), model.shapes.units(Sublayer(kind, (layer,)))
+            )
             if reason is not None:
                 return reason
         return None
 
     def edits(self, model: Model) -> Iterator[Edit]:
-        return iter(()) if self.why_no_slices(model) else super().edits(model)
+        if self.why_no_slices(model):
+            return iter(())
+        whole = {layer for layer in range(model.num_layers) if self._why_whole(model, layer)}
+        return (edit for edit in super().edits(model) if whole.isdisjoint(edit.layers))
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit, late=True).union(*(claims_of_slices(edit, kind) for kind in KINDS))
@@ -72,7 +82,7 @@ class Tracks(SlicedSpace, SizedSpace):
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """Tracks of one depth from every layer on; the last ones are as deep as the layers that are left allow."""
-        depths = [] if self.why_no_slices(model) else self.sizes(model)
+        depths, there = [] if self.why_no_slices(model) else self.sizes(model), set(self.edits(model))
         for number, depth in enumerate(depths):
             for start in range(model.num_layers - depth + 1):
                 stretch, layer = [], start
@@ -80,7 +90,8 @@ class Tracks(SlicedSpace, SizedSpace):
                     while layer + smaller <= model.num_layers:
                         stretch.append(Edit(layer, layer + smaller, self.name))
                         layer += smaller
-                yield stretch
+                if there.issuperset(stretch):
+                    yield stretch
 
 
 @register

@@ -23,6 +23,7 @@ FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text", "cohere", "
 FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "olmo3"]
 FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2"]
 FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+FAMILY_NAMES += ["qwen3_next"]
 THOROUGH = (
     "glm",
     "cohere",
