@@ -12,6 +12,9 @@ from surgeon.models.families import FAMILIES
 # Families that norm what a sublayer adds to the stream: theirs are neither sliced nor fused.
 NORMED_BEHIND = tuple(name for name, family in FAMILIES.items() if family.attention.post_norm is not None)
 
+# Families all of whose attentions run on ranks; programs of the others' MLPs do.
+RANKED = tuple(name for name, family in FAMILIES.items() if family.attention.apart is None)
+
 
 def case(*values: Any, default: bool, id: str | None = None) -> Any:
     """A set of parameters, tried by default or with `--thorough` only."""

@@ -48,7 +48,8 @@ from transformers import (
 
 from surgeon.models.families import FAMILIES
 
-DENSE_FAMILIES = [name for name, family in FAMILIES.items() if family.mixture is None]
+# Those without mixtures of experts whose attentions run everywhere.
+DENSE_FAMILIES = [name for name, one in FAMILIES.items() if one.mixture is None and one.attention.apart is None]
 VOCABULARY = 97
 HIDDEN = 32
 HEADS = 4

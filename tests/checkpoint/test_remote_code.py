@@ -113,7 +113,8 @@ def test_config_json_describes_the_family(model_type: str) -> None:
     row = json.loads(json.dumps(family_row(family, config)))
     config.surgeon_family = row
     own = shipped.family_in(config)
-    assert own.attention == (family.attention.norm or "", *family.attention.modules)
+    (attention,) = own.attentions
+    assert attention["called"] == [family.attention.norm or "", *family.attention.modules]
     assert own.feed_forward == (family.mlp.norm or "", *family.mlp.modules)
     projections = (*family.attention.projections, *family.mlp.projections)
     assert set(own.reads) == {p.path for p in projections if p.reads_stream}
@@ -123,7 +124,7 @@ def test_config_json_describes_the_family(model_type: str) -> None:
         assert layer.get_submodule(path).weight.numel() % sum(shares) == 0
     for path in own.counts:
         assert isinstance(attrgetter(path)(layer), int), path
-    assert isinstance(attrgetter(own.slot)(layer), int)
+    assert isinstance(attrgetter(attention["slot"])(layer), int)
 
 
 def test_what_describes_no_architecture_is_refused() -> None:

@@ -18,7 +18,7 @@ from surgeon.models.families import FAMILIES
 from surgeon.runtime.kernels import functions
 from surgeon.training.scratch.tracks import track_program
 from tests.checkpoint.helpers import plain_logits, relative_error, run_export
-from tests.selection import NORMED_BEHIND
+from tests.selection import NORMED_BEHIND, RANKED
 from tests.stored import configure, with_head_only, with_own_head
 from tests.tiny_models import VOCABULARY, tiny_model
 from tests.vllm_plugin import fake_vllm
@@ -82,14 +82,14 @@ def logits(stages: list[Any]) -> Tensor:
     return found[None]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RANKED)
 def test_logits(family: str, build: Build, tmp_path: Path) -> None:
     program = WHOLE if family in (*NORMED_BEHIND, *MIXED) else SLICED
     expected = plain_logits(save(tmp_path, family, program), program, IDS)
     assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RANKED)
 def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compute what this package's kernels do not; here there are none."""
     monkeypatch.setattr(functions, "kernels", lambda: None)

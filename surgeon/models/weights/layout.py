@@ -127,17 +127,16 @@ def indivisible(sublayer: Sublayer, units: Units, replicate: bool = False) -> st
 
 
 def require_parts(sublayer: Sublayer, spec: SublayerSpec, family: Family) -> None:
-    """Refuse a part of an attention that is kept as it is, and factors where it has no matrices.
+    """Refuse fewer heads than an attention has that is kept as it is, and factors where it has no matrices.
 
     Raises:
         ValueError: saying which attentions those are, and why they are kept.
     """
     if spec.kept is None:
         return
-    parts = {"sliced": sublayer.piece, "narrowed": sublayer.width, "factorised": sublayer.ranks or None}
-    if spec.projections:
-        del parts["factorised"]
-    for what in (what for what, part in parts.items() if part is not None):
+    factors = sublayer.ranks and not spec.projections
+    if sublayer.width is not None or factors:
+        what = "factorised" if factors else "narrowed"
         raise ValueError(f"{sublayer}: {family.attentions_like(spec)} cannot be {what}: {spec.kept}")
 
 

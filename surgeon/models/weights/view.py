@@ -283,7 +283,7 @@ class ModelWeights:
         """The description of a sublayer.
 
         Raises:
-            ValueError: if it is an average of attentions of different kinds, or a part of one that is kept as it is.
+            ValueError: if it is an average of attentions of different kinds; as `require_parts`.
         """
         own = self.family.spec(sublayer.kind, sublayer.layers[0])
         require_parts(sublayer, own, self.family)

@@ -36,6 +36,7 @@ THOROUGH = (
     "starcoder2",
     "olmoe",
     "deepseek_v2",
+    "qwen3_next",
 )  # whose mechanisms others have, too
 
 
