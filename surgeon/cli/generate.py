@@ -86,7 +86,8 @@ def generate(
         typer.Option(
             "--json",
             help="Write a line of JSON for each prompt: prompt, text, finish_reason (stop or length), and tokens, the "
-            "ids of the new ones; with --draft also how many were drafted and accepted, and tokens_per_second.",
+            "ids of the new ones; with --draft also how many were drafted and accepted, tokens_per_pass of the model, "
+            "and tokens_per_second.",
         ),
     ] = False,
     max_batch: Annotated[
@@ -162,5 +163,6 @@ def _json_line(text: GeneratedText, drafting: bool) -> str:
     if drafting:
         usage, rate = text.usage, text.tokens_per_second
         record |= {"drafted": usage.drafted, "accepted": usage.accepted}
+        record |= {"tokens_per_pass": round(usage.tokens_per_pass, 2)}
         record |= {"tokens_per_second": None if rate is None else round(rate, 2)}
     return json.dumps(record)

@@ -284,16 +284,23 @@ class DraftArguments:
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="[coda]",
-            help="Have tokens drafted by the first rack of a checkpoint with codas (surgeon heal --racks writes them), "
-            "and verified several at a time by the whole model: the same greedy tokens, and the same distribution of "
-            "drawn ones, which a seed draws differently then.",
+            metavar="[RECIPE|PROGRAM|coda]",
+            help="Have tokens drafted by another program over the same weights, such as layer pairs or tracks, or that "
+            "of a recipe (.yaml), and verified several at a time by the model: the same greedy tokens, and the same "
+            "distribution of drawn ones. It has the model's weights and cache. Or by the first rack of a checkpoint "
+            "with codas (coda; surgeon heal --racks writes them).",
             show_default=False,
         ),
     ] = None
     draft_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="How many tokens to draft at a time, with --draft. Default: 1.", show_default=False),
+        typer.Option(
+            min=1,
+            help="How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so "
+            "far, none among them, and none for what is drawn with a seed, because it depends on how many are drafted; "
+            "with coda 1.",
+            show_default=False,
+        ),
     ] = None
 
 

@@ -41,7 +41,7 @@ def generate(
     decoding: str = "auto",
     low_rank: str = "auto",
     kv: str = "auto",
-    draft: str | None = None,
+    draft: str | Path | Program | EditedModel | None = None,
     draft_tokens: int | None = None,
     on_event: Callable[[GeneratedText, Event], None] | None = None,
 ) -> Generation:
@@ -59,7 +59,8 @@ def generate(
         max_batch: texts that are computed together; others follow as these end.
         ranks: how many, on GPUs where there is one for each, or what they are in full.
         program: to run in place of the checkpoint's own.
-        dtype, decoding, low_rank, kv, draft, draft_tokens: how it is computed, as of `ServiceOptions`.
+        dtype, decoding, low_rank, kv, draft, draft_tokens: how it is computed, as of `ServiceOptions`; a draft may be a
+            recipe (.yaml) or an edit of the model (`surgeon.edit`), too.
         on_event: called with a text so far and what is new of it, of one prompt after the other.
 
     Raises:
@@ -84,6 +85,7 @@ def generate(
     with early_ranks(ranks) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
         from surgeon.library.generation import GeneratedText, Generation
+        from surgeon.library.opening import draft_program
         from surgeon.opened import open_model
         from surgeon.runtime.plan.checks import make_plan
         from surgeon.runtime.service import Service, ServiceOptions
@@ -100,7 +102,7 @@ def generate(
             decoding=decoding,
             low_rank=low_rank,
             kv=kv,
-            draft=draft,
+            draft=draft_program(opened, draft),
             draft_tokens=draft_tokens,
         )
         with Service(opened, options, opened.tokenizer, started) as service:
@@ -113,7 +115,8 @@ def generate(
                     text.add(event)
                     if on_event is not None:
                         on_event(text, event)
-            return Generation(tuple(texts), service.plan, ranks, service.figures())
+            draws_again = sampling.draws and seed is not None
+            return Generation(tuple(texts), service.plan, ranks, service.figures(), draws_again)
 
 
 def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pandas as pd
 
 from surgeon.language.program import Program
-from surgeon.runtime.batching.request import Usage
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.model.program import Phase
@@ -41,12 +40,14 @@ class Generation:
         plan: the model and the program that the ranks ran.
         ranks: that ran it.
         figures: of all passes, by rank.
+        draws_again: whether the same seed is to draw the same texts.
     """
 
     texts: tuple[GeneratedText, ...]
     plan: Plan
     ranks: RankOptions
     figures: Sequence[Figures]
+    draws_again: bool = False
 
     def table(self) -> pd.DataFrame:
         """One row per text: its prompt, what was written, and what that took."""
@@ -85,7 +86,30 @@ class Generation:
             f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
             f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
         ]
-        return "\n".join(lines + (self._collectives(program) if plan.coda is None else _drafts(first, usages)))
+        drafted = plan.coda is not None or plan.draft is not None
+        return "\n".join(lines + (self._drafts() if drafted else self._collectives(program)))
+
+    def _drafts(self) -> list[str]:
+        """How many drafted tokens were right, and what a token takes then."""
+        usages, first = [text.usage for text in self.texts], self.figures[0]
+        drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
+        if not drafted:
+            return [f"drafts   none: {self._why_none()}"]
+        phases = first.drafting, first.decode
+        calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
+        of = "the draft" if self.plan.coda is None else "the first rack and its coda"
+        passes = f"{first.drafting.passes} passes of {of} beside {first.decode.passes} of the model"
+        new = sum(usage.new for usage in usages)
+        per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
+        return [
+            f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}, {per_pass}",
+            f"sync     {calls:.1f} collectives per token, those of the vocabulary among them",
+        ]
+
+    def _why_none(self) -> str:
+        if self.plan.draft is not None and self.draws_again:
+            return "what is drawn with a seed depends on how many are drafted; say how many (draft_tokens)"
+        return "the texts were too short, or it would not have paid"
 
     def _collectives(self, program: Program) -> list[str]:
         """Those of a pass, beside the program's own count."""
@@ -103,24 +127,6 @@ class Generation:
             f"sync     {layers.words}{packed} per {unit}, {agrees}; {layers.bytes} bytes per token and rank",
             f"vocab    {vocabulary.words} per {unit}; {vocabulary.bytes} bytes per token and rank",
         ]
-
-
-def _drafts(first: Figures, usages: Sequence[Usage]) -> list[str]:
-    """How many drafted tokens were right, and what a token takes then.
-
-    Args:
-        first: of rank 0.
-    """
-    drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
-    if not drafted:
-        return ["drafts   none: the texts were too short"]
-    phases = first.drafting, first.decode
-    calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
-    passes = f"{first.drafting.passes} passes of the first rack and its coda beside {first.decode.passes} of the model"
-    return [
-        f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}",
-        f"sync     {calls:.1f} collectives per token, those of the vocabulary among them",
-    ]
 
 
 class _PerPass:

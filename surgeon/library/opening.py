@@ -11,7 +11,8 @@ from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.errors import shown
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
-from surgeon.opened import EditedModel, Model
+from surgeon.named import is_recipe
+from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.results.result import RunResult
 
 
@@ -28,14 +29,41 @@ def stored_model(
         return model, program
     if program is not None:
         raise ValueError(f"{model.name} was edited, and has a program of its own; give the program with its model")
-    if model.factors is not None or (
-        model.recipe is not None and not plan_factors(model.recipe, model.model).is_of_weights
-    ):
+    if not has_weights_of_its_model(model):
         raise ValueError(
             f"{model.name} was edited to have factors, heads or neurons that its matrices alone do not tell; export "
             "it, and give the folder"
         )
     return model.model, model.asked
+
+
+def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
+    """What drafts tokens for a model, of a program, or a recipe or an edited model that has one; "coda" is itself.
+
+    Raises:
+        FileNotFoundError, ValueError: if there is no such recipe, or it is of another model, or the draft would have
+            weights that do not follow from the model's matrices alone.
+    """
+    if isinstance(draft, str | Path) and is_recipe(draft):
+        draft = open_edited(draft, tokenizer=False)
+    if not isinstance(draft, EditedModel):
+        return str(draft) if isinstance(draft, Path) else draft
+    if draft.model.folder.resolve() != model.folder.resolve():
+        raise ValueError(
+            f"{draft.name} edits {draft.model.name}, and a draft is a program over the weights of the model that "
+            f"verifies, {model.name}; draft with an edit of that"
+        )
+    if not has_weights_of_its_model(draft):
+        raise ValueError(
+            f"{draft.name} has factors, heads or neurons that the model's matrices alone do not tell, and drafts have "
+            "the model's weights; draft without them, or with low ranks that go by no text"
+        )
+    return draft.program
+
+
+def has_weights_of_its_model(edited: EditedModel) -> bool:
+    """Whether all that an edited model computes with follows from the matrices of its model."""
+    return edited.factors is None and (edited.recipe is None or plan_factors(edited.recipe, edited.model).is_of_weights)
 
 
 def as_range(layers: range | str | None) -> range | None:

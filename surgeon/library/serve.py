@@ -10,7 +10,7 @@ from pathlib import Path
 import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
 from surgeon.checkpoint.generation_defaults import read_defaults
 from surgeon.language.program import Program
-from surgeon.library.opening import stored_model
+from surgeon.library.opening import draft_program, stored_model
 from surgeon.memory import parse_size
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.plan.memory import Capacity
@@ -64,7 +64,7 @@ def serve(
     decoding: str = "auto",
     low_rank: str = "auto",
     kv: str = "auto",
-    draft: str | None = None,
+    draft: str | Path | Program | EditedModel | None = None,
     draft_tokens: int | None = None,
     on_start: Callable[[Serving], None] = print,
 ) -> None:
@@ -82,7 +82,8 @@ def serve(
         memory: of weights and cache, in bytes or as text ("2GB"); most of what is free by default.
         ranks: how many, on GPUs where there is one for each, or what they are in full.
         program: to run in place of the checkpoint's own.
-        dtype, decoding, low_rank, kv, draft, draft_tokens: how it is computed, as of `ServiceOptions`.
+        dtype, decoding, low_rank, kv, draft, draft_tokens: how it is computed, as of `ServiceOptions`; a draft may be a
+            recipe (.yaml) or an edit of the model (`surgeon.edit`), too.
         on_start: called when the first request can be answered.
 
     Raises:
@@ -98,6 +99,7 @@ def serve(
         raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
     origins = tuple(map(check_origin, cors_origins))
     stored, program = stored_model(model, program)
+    opened = open_model(stored)
     options = ServiceOptions(
         RankOptions.of(ranks),
         program,
@@ -110,10 +112,9 @@ def serve(
         decoding=decoding,
         low_rank=low_rank,
         kv=kv,
-        draft=draft,
+        draft=draft_program(opened, draft),
         draft_tokens=draft_tokens,
     )
-    opened = open_model(stored)
     tokenizer, defaults = opened.tokenizer, read_defaults(opened.folder)
     if complaint := defaults.complaint():
         warnings.warn(f"{complaint}; requests have to say so themselves", stacklevel=2)

@@ -25,13 +25,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from surgeon.errors import did_you_mean
+from surgeon.errors import shown
 from surgeon.language.program import Program
 from surgeon.memory import free_bytes
+from surgeon.named import is_program
 from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.progress import progress
+from surgeon.runtime.batching.ahead import MOST_AHEAD
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS
@@ -39,6 +41,7 @@ from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
+from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
 from surgeon.runtime.worker.options import RankOptions
@@ -49,8 +52,8 @@ from surgeon.runtime.worker.worker import Account, Cancel, Progress, Recorded, R
 
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
 
-DRAFTS = ("coda",)
-DRAFT_TOKENS = 1  # that are drafted at a time, if nobody says: with more, fewer are accepted and none was faster
+CODA = "coda"
+DRAFT_TOKENS = 1  # that a coda drafts at a time, if nobody says: with more, fewer are accepted and none was faster
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,12 @@ class ServiceOptions:
         decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
         low_rank: how ranks share matrices that are two factors, as `Plan.low_rank`.
         kv: what is cached of attentions whose k and v are two factors each, as `Plan.kv`.
-        draft: "coda" for tokens that the checkpoint's first rack and its coda draft, and the whole model verifies; None
-            for none. Greedy tokens stay the same (as far as rounding does not decide), and what is drawn keeps its
-            distribution.
-        draft_tokens: how many at a time, one by default; each more is accepted less often, and was slower wherever it
-            was measured.
+        draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass; "coda"
+            where the checkpoint's first rack and its coda do; None for none. Greedy tokens stay the same (as far as
+            rounding does not decide), and what is drawn keeps its distribution.
+        draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py), or none for requests
+            that draw with a seed of theirs, because a text that is drawn depends on how many are drafted. With a coda
+            one by default: each more is accepted less often, and was slower wherever it was measured.
 
     Raises:
         ValueError: if the ranks are not connected, a number is too small, or there are no such drafts or not of another
@@ -94,19 +98,27 @@ class ServiceOptions:
     decoding: str = "auto"
     low_rank: str = "auto"
     kv: str = "auto"
-    draft: str | None = None
+    draft: Program | str | None = None
     draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.draft is not None:
-            if self.draft not in DRAFTS:
-                raise ValueError(f"there are no drafts {self.draft!r}; {did_you_mean(self.draft, DRAFTS)}")
+        if self.draft == CODA:
             if self.program is not None:
                 raise ValueError(
                     "codas draft for the checkpoint's own program; leave the other program or the drafts out"
                 )
-        elif self.draft_tokens is not None:
-            raise ValueError("draft_tokens says how many tokens to draft; say with what, too: draft coda")
+        elif isinstance(self.draft, str) and not is_program(self.draft):
+            raise ValueError(
+                f"there are no drafts {shown(self.draft)}; give a program over the model's weights, as in "
+                f'"A0 F0 [A1 A2] [F1 F2]", or {CODA}'
+            )
+        elif self.draft is None and self.draft_tokens is not None:
+            raise ValueError("draft_tokens says how many tokens to draft; say with what, too: a program, or coda")
+        if self.draft_tokens and self.max_tokens and self.draft_tokens >= self.max_tokens:
+            raise ValueError(
+                f"draft_tokens {self.draft_tokens} are more than any text has room for behind its first token, of "
+                f"{self.max_tokens} tokens at most; draft fewer"
+            )
         if self.ranks.collectives == "none":
             raise ValueError(
                 "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
@@ -166,7 +178,7 @@ class Service(AbstractContextManager["Service"]):
         ways = options.dtype, options.decoding, options.low_rank, options.kv
         plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
         if options.draft is not None:
-            plan = with_coda(plan)
+            plan = with_coda(plan) if options.draft == CODA else with_draft(plan, model, options.draft)
         sizes, here = (options.max_batch, options.blocks, options.memory), ranks_of_this_machine(ranks)
         free: Callable[[], int] = free_bytes
         with ExitStack() as undone:
@@ -179,11 +191,16 @@ class Service(AbstractContextManager["Service"]):
         self.kernels = kernels_used(device, self.plan.dtype)
         self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch, device)
         self.max_tokens = self.capacity.longest
-        drafts = 0 if options.draft is None else options.draft_tokens or DRAFT_TOKENS
+        drafts = 0
+        if options.draft is not None:
+            drafts = options.draft_tokens or (DRAFT_TOKENS if options.draft == CODA else MOST_AHEAD)
+        as_pays = self.plan.draft is not None and options.draft_tokens is None
         pass_tokens = max(PASS_TOKENS[device], options.max_batch * (1 + drafts))
         waiting, long_texts = options.max_waiting, self.plan.long_texts
         limits = Limits(
-            options.max_batch, self.max_tokens, waiting, pass_tokens, self.plan.ends, drafts, long_texts=long_texts
+            *(options.max_batch, self.max_tokens, waiting, pass_tokens, self.plan.ends, drafts),
+            long_texts=long_texts,
+            as_pays=as_pays,
         )
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
@@ -242,9 +259,10 @@ class Service(AbstractContextManager["Service"]):
             RankFailed: if a rank has failed.
         """
         sampling = sampling or Sampling()
-        if sampling.seed is None and not sampling.greedy:
+        own_seed = sampling.seed is not None
+        if not own_seed and not sampling.greedy:
             sampling = replace(sampling, seed=secrets.randbits(63))
-        request = Request(next(self._numbers), tuple(map(int, prompt)), sampling)
+        request = Request(next(self._numbers), tuple(map(int, prompt)), sampling, own_seed)
         check_length(request, self.max_tokens)
         if any(not 0 <= token < self.plan.vocabulary for token in request.prompt):
             raise ValueError(f"token ids must lie in 0..{self.plan.vocabulary - 1}, the model's vocabulary")

@@ -35,6 +35,7 @@ _COUNTERS = {
     "finished": "Requests to the ranks that have ended, in whatever way.",
     "preempted": "How often a running request was put back into the queue.",
     "passes": "Forward passes.",
+    "drafting_passes": "Of these, passes that drafted tokens.",
     "collective_bytes": "Bytes of the operands of collectives on rank 0.",
 }
 

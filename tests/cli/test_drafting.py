@@ -69,18 +69,74 @@ def test_drawn_texts_are_the_same_on_any_ranks_and_beside_any_prompts(
     assert [line["tokens"] for line in together] == [line["tokens"] for line in apart]
 
 
+PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3"
+
+
+def test_a_program_over_the_same_weights(with_codas: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also that of a recipe, on any ranks; as many tokens as are asked for, or as pay."""
+    recipe = tmp_path / "pairs.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {with_codas}\noperations:\n  - pair: {{layers: '1:3'}}\n")
+    plain, _ = lines(capfd, str(with_codas))
+    one, err = lines(capfd, str(with_codas), "--draft", str(recipe), "--draft-tokens", "2")
+    two, _ = lines(capfd, str(with_codas), "--draft", PAIRS, "--tp", "2", "--max-batch", "2")
+    for found in (one, two):
+        assert [line["tokens"] for line in found] == [line["tokens"] for line in plain]
+    drafted, accepted = (sum(int(str(line[name])) for line in one) for name in ("drafted", "accepted"))
+    assert 0 < accepted <= drafted
+    assert all(line["tokens_per_pass"] == round(12 / (12 - int(str(line["accepted"]))), 2) for line in one)
+    assert re.search(
+        rf"drafts   {accepted} of {drafted} tokens accepted .* passes of the draft beside \d+ of the model", err
+    )
+
+
+def test_a_seed_draws_the_same_whatever_else_is_drawn(with_codas: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    drawing = (str(with_codas), "--draft", PAIRS, "--temperature", "0.8", "--seed", "5")
+    together, _ = lines(capfd, *drawing, "--draft-tokens", "2")
+    apart, _ = lines(capfd, *drawing, "--draft-tokens", "2", "--max-batch", "1")
+    assert [line["tokens"] for line in together] == [line["tokens"] for line in apart]
+    assert all(int(str(line["drafted"])) > 0 for line in together)
+    as_pays, err = lines(capfd, *drawing)
+    plain, _ = lines(capfd, str(with_codas), *drawing[3:])
+    assert [line["tokens"] for line in as_pays] == [line["tokens"] for line in plain]
+    assert "drafts   none: what is drawn with a seed depends on how many are drafted" in err
+
+
+def test_drafts_of_other_weights_are_refused(
+    with_codas: Path, tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "of-another.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - pair: {{layers: '1:3'}}\n")
+    assert main(["generate", str(with_codas), "--prompt", "a", "--draft", str(recipe)]) == 1
+    assert (
+        f"and a draft is a program over the weights of the model that verifies, {with_codas};" in capfd.readouterr().err
+    )
+    lowrank = "{layers: '0:4', weights: [up], keep: 0.5, method: whitened}"
+    recipe.write_text(f"surgeon: 1\nmodel: {with_codas}\noperations:\n  - lowrank: {lowrank}\n")
+    assert main(["generate", str(with_codas), "--prompt", "a", "--draft", str(recipe)]) == 1
+    assert "draft without them, or with low ranks that go by no text" in capfd.readouterr().err
+    assert main(["generate", str(with_codas), "--prompt", "a", "--draft", str(tiny_checkpoint)]) == 1
+    assert "there are no drafts" in capfd.readouterr().err
+
+
 def test_the_help_says_how_many_are_drafted_where_nobody_says() -> None:
     (option,) = get_type_hints(DraftArguments, include_extras=True)["draft_tokens"].__metadata__
-    assert option.help.endswith(f"Default: {DRAFT_TOKENS}.")
+    assert option.help.endswith(f"with coda {DRAFT_TOKENS}.")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--draft", "codas"], "error: there are no drafts 'codas'; did you mean 'coda'\\?"),
+        (
+            ["--draft", "codas"],
+            "error: there are no drafts 'codas'; give a program over the model's weights, as in .*, or coda",
+        ),
+        (["--draft", "A0 F0 A9 F9"], "error: the draft cannot run beside its model: .*A9.*"),
+        (["--draft", "A0 F0", "--kv", "lowrank", "--program", "A0@k4,v4 F0"], "error: drafts read the keys and .*"),
+        (["--draft", "A0 F0 >"], "error: the draft cannot run beside its model: .*"),
+        (["--draft", "A0 F0", "--draft-tokens", "90"], "error: draft_tokens 90 .*"),
         (
             ["--draft-tokens", "3"],
-            "error: draft_tokens says how many tokens to draft; say with what, too: draft coda",
+            "error: draft_tokens says how many tokens to draft; say with what, too: a program, or coda",
         ),
         (
             ["--draft", "coda", "--program", "A0 F0"],
@@ -106,8 +162,16 @@ def test_a_checkpoint_without_codas(tiny_checkpoint: Path, capfd: pytest.Capture
 
 def test_a_service_counts_what_it_drafts(with_codas: Path) -> None:
     """On two ranks, with memory for the coda, too; as /metrics shows it."""
-    options = ServiceOptions(RankOptions(2), max_batch=2, draft="coda", draft_tokens=4)
-    with Service(with_codas, options) as service:
+    counted = counts_of(with_codas, ServiceOptions(RankOptions(2), max_batch=2, draft="coda", draft_tokens=4))
+    assert counted["drafting_passes"] > 4
+    # Without a number nothing is known yet: some trials at least.
+    found = counts_of(with_codas, ServiceOptions(max_batch=2, draft=PAIRS))
+    assert found["drafted"] >= found["drafting_passes"] >= 3
+
+
+def counts_of(folder: Path, options: ServiceOptions) -> dict[str, float]:
+    """What /metrics shows of drafts when a text has been written."""
+    with Service(folder, options) as service:
         last = list(service.submit([5, 6, 7], Sampling(max_new_tokens=20, ignore_end=True)))[-1]
         found = text_string_to_metric_families(Meters(service).text().decode())
         samples = {sample.name: sample.value for family in found for sample in family.samples}
@@ -115,3 +179,4 @@ def test_a_service_counts_what_it_drafts(with_codas: Path) -> None:
     assert samples["surgeon_drafted_total"] == last.usage.drafted
     assert samples["surgeon_accepted_total"] == last.usage.accepted
     assert samples["surgeon_new_tokens_total"] == 20
+    return {name: samples[f"surgeon_{name}_total"] for name in ("drafted", "accepted", "drafting_passes")}

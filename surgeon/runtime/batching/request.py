@@ -110,11 +110,18 @@ class Request:
         id: names the request; no two that are open share one.
         prompt: token ids, at least one.
         sampling: with a seed.
+        own_seed: whether somebody has asked for that seed, and so for the same text whenever it is given again.
     """
 
     id: int
     prompt: tuple[int, ...]
     sampling: Sampling
+    own_seed: bool = True
+
+    @property
+    def draws_again(self) -> bool:
+        """Whether it is to draw the same text whatever else is computed, and however fast."""
+        return self.own_seed and self.sampling.draws
 
 
 def check_length(request: Request, room: int) -> None:
@@ -169,6 +176,11 @@ class Usage:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """How many tokens each of the model's passes over the text has added, the last one of its prompt among them."""
+        return self.new / max(1, self.new - self.accepted)
 
 
 @dataclass(frozen=True)
@@ -234,6 +246,7 @@ class Stats(Tally):
         blocks: of the cache.
         free_blocks: that no request uses; later requests may still share some of them.
         passes: forward passes.
+        drafting_passes: of these, those that drafted.
         all_reduces, all_gathers, bytes: on rank 0, those of the vocabulary included; bytes are of their operands.
     """
 
@@ -242,6 +255,7 @@ class Stats(Tally):
     blocks: int = 0
     free_blocks: int = 0
     passes: int = 0
+    drafting_passes: int = 0
     all_reduces: int = 0
     all_gathers: int = 0
     bytes: int = 0

@@ -22,7 +22,8 @@ Drafted tokens (`Limits.draft_tokens`) get blocks where there are free ones, and
 that turn out wrong are forgotten: what the cache holds of them is overwritten by the tokens that come in their place,
 and blocks that only they needed are given back. Where tokens are drawn, how many are drafted decides which random
 numbers are used for what, and must not depend on other requests: so many have blocks as there would be alone, whoever
-is preempted for them, and a sequence that comes back goes on with drafts, as it would have.
+is preempted for them, and a sequence that comes back goes on with drafts, as it would have. Where as many are drafted
+as pay (ahead.py), which depends on how long passes take, nothing is drafted for what is to be drawn the same again.
 
 A request that asks how likely its prompt is shares no blocks until that is known: what they hold are keys and values,
 not predictions.
@@ -40,6 +41,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
+from surgeon.runtime.batching.ahead import Ahead
 from surgeon.runtime.batching.blocks import BlockPool, SequenceBlocks
 from surgeon.runtime.batching.prefixes import ROOT
 from surgeon.runtime.batching.request import (
@@ -97,6 +99,7 @@ class Limits:
             `max_batch` of them have in `pass_tokens`.
         long_texts: that turn otherwise than short ones, if any.
         expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
+        as_pays: whether fewer tokens are drafted, or none, where that is faster.
     """
 
     max_batch: int
@@ -107,6 +110,7 @@ class Limits:
     draft_tokens: int = 0
     expected_share: float = 1.0
     long_texts: LongTexts | None = None
+    as_pays: bool = False
 
     def __post_init__(self) -> None:
         at_least = {"max_batch": 1, "max_tokens": 2, "max_waiting": 0, "pass_tokens": self.max_batch, "draft_tokens": 0}
@@ -123,6 +127,7 @@ class Scheduler:
         running: in the order in which they were let in.
         longest: how many tokens a request may have, prompt and output.
         expected: how long texts become.
+        ahead: how many drafts pay; None where there are always as many.
     """
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
@@ -133,6 +138,7 @@ class Scheduler:
         self.tally = Tally()
         self.longest = longest_text(pool.blocks, pool.windows, limits.max_tokens, pool.block_tokens)
         self.expected = Expectation(limits.expected_share)
+        self.ahead = Ahead() if limits.as_pays and limits.draft_tokens else None
         self._refused_at = -1  # the pool's releases when the first in the queue did not fit
 
     @property
@@ -231,14 +237,19 @@ class Scheduler:
         """Continuations with as many drafts as there is room for; those with the most come first."""
         if not self.limits.draft_tokens or not chunks:
             return chunks
-        drafting = [ScheduledChunk(each.sequence, 1, self._room_for_drafts(each.sequence)) for each in chunks]
+        texts = [each.sequence for each in chunks]
+        # Those that are due have blocks already.
+        wanted = [(self._drafts_due if self._is_due(text) else self._drafts_wanted)(text) for text in texts]
+        if self.ahead is not None:
+            wanted = self.ahead.choose([text.hits for text in texts], wanted)
+        drafting = [
+            ScheduledChunk(text, 1, self._room_for_drafts(text, most)) for text, most in zip(texts, wanted, strict=True)
+        ]
         return sorted(drafting, key=lambda chunk: -chunk.drafts)
 
-    def _room_for_drafts(self, sequence: Sequence) -> int:
-        """How many tokens are drafted for a sequence, which has blocks for them then."""
+    def _room_for_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """How many tokens are drafted for a sequence, up to so many; it has blocks for them then."""
         length = len(sequence.tokens)
-        # Those that are due have blocks already.
-        wanted = self._drafts_due(sequence) if sequence.request.sampling.draws else self._drafts_wanted(sequence)
         end = self.pool.reach(sequence.blocks, length, length + wanted)
         self.pool.grow(sequence.blocks, end)
         return end - length
@@ -252,21 +263,27 @@ class Scheduler:
         length = len(sequence.tokens)
         if not sequence.drafting or length == len(sequence.request.prompt):
             return 0
+        if self.ahead is not None and sequence.request.draws_again:
+            return 0
         most = min(self.limits.draft_tokens, self.limits.pass_tokens // self.limits.max_batch - 1)
         longest = sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
         return max(0, min(most, int(longest) - length))
 
     def _drafts_due(self, sequence: Sequence) -> int:
-        """How many are drafted in any case, because they would be if the sequence were alone; 0 if nothing is drawn."""
-        if not sequence.request.sampling.draws:
+        """How many are drafted in any case, because they would be if the sequence were alone."""
+        if not self._is_due(sequence):
             return 0
         length, own = len(sequence.tokens), sum(len(table.blocks) for table in sequence.blocks.tables)
         wanted = length + self._drafts_wanted(sequence)
         return self.pool.reach(sequence.blocks, length, wanted, length, self.pool.blocks - own) - length
 
+    def _is_due(self, sequence: Sequence) -> bool:
+        """Whether how many are drafted must not depend on anything else."""
+        return sequence.request.sampling.draws and self.ahead is None
+
     def _comes_back(self, sequence: Sequence) -> bool:
         """Whether a sequence goes on with drafts when it has been preempted: its last token is computed with them."""
-        return sequence.request.sampling.draws and self._drafts_wanted(sequence) > 0
+        return self._is_due(sequence) and self._drafts_wanted(sequence) > 0
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence blocks for its tokens up to `end`; False if it had to be preempted itself."""
@@ -340,6 +357,8 @@ class Scheduler:
             sequence, wanted, completes = chunk.sequence, chunk.wanted, chunk.completes
             prompt = tuple(next(scored)) if chunk.targets is not None else ()
             choices = list(next(found)) if wanted else []
+            if self.ahead is not None and choices:
+                self.ahead.verified(sequence.hits, chunk.drafts, len(choices) - 1)
             if chunk.drafts:
                 outputs += self._take_over(chunk, choices)
                 continue

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from surgeon.runtime.batching.ahead import Hits
 from surgeon.runtime.batching.blocks import BlockRun, SequenceBlocks
 from surgeon.runtime.batching.request import Request
 
@@ -125,6 +126,7 @@ class Sequence:
         drafting: whether tokens may be drafted for it; no more once there were logits that are not finite.
         drafted: tokens that were drafted for it.
         accepted: of these, how many it has taken over.
+        hits: how many were right lately.
     """
 
     request: Request
@@ -140,6 +142,7 @@ class Sequence:
     drafting: bool = True
     drafted: int = 0
     accepted: int = 0
+    hits: Hits = field(default_factory=Hits)
 
     @classmethod
     def of(cls, request: Request) -> Sequence:

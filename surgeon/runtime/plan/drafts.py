@@ -40,14 +40,14 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
     ways = plan.dtype, plan.decoding, plan.low_rank, "full", plan.mixtures.mode
     reasons = []
     for sliced in (True, False):
-        own = make_plan(stored, plan.ranks, plan.max_tokens, draft, "cpu", *ways, sliced=sliced)
         try:
+            own = make_plan(stored, plan.ranks, plan.max_tokens, draft, "cpu", *ways, sliced=sliced)
             slots = tuple(_slots(plan, own, stored.weights, rank) for rank in range(plan.ranks))
         except ValueError as error:
             reasons.append(error)
         else:
             return replace(plan, kv="full", draft=DraftPlan(own, slots))
-    raise reasons[0]
+    raise ValueError(f"the draft cannot run beside its model: {reasons[0]}")
 
 
 def _slots(plan: Plan, draft: Plan, source: ModelWeights, rank: int) -> tuple[int, ...]:
@@ -61,13 +61,13 @@ def _slots(plan: Plan, draft: Plan, source: ModelWeights, rank: int) -> tuple[in
     for place, attention, heads in _attentions(draft, source, rank):
         if place not in there:
             raise ValueError(
-                f"{attention} of the draft has no keys and values to read: {_nothing(plan, place, attention)}; draft "
+                f"{attention} has no keys and values to read: {_nothing(plan, place, attention)}; draft "
                 "with attentions of the program that verifies, each once"
             )
         slot, cached = there[place]
         if heads != cached:
             raise ValueError(
-                f"rank {rank} computes {attention} of the draft, with KV heads {_span(heads)}, and caches "
+                f"rank {rank} computes {attention} of the draft, which has KV heads {_span(heads)}, and caches "
                 f"{_span(cached)} of that layer; use as many ranks as the draft has tracks, or another draft"
             )
         found.append(slot)

@@ -225,6 +225,7 @@ class Leader:
         """One pass on all ranks, the passes before it that draft tokens for it, and what it brings."""
         chunks = self.scheduler.plan()
         drafts = self._draft(chunks)
+        began = time.perf_counter()
         pairs = zip(chunks, drafts, strict=True)
         if self.engine.coda is not None:
             rows = [chunk.row(drafted) for chunk, drafted in pairs]
@@ -233,6 +234,8 @@ class Leader:
         self._sender.send(rows)
         results = self.engine.step(rows, self.cache)
         chosen = self._choose(chunks, drafts, results)
+        if self.scheduler.ahead is not None and all(row.start and len(row.tokens) == 1 for row in rows):
+            self.scheduler.ahead.verifying.note(len(rows), time.perf_counter() - began)
         outputs = self.scheduler.advance(chunks, chosen, results.scores)
         self.engine.counts.new += sum(output.token is not None for output in outputs)
         for output in outputs:
@@ -250,6 +253,7 @@ class Leader:
         more = self.engine.coda is not None
         for number in range(chunks[0].drafts + more if chunks and chunks[0].drafts else 0):
             going = [place for place, chunk in enumerate(chunks) if chunk.drafts and chunk.drafts + more > number]
+            began = time.perf_counter()
             rows = [chunks[place].drafting_row(drafts[place]) for place in going]
             self._sender.send(Drafting(rows))
             results = self.engine.draft(rows, self.cache)
@@ -262,6 +266,8 @@ class Leader:
             for place, row in zip(going, rows, strict=True):
                 if row.wanted != Wanted.NOTHING:
                     drafts[place].append(next(tokens[row.wanted]))
+            if self.scheduler.ahead is not None:
+                self.scheduler.ahead.drafting.note(len(rows), time.perf_counter() - began)
         return drafts
 
     def _choose(self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results) -> list[list[Choice]]:
@@ -295,6 +301,7 @@ class Leader:
             scheduler.pool.blocks,
             scheduler.pool.free,
             sum(phase.passes for phase in phases),
+            figures.drafting.passes,
             sum(count.all_reduces for count in counts),
             sum(count.all_gathers for count in counts),
             sum(count.bytes for count in counts),

@@ -55,11 +55,19 @@ def test_memory_is_that_of_what_is_not_there_already(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "draft", "message"),
     [
-        (1, "A0~A1 F0", "A0~A1 of the draft has no keys and values to read: no attention of the average of these lay"),
-        (1, "A0 F0 A0", "A0 of the draft has no keys .*: the draft has it 2 times, and the program that verifies 1"),
-        (2, "A0 {A1 F1 | A2 F2}", "rank 0 computes A1 of the draft, with KV heads 0 to 1, and caches 0 to 0 of that"),
-        (1, "A0 {A1/2:0 | A1/2:1}", "rank 0 computes A1/2:0 of the draft, with KV heads 0 to 0, and caches 0 to 1 of"),
-        (1, "A0 F0 A7", "A7"),
+        (1, "A0~A1 F0", "A0~A1 has no keys and values to read: no attention of the average of these lay"),
+        (1, "A0 F0 A0", "A0 has no keys .*: the draft has it 2 times, and the program that verifies 1"),
+        (
+            2,
+            "A0 {A1 F1 | A2 F2}",
+            "rank 0 computes A1 of the draft, which has KV heads 0 to 1, and caches 0 to 0 of",
+        ),
+        (
+            1,
+            "A0 {A1/2:0 | A1/2:1}",
+            "rank 0 computes A1/2:0 of the draft, which has KV heads 0 to 0, and caches 0 to 1 of",
+        ),
+        (1, "A0 F0 A7", "the draft cannot run beside its model: .*A7"),
     ],
 )
 def test_what_is_refused(ranks: int, draft: str, message: str, folder: Path) -> None:

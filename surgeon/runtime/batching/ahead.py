@@ -1,0 +1,178 @@
+"""How many tokens are drafted ahead of each text, by what drafts have been worth so far.
+
+A round is some passes of the draft, each of which adds a token to what is drafted, and one pass of the model that
+verifies. If each of k drafted tokens is right with the chance a, given that those before it are, a round adds
+
+    1 + a + a^2 + ... + a^k
+
+tokens to a text (Leviathan et al. 2023, Fast Inference from Transformers via Speculative Decoding, equation 1), and
+takes k D + V(k + 1) seconds, where D is a pass of the draft and V(n) one of the model over n tokens. Without drafts a
+token takes V(1). So drafts pay where
+
+    (1 + a + ... + a^k) / (k D + V(k + 1)) > 1 / V(1)
+
+and best with the k for which the left side is greatest; with one token ahead that is a > (D + V(2)) / V(1) - 1. Of
+several texts computed together these are sums: a further token for a text adds a^j to what the round brings, and to
+what it takes what one more text adds to the draft's pass j, and one more token to the model's. Those most likely to be
+right are taken first, as long as tokens per second become more.
+
+D, V and a are measured while texts are written: times by the number of tokens in a pass, chances by text, where the
+mean of all texts counts as much as a few tokens. Where nothing pays, nothing is drafted, but for a round now and then,
+in case that has changed; and where drafts pay, a pass now and then has none. No tensors here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+MOST_AHEAD = 8
+FIRST_TRIALS = 3  # rounds at the start, to measure: the first pass of each size may be recorded, and is not counted
+TRIAL_AFTER = 256  # passes without drafts
+PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change
+LEAST_GAIN = 1.02  # in tokens per second, that drafts are to promise
+FIRST_CHANCE, OWN_WEIGHT = (
+    0.8,
+    4.0,
+)  # what is taken for a before anything is known, and as how many tokens a mean counts
+OWN_FADE, ALL_FADE = 0.9, 0.99  # of what was seen, with each round
+IDLE_FADE = 0.99  # with each pass in which nothing is drafted for a text
+NEWEST = 1 / 8  # the weight of the newest time
+LONGEST = 2.0  # a pass that takes longer than so many times what is usual was interrupted
+
+
+@dataclass
+class Hits:
+    """How many drafted tokens were looked at, and how many of these were right; what is long ago counts less."""
+
+    tried: float = 0.0
+    right: float = 0.0
+
+    def fade(self, by: float) -> None:
+        """Have all that was seen count less."""
+        self.tried, self.right = self.tried * by, self.right * by
+
+    def note(self, tried: int, right: int, fade: float) -> None:
+        """Add what a round has shown."""
+        self.fade(fade)
+        self.tried, self.right = self.tried + tried, self.right + right
+
+    def chance(self, prior: float) -> float:
+        """Of the next token to be right.
+
+        Args:
+            prior: what it is taken for where nothing was seen.
+        """
+        return (self.right + OWN_WEIGHT * prior) / (self.tried + OWN_WEIGHT)
+
+
+class PassTimes:
+    """Seconds of a kind of passes, by how many tokens they have."""
+
+    def __init__(self) -> None:
+        self._begun = set[int]()
+        self._sizes = list[int]()
+        self._seconds = dict[int, float]()
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Add what a pass took; the first of a size may have been recorded, and does not count."""
+        if tokens not in self._begun:
+            self._begun.add(tokens)
+        elif tokens not in self._seconds:
+            insort(self._sizes, tokens)
+            self._seconds[tokens] = seconds
+        else:
+            before = self._seconds[tokens]
+            self._seconds[tokens] += (min(seconds, LONGEST * before) - before) * NEWEST
+
+    @property
+    def known(self) -> bool:
+        """Whether any was measured."""
+        return bool(self._sizes)
+
+    def knows(self, tokens: int) -> bool:
+        """Whether passes of just this size were measured."""
+        return tokens in self._seconds
+
+    def of(self, tokens: int) -> float:
+        """What a pass takes: between sizes that were measured in proportion, beyond them as the nearest.
+
+        So larger passes than any before are expected to take no longer, until they are tried.
+        """
+        if tokens in self._seconds:
+            return self._seconds[tokens]
+        at = bisect_left(self._sizes, tokens)
+        low, high = self._sizes[max(0, at - 1)], self._sizes[min(at, len(self._sizes) - 1)]
+        if low == high:
+            return self._seconds[low]
+        share = (tokens - low) / (high - low) if low < tokens else 0.0
+        return self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
+
+
+class Ahead:
+    """Says how many tokens to draft.
+
+    Attributes:
+        drafting: times of the draft's passes, by texts.
+        verifying: times of the model's, by tokens.
+    """
+
+    def __init__(self) -> None:
+        self.drafting = PassTimes()
+        self.verifying = PassTimes()
+        self._all = Hits()
+        self._trials = FIRST_TRIALS
+        self._drafted, self._alike = False, 0  # whether the last pass had drafts, and how many before it were so, too
+
+    def choose(self, texts: Several[Hits], most: Several[int]) -> list[int]:
+        """How many tokens to draft for each of some texts that are continued together.
+
+        Args:
+            texts: what was seen of each.
+            most: that may be drafted for it.
+        """
+        found = [0] * len(texts)
+        if self.verifying.knows(len(texts)) and any(most):
+            found = self._best(texts, most)
+            if any(found) and self._alike == PLAIN_AFTER:
+                found = [0] * len(texts)
+            elif not any(found) and (self._trials or self._alike == TRIAL_AFTER):
+                self._trials = max(0, self._trials - 1)
+                found = [min(1, each) for each in most]
+        self._alike = self._alike + 1 if any(found) == self._drafted else 1
+        self._drafted = any(found)
+        return found
+
+    def _best(self, texts: Several[Hits], most: Several[int]) -> list[int]:
+        """Those with the most tokens per second."""
+        count = len(texts)
+        prior = self._all.chance(FIRST_CHANCE)
+        chances = [text.chance(prior) for text in texts]
+        further = [
+            (chance**place, place, text) for text, chance in enumerate(chances) for place in range(1, most[text] + 1)
+        ]
+        further.sort(key=lambda each: (-each[0], each[1]))
+        tokens, drafted, taken = float(count), 0.0, 0
+        fastest = LEAST_GAIN * count / self.verifying.of(count)
+        of_pass = Counter[int]()  # texts in each of the draft's passes
+        for number, (chance, place, _) in enumerate(further if self.drafting.known else (), start=1):
+            before = self.drafting.of(of_pass[place]) if of_pass[place] else 0.0
+            of_pass[place] += 1
+            drafted += self.drafting.of(of_pass[place]) - before
+            tokens += chance
+            rate = tokens / (drafted + self.verifying.of(count + number))
+            if rate > fastest:
+                fastest, taken = rate, number
+        best = Counter(text for _, _, text in further[:taken])
+        return [best[text] for text in range(count)]
+
+    def verified(self, text: Hits, drafted: int, right: int) -> None:
+        """Note how many drafted tokens of a text were right; of those behind a wrong one nothing is known."""
+        if drafted:
+            tried = min(drafted, right + 1)
+            text.note(tried, right, OWN_FADE)
+            self._all.note(tried, right, ALL_FADE)
+        else:
+            text.fade(IDLE_FADE)

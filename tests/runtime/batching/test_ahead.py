@@ -1,0 +1,110 @@
+"""How many tokens are drafted: by the equation where all is known, and in rounds whose times are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from surgeon.runtime.batching.ahead import Ahead, Hits, PassTimes
+
+Seconds = Callable[[int], float]
+
+
+def test_times_lie_between_those_that_were_measured() -> None:
+    times = PassTimes()
+    assert not times.known
+    for tokens, seconds in ((4, 9.0), (4, 2.0), (8, 9.0), (8, 4.0), (2, 9.0)):
+        times.note(tokens, seconds)  # the first of each size does not count
+    assert [times.of(tokens) for tokens in (1, 4, 5, 6, 8, 100)] == [2.0, 2.0, 2.5, 3.0, 4.0, 4.0]
+    assert times.knows(4)
+    assert not times.knows(2)
+    times.note(4, 3.0)
+    assert times.of(4) == pytest.approx(2.125)
+    times.note(4, 100.0)  # something else came between
+    assert times.of(4) == pytest.approx(2.125 * 1.125)
+
+
+def measured(draft: Seconds, verify: Seconds) -> Ahead:
+    """One that knows how long passes take."""
+    ahead = Ahead()
+    ahead._trials = 0
+    for size in range(1, 40):
+        for _ in range(2):
+            ahead.drafting.note(size, draft(size))
+            ahead.verifying.note(size, verify(size))
+    return ahead
+
+
+@pytest.mark.parametrize("draft", [0.05, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+def test_one_text_is_drafted_for_as_the_equation_says(draft: float, chance: float) -> None:
+    ahead = measured(lambda _: draft, lambda size: 1 + 0.05 * size)
+    text = Hits(1e6, chance * 1e6)
+
+    def rate(ahead: int) -> float:
+        return sum(chance**place for place in range(ahead + 1)) / (ahead * draft + 1 + 0.05 * (ahead + 1))
+
+    best = max(range(9), key=rate)
+    assert ahead.choose([text], [8]) == [best if rate(best) > 1.02 * rate(0) else 0]
+
+
+def test_several_texts_are_drafted_for_nearly_as_is_best_of_all_numbers() -> None:
+    """Against all of them tried; not for those that are seldom right, and no further than there is room."""
+    ahead = measured(lambda size: 0.2 + 0.02 * size, lambda size: 1 + 0.1 * size)
+    chances, most = [0.9, 0.2, 0.7], [3, 4, 2]
+    texts = [Hits(1e6, chance * 1e6) for chance in chances]
+
+    def rate(counts: tuple[int, ...]) -> float:
+        tokens = sum(sum(a**place for place in range(k + 1)) for a, k in zip(chances, counts, strict=True))
+        passes = [sum(k > place for k in counts) for place in range(max(counts))]
+        return tokens / (sum(0.2 + 0.02 * size for size in passes) + 1 + 0.1 * (3 + sum(counts)))
+
+    every = [(x, y, z) for x in range(4) for y in range(5) for z in range(3)]
+    found = ahead.choose(texts, most)
+    assert found == [3, 0, 2]
+    assert rate(tuple(found)) > 0.95 * max(map(rate, every)) > 1.3 * rate((0, 0, 0))
+
+
+def speedup(draft: Seconds, verify: Seconds, chances: list[float], rounds: int = 600) -> float:
+    """Tokens per second of rounds with made-up times, beside those without drafts."""
+    ahead, texts, random = Ahead(), [Hits() for _ in chances], Random(0)
+    count, tokens, seconds = len(texts), 0, 0.0
+    for _ in range(rounds):
+        drafts = ahead.choose(texts, [8] * count)
+        for place in range(max(drafts)):
+            size = sum(number > place for number in drafts)
+            seconds += draft(size)
+            ahead.drafting.note(size, draft(size))
+        seconds += verify(count + sum(drafts))
+        ahead.verifying.note(count + sum(drafts), verify(count + sum(drafts)))
+        for text, chance, number in zip(texts, chances, drafts, strict=True):
+            right = next((place for place in range(number) if random.random() >= chance), number)
+            ahead.verified(text, number, right)
+            tokens += right + 1
+    return tokens / seconds / (count / verify(count))
+
+
+@pytest.mark.parametrize("chances", [[0.8], [0.9, 0.2, 0.7, 0.5]])
+def test_it_switches_itself_off_where_drafts_do_not_pay(chances: list[float]) -> None:
+    assert speedup(lambda _: 1.0, lambda _: 1.0, chances) > 0.98  # a draft that is as slow as the model
+    assert speedup(lambda _: 0.5, float, chances) > 0.98  # a model that gains nothing by batches
+    assert speedup(lambda _: 0.3, lambda _: 1.0, [0.05] * len(chances)) > 0.97  # drafts that are wrong
+
+
+def test_it_comes_near_the_best_where_they_pay() -> None:
+    best = max(sum(0.9**place for place in range(k + 1)) / (k * 0.2 + 1) for k in range(9))
+    assert speedup(lambda _: 0.2, lambda _: 1.0, [0.9]) > 0.9 * best
+    mixed = speedup(lambda _: 0.2, lambda size: 1 + 0.02 * size, [0.95, 0.95, 0.0, 0.0])
+    assert mixed > 1.2
+
+
+def test_it_tries_again_now_and_then() -> None:
+    ahead = measured(lambda _: 1.0, lambda _: 1.0)
+    text = Hits()
+    drafted = [ahead.choose([text], [8]) for _ in range(600)]
+    assert [number for number, each in enumerate(drafted) if any(each)] == [256, 513]
+    faster = measured(lambda _: 0.1, lambda _: 1.0)
+    drafted = [faster.choose([text], [8]) for _ in range(200)]
+    assert [number for number, each in enumerate(drafted) if not any(each)] == [64, 129, 194]
