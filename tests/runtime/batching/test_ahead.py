@@ -64,7 +64,7 @@ def test_several_texts_are_drafted_for_nearly_as_is_best_of_all_numbers() -> Non
     every = [(x, y, z) for x in range(4) for y in range(5) for z in range(3)]
     found = ahead.choose(texts, most)
     assert found == [3, 0, 2]
-    assert rate(tuple(found)) > 0.95 * max(map(rate, every)) > 1.3 * rate((0, 0, 0))
+    assert rate(tuple(found)) > 0.95 * max(map(rate, every)) > 1.1 * rate((0, 0, 0))
 
 
 def speedup(draft: Seconds, verify: Seconds, chances: list[float], rounds: int = 600) -> float:
