@@ -22,6 +22,7 @@ from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.plan.mixtures import A_MIXTURE
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import Ranks
 
@@ -96,19 +97,21 @@ class RankBench:
         plans: of the programs, by name.
         unconnected: names of those whose ranks do not wait for each other.
         pass_tokens: of prompts that are computed in one pass at most; None for all of them.
+        experts: how ranks share those of a program, where that was open.
     """
 
     ranks: Ranks
     plans: Mapping[str, Plan]
     unconnected: Collection[str] = ()
     pass_tokens: int | None = None
+    experts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, ranks: Ranks, plans: Mapping[str, Plan], unconnected: Collection[str] = ()) -> RankBench:
         """Have the ranks load every program."""
-        for name, plan in plans.items():
-            ranks.call(load_timed, plan, name, name not in unconnected)
-        return cls(ranks, plans, unconnected)
+        times = {name: ranks.call(load_timed, plan, name, name not in unconnected)[0] for name, plan in plans.items()}
+        experts = {name: one.line(A_MIXTURE) for name, one in times.items() if one is not None}
+        return cls(ranks, plans, unconnected, experts=experts)
 
     def run(self, name: str, load: Workload, events: bool = False, marked: bool = False) -> list[RankRun]:
         """Run one program once; what each rank measured, as `run_timed` has it."""

@@ -29,6 +29,7 @@ from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine, WorkAhead
 from surgeon.runtime.model.rank_model import Results
+from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
@@ -404,8 +405,10 @@ def watched(graphs: GraphRecorder, recorder: PassRecorder) -> GraphRecorder:
     return record
 
 
-def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None) -> None:
-    """Runs on a rank: load its slices of a model, and keep the timed engine under a name.
+def load_timed(
+    rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None
+) -> ExpertTimes | None:
+    """Runs on a rank: load its slices of a model, and keep the timed engine under a name; as `load` returns.
 
     Args:
         connected: whether ranks wait for each other and add up what they compute; without, what they compute is wrong.
@@ -417,7 +420,9 @@ def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: 
             collectives = Unconnected(rank.rank, tuple(range(rank.settings.options.ranks)))
         elif link is not None:
             collectives = EmulatedLink(collectives, link)
-    keep(rank, name, TimedEngine(plan, rank, collectives))
+    engine = TimedEngine(plan, rank, collectives)
+    keep(rank, name, engine)
+    return engine.expert_times
 
 
 def run_timed(

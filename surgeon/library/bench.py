@@ -123,6 +123,7 @@ def bench(
     used = dict.fromkeys(kernels_used(ranks.device, plan.dtype) for plan in plans.values())
     settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
     settings["kernels"] = ", ".join(used)
+    settings |= {"experts": measured.experts} if measured.experts else {}
     if costs:
         settings["compression"] = compression_record(costs, data or RANDOM)
     name = model.name if isinstance(model, Model | EditedModel) else str(model)

@@ -102,6 +102,7 @@ def predict(
             if cell.refused:
                 raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
     said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": sweep is not None}
+    said |= {"experts": lines} if (lines := _experts(cells)) else {}
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
     found = Predictions(prediction_table(cells), cells, record=said | {"model": name})
     return found if folder is None else replace(found, record=_record(name, machine, cells, said)).save(folder)
@@ -122,6 +123,16 @@ def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
         values = {getattr(one, axis) for one in loads}
         words += [words_of(axis, values.pop())] if len(values) == 1 else []
     return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
+
+
+def _experts(cells: Sequence[SweepCell]) -> list[str]:
+    """How ranks share the experts of each program, where that was open."""
+    lines = {
+        (cell.candidate.name, cell.deployment.ranks): cell.prediction.experts.line("a pass")
+        for cell in cells
+        if cell.prediction is not None and cell.prediction.experts is not None
+    }
+    return [f"{name} on {words_of('ranks', ranks)}: {line}" for (name, ranks), line in lines.items()]
 
 
 def _record(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:

@@ -33,16 +33,18 @@ class Serving:
         name: what clients call the model.
         url: where they find the API.
         capacity: how many texts there is room for.
-        kernels: as of a `Service`.
+        kernels, experts: as of a `Service`.
     """
 
     name: str
     url: str
     capacity: Capacity
     kernels: str
+    experts: str | None = None
 
     def __str__(self) -> str:
-        return f"serving {self.name} at {self.url}\n{self.capacity.line()}\nkernels: {self.kernels}"
+        lines = [f"serving {self.name} at {self.url}", self.capacity.line(), f"kernels: {self.kernels}", self.experts]
+        return "\n".join(filter(None, lines))
 
 
 def serve(
@@ -123,7 +125,8 @@ def serve(
         with Service(opened, options, tokenizer) as service:
             name = served_model_name or opened.public_name
             state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, api_key, origins)
-            run_server(state, bound, lambda: on_start(Serving(name, url_of(bound), service.capacity, service.kernels)))
+            serving = Serving(name, url_of(bound), service.capacity, service.kernels, service.experts)
+            run_server(state, bound, lambda: on_start(serving))
 
 
 def warn_if_open(host: str, api_key: str | None, origins: Sequence[str]) -> None:

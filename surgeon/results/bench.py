@@ -45,7 +45,8 @@ class BenchSpeeds(RunResult):
         """Tables of at most 80 columns."""
         table = self.speeds
         kernels = f"kernels: {self.record['kernels']}\n" if "kernels" in self.record else ""  # not in older records
-        parts = [f"{self.heading}\n{kernels}", "Latency, medians over rounds", self._latency()]
+        experts = "".join(f"{name}: {line}\n" for name, line in self.record.get("experts", {}).items())
+        parts = [f"{self.heading}\n{kernels}{experts}", "Latency, medians over rounds", self._latency()]
         parts += ["", "One pass, on the rank that waits most", self._passes()]
         if "decode_launching_ms" in table:
             parts += ["", "Until all of a decoding pass was launched, and the whole of it", self._launches()]

@@ -58,7 +58,10 @@ class PredictRun(RunResult):
         return bool(self.record["swept"])
 
     def __str__(self) -> str:
-        """Tables of at most 80 columns."""
+        """Tables of at most 80 columns; behind them how ranks share experts, where that was open."""
+        return "\n".join([self._tables(), *(["", *lines] if (lines := self.record.get("experts")) else [])])
+
+    def _tables(self) -> str:
         if self.swept:
             return f"{self.heading}\n\n{self._sweep()}"
         table = self.speeds

@@ -197,12 +197,12 @@ def gathering_is_faster(
     Args:
         alone, shared: compute the same projections of a token.
     """
-    times = torch.tensor([_time_of(one, device) for one in (alone, shared)], dtype=torch.float64, device=device)
+    times = torch.tensor([time_of(one, device) for one in (alone, shared)], dtype=torch.float64, device=device)
     total = collectives.exact.all_reduce(times, Counts())()
     return bool(total[1] < total[0])
 
 
-def _time_of(compute: Callable[[], object], device: torch.device) -> float:
+def time_of(compute: Callable[[], object], device: torch.device) -> float:
     """Seconds that it takes, the best of a few times."""
     best = float("inf")
     for turn in range(WARM_UPS + ROUNDS):

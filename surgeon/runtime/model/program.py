@@ -26,10 +26,11 @@ from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
-from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
+from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster, time_of
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.model.rotary import in_halves
+from surgeon.runtime.plan.mixtures import ExpertTimes, WholeExperts
 from surgeon.runtime.plan.placement import (
     Group,
     Part,
@@ -37,6 +38,7 @@ from surgeon.runtime.plan.placement import (
     assigned_branches,
     computed_of,
     groups_within,
+    open_mixture,
     rank_work,
     whole_experts,
     work_of,
@@ -45,6 +47,7 @@ from surgeon.runtime.plan.specification import Plan
 
 Sent = tuple[Counts, Counts]
 Made = Attention | FeedForward | MixtureOfExperts  # computes a part
+MEASURED_TOKENS = 8  # to find out how experts are better shared
 PartKey = tuple[Sublayer, Group, range | None]
 
 
@@ -92,6 +95,7 @@ class RankProgram:
         slots: the attentions among the parts of its work, by their slots of the cache.
         travelling: nodes whose sums are on their way while something else is computed.
         graphs: records passes that are captured; None where they are not.
+        expert_times: by which it was settled how ranks share experts, where that was open.
     """
 
     def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
@@ -116,6 +120,7 @@ class RankProgram:
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
         self._works = {0: 0}
         self._attended = self.program.attended
+        self.expert_times: ExpertTimes | None = None
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
     def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
@@ -124,7 +129,9 @@ class RankProgram:
         Args:
             beside: what this rank has loaded already; a slice of the same weights is taken from there.
         """
-        alike = (other.sublayers.items() for other in beside if self.has_weights_of(other))
+        beside = [other for other in beside if self.has_weights_of(other)]
+        self._settle_experts(source, beside)
+        alike = (other.sublayers.items() for other in beside)
         there = {key: made for sublayers in alike for key, made in sublayers if not self.plan.exchanges(key[0])}
         for work in self.work:
             for sublayer in dict.fromkeys(work.step.sublayers):
@@ -140,6 +147,39 @@ class RankProgram:
                 key = self.key(part)
                 if key not in self.sublayers:
                     self.sublayers[key] = there.get(key) or self._part(work, part, source)
+
+    def _settle_experts(self, source: ModelWeights, beside: list[RankProgram]) -> None:
+        """Measure how experts are better shared, where that is open: by a rank's first such mixture, on all ranks.
+
+        What is settled holds for the whole program, and for others over the same weights.
+        """
+        parts = [open_mixture(self.plan, rank) for rank in range(self.plan.ranks)]
+        if not any(parts):
+            return
+        known = (other.expert_times for other in beside if other.expert_times is not None)
+        self.expert_times = next(known, None) or self._measured_experts(parts[self.rank], source)
+        self.plan = replace(self.plan, mixtures=replace(self.plan.mixtures, dividing=self.expert_times.dividing))
+
+    def _measured_experts(self, part: Part | None, source: ModelWeights) -> ExpertTimes:
+        """Both ways of sharing a mixture's experts, of some tokens one by one; a rank without any waits for nobody."""
+        times = torch.zeros(2, MEASURED_TOKENS, dtype=torch.float64, device=self.device)
+        if part is not None:
+            for own, way in zip(times, (False, True), strict=True):
+                mixtures = replace(self.plan.mixtures, dividing=way)
+                whole = mixtures.whole_experts(part.sublayer, len(part.sharers))
+                own.copy_(self._times_of(self._mixture(part, source, whole)))
+        return ExpertTimes(*self.collectives.exact.all_gather(times, Counts()).amax(0).mean(1).tolist())
+
+    @torch.inference_mode()
+    def _times_of(self, made: MixtureOfExperts) -> Tensor:
+        """Seconds that each of some tokens takes, which are the same on every rank."""
+        tokens = torch.randn(MEASURED_TOKENS, 1, self.plan.hidden, generator=torch.Generator().manual_seed(0))
+        x, times = tokens[0].to(self.device, torch_dtype(self.plan)), list[float]()
+        again = self._repeatable(partial(made, waits=self.device.type == "cpu"), x, made.by_kernels)
+        for token in tokens:
+            x.copy_(token)
+            times.append(time_of(again, self.device))
+        return torch.tensor(times, dtype=torch.float64)
 
     def has_weights_of(self, other: RankProgram) -> bool:
         """Whether another one on this rank reads the same tensors, in the same dtype."""
@@ -180,7 +220,7 @@ class RankProgram:
         """What computes a part, with its weights."""
         plan, sublayer = self.plan, computed_of(self.plan, work, part)
         if plan.mixtures.size(sublayer) is not None:
-            return self._mixture(part, source)
+            return self._mixture(part, source, whole_experts(plan, part))
         spec = plan.family.spec(sublayer.kind, sublayer.layers[0])
         tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
         if sublayer.kind == ATTENTION and plan.family.rotary_neighbours and plan.rotaries:
@@ -202,8 +242,8 @@ class RankProgram:
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer), sharing)
         return FeedForward(tensors, maps, plan)
 
-    def _mixture(self, part: Part, source: ModelWeights) -> MixtureOfExperts:
-        whole, dtype = whole_experts(self.plan, part), torch_dtype(self.plan)
+    def _mixture(self, part: Part, source: ModelWeights, whole: WholeExperts | None) -> MixtureOfExperts:
+        dtype = torch_dtype(self.plan)
         if whole is None:
             return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype)), self.plan)
         numbers = [number for one in source.each_expert(whole.of) for number in one.experts or ()]
@@ -241,17 +281,18 @@ class RankProgram:
             before = self.counts
             self.counts = Phase()  # what measuring sends is no pass's
             with torch.inference_mode():
-                by_itself, together = (self._repeatable(maps.reading(roles), x) for maps in (alone, shared))
+                ways = alone.reading(roles), shared.reading(roles)
+                by_itself, together = (self._repeatable(one, x, one.by_kernels) for one in ways)
                 self._ways[key] = gathering_is_faster(by_itself, together, self.groups[part.sharers], self.device)
             self.counts = before
         return self._ways[key]
 
-    def _repeatable(self, compute: LinearMap, x: Tensor) -> Callable[[], object]:
+    def _repeatable(self, compute: Callable[[Tensor], object], x: Tensor, by_kernels: bool) -> Callable[[], object]:
         """Computes once, and gives what does so again as passes will: without Python where they are recorded."""
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
         kernels, recordable = kernels_for(x), all(one.recordable for one in self.groups.values())
-        if kernels is None or not recordable or self.plan.decoding != "auto" or not compute.by_kernels:
+        if kernels is None or not recordable or self.plan.decoding != "auto" or not by_kernels:
             compute(x)
             return partial(compute, x)
         recording = Recording(kernels, Arena())

@@ -3,10 +3,11 @@
 Either way a step is one reduction: a rank adds what its experts, or its neurons of them, make of the tokens that the
 router sends there. The router is whole on every rank, and shared experts are always sliced.
 
-Slices are even whatever the router says. Where experts are divided, the rank with most of a token's experts is waited
-for, which on two ranks reads 1.4 times as much for two experts of eight. So experts are divided where slices do not
-come out even, would be narrower than what kernels compute at once, or where matrices are two factors, of which every
-rank would have one whole.
+Slices are even whatever the router says, and read a little of every expert of a token. Where experts are divided, the
+rank with most of a token's experts is waited for, which on two ranks reads 1.4 times as much for two experts of eight,
+in fewer and wider matrices. They are divided where slices do not come out even, and where matrices are two factors, of
+which every rank would have one whole. Otherwise both ways are open, and the one is taken that is faster for a token:
+ranks measure it as they load a model, predictions predict it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from surgeon.language.program import FEED_FORWARD, Sublayer
+from surgeon.words import three_digits
 
 ExpertsMode = Literal["auto", "divided", "sliced"]
-LEAST_NEURONS = 64  # of a slice of an expert
+
+
+A_MIXTURE = "a mixture"  # what ranks measure
 
 
 class WholeExperts(NamedTuple):
@@ -40,6 +44,24 @@ class MixtureSize(NamedTuple):
     neurons: int
 
 
+class ExpertTimes(NamedTuple):
+    """Seconds that a token takes on the busiest rank, by how ranks share the experts."""
+
+    sliced: float
+    divided: float
+
+    @property
+    def dividing(self) -> bool:
+        """Whether experts are to be divided."""
+        return self.divided < self.sliced
+
+    def line(self, what: str) -> str:
+        """What to tell the user of a mixture, or of a pass, which takes so long."""
+        one, other = ("divided", "sliced") if self.dividing else ("sliced", "divided")
+        times = [f"{three_digits(1e3 * getattr(self, way))} ms" for way in (one, other)]
+        return f"experts {one}: for a token {what} takes {times[0]} so, {times[1]} {other}"
+
+
 @dataclass(frozen=True)
 class Mixtures:
     """A model's mixtures, and how ranks share one.
@@ -47,10 +69,12 @@ class Mixtures:
     Attributes:
         sizes: by layer, None where it is no mixture; nothing if none is.
         mode: whether experts are divided or sliced; auto is as this module's first lines say.
+        dividing: whether auto divides them where both ways are open.
     """
 
     sizes: tuple[MixtureSize | None, ...] = ()
     mode: ExpertsMode = "auto"
+    dividing: bool = False
 
     @classmethod
     def of(cls, size: Callable[[int], MixtureSize | None], layers: int, mode: ExpertsMode = "auto") -> Mixtures:
@@ -80,13 +104,16 @@ class Mixtures:
         own = range(experts * member // members, experts * (member + 1) // members)
         return WholeExperts(of, own) if self._divides(size, part, members) else None
 
+    def is_open(self, part: Sublayer, members: int) -> bool:
+        """Whether ranks may as well divide the experts as slice each of them; arguments as of `whole_experts`."""
+        one, other = (replace(self, dividing=way).whole_experts(part, members) for way in (False, True))
+        return one != other
+
     def _divides(self, size: MixtureSize, part: Sublayer, members: int) -> bool:
         assert part.piece is not None
-        slices = part.piece[1]
         if self.mode == "sliced" or size.experts < members:
             return False
-        narrow = size.neurons % slices or size.neurons // slices < LEAST_NEURONS
-        return self.mode == "divided" or bool(part.ranks) or bool(narrow)
+        return self.mode == "divided" or bool(part.ranks) or bool(size.neurons % part.piece[1]) or self.dividing
 
 
 NO_MIXTURES = Mixtures()

@@ -26,6 +26,7 @@ from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.sampling import Sampler
+from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 
@@ -79,9 +80,11 @@ class Account(NamedTuple):
     figures: Figures
 
 
-def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
-    """Runs on a rank: load its slices of a model, and keep the engine under a name."""
-    keep(rank, name, RankEngine(plan, rank.collectives, rank.device, rank.engines.values()))
+def load(rank: Rank, plan: Plan, name: str = ENGINE) -> ExpertTimes | None:
+    """Runs on a rank: load its slices of a model, and keep the engine under a name; how experts are shared, if open."""
+    engine = RankEngine(plan, rank.collectives, rank.device, rank.engines.values())
+    keep(rank, name, engine)
+    return engine.expert_times
 
 
 def keep(rank: Rank, name: str, engine: RankEngine) -> None:

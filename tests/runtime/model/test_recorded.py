@@ -273,7 +273,7 @@ def test_what_is_computed_again_keeps_its_weights(pair: tuple[RankEngine, RankEn
     for engine in pair:
         x, linear = torch.randn(1, 64), Linear([torch.randn(64, 64)], [None])
         with torch.inference_mode():
-            again = engine._repeatable(linear, x)
+            again = engine._repeatable(linear, x, linear.by_kernels)
         there = weakref.ref(linear)
         del linear
         gc.collect()

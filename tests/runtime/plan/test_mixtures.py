@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from surgeon.language.program import Program, Sublayer
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
+from surgeon.runtime.model import program as rank_programs
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.mixtures import ExpertsMode, Mixtures, MixtureSize, WholeExperts
+from surgeon.runtime.plan.mixtures import ExpertsMode, ExpertTimes, Mixtures, MixtureSize, WholeExperts
 from tests.tiny_models import tiny_model
 
 
@@ -37,9 +38,9 @@ def parsed(text: str) -> Sublayer:
     [
         ("F0", 1, "divided", None),
         ("F0/2:1", 2, "divided", ("F0", range(3, 7))),
-        ("F0/2:1", 2, "auto", None),  # slices of 96 neurons are wide enough
+        ("F0/2:1", 2, "auto", None),  # until it is settled
         ("F0/2:1", 2, "sliced", None),
-        ("F0/4:2", 4, "auto", ("F0", range(3, 5))),  # of 48 they are not
+        ("F0/4:2", 4, "divided", ("F0", range(3, 5))),
         ("F0/4:2", 2, "divided", ("F0/2:1", range(3))),  # a slice that two ranks share
         ("F0/2:0", 1, "divided", None),  # one that a rank has by itself
         ("F0!e1,e4,e5/2:1", 2, "divided", ("F0!e1,e4,e5", range(1, 3))),
@@ -54,6 +55,48 @@ def test_whole_experts(part: str, members: int, mode: ExpertsMode, expected: tup
     mixtures = Mixtures.of(lambda layer: None if layer else MixtureSize(7, 192), 2, mode)
     wanted = None if expected is None else WholeExperts(parsed(expected[0]), expected[1])
     assert mixtures.whole_experts(parsed(part), members) == wanted
+
+
+@pytest.mark.parametrize(
+    ("part", "members", "open_"),
+    [
+        ("F0/2:1", 2, True),
+        ("F0/4:2", 2, True),  # a slice that two ranks share
+        ("F0/2:0", 1, False),
+        ("F0/5:4", 5, False),  # 192 neurons do not come out even
+        ("F0/2:0@down8", 2, False),  # a slice would have half a factor
+        ("F0!e1/2:1", 2, False),  # a rank would have none
+        ("F1/2:1", 2, False),  # no mixture
+    ],
+)
+def test_where_both_ways_are_open(part: str, members: int, open_: bool) -> None:
+    mixtures = Mixtures.of(lambda layer: None if layer else MixtureSize(7, 192), 2)
+    assert mixtures.is_open(parsed(part), members) == open_
+    assert not any(replace(mixtures, mode=mode).is_open(parsed(part), members) for mode in ("divided", "sliced"))
+    settled = replace(mixtures, dividing=True).whole_experts(parsed(part), members)
+    assert settled == replace(mixtures, mode="divided").whole_experts(parsed(part), members)
+
+
+def test_what_is_said_of_both_ways() -> None:
+    assert ExpertTimes(2e-3, 1e-3).line("it") == "experts divided: for a token it takes 1.00 ms so, 2.00 ms sliced"
+    assert ExpertTimes(1e-3, 1e-3).line("it") == "experts sliced: for a token it takes 1.00 ms so, 1.00 ms divided"
+
+
+@pytest.mark.parametrize(("seconds", "dividing"), [([3.0, 1.0], True), ([1.0, 3.0], False)])
+def test_ranks_take_the_faster_way(
+    seconds: list[float], dividing: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what is measured of one mixture; a draft over the same weights, and later layers, go by the same."""
+    said = iter(token for way in seconds for token in [way] * rank_programs.MEASURED_TOKENS)
+    monkeypatch.setattr(rank_programs, "time_of", lambda *_: next(said))
+    plan = make_plan(folder, 2, 32, "A0 F0 F1")
+    first = RankEngine(plan, Unconnected(1, (0, 1)), torch.device("cpu"))
+    second = RankEngine(plan, Unconnected(1, (0, 1)), torch.device("cpu"), [first])
+    assert next(said, None) is None
+    assert first.expert_times == second.expert_times == ExpertTimes(*seconds)
+    for engine in (first, second):
+        assert engine.plan.mixtures.dividing == dividing
+        assert [key[2] for key in engine.sublayers if key[0].kind == "F"] == [range(2, 4) if dividing else None] * 2
 
 
 @pytest.mark.parametrize("mode", ["divided", "sliced"])
