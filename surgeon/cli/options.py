@@ -284,11 +284,12 @@ class DraftArguments:
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="[RECIPE|PROGRAM|coda]",
+            metavar="[RECIPE|PROGRAM|lookup|coda]",
             help="Have tokens drafted by another program over the same weights, such as layer pairs or tracks, or that "
             "of a recipe (.yaml), and verified several at a time by the model: the same greedy tokens, and the same "
-            "distribution of drawn ones. It has the model's weights and cache. Or by the first rack of a checkpoint "
-            "with codas (coda; surgeon heal --racks writes them).",
+            "distribution of drawn ones. It has the model's weights and cache. Or by what came behind the same few "
+            "tokens before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; "
+            "surgeon heal --racks writes them).",
             show_default=False,
         ),
     ] = None

@@ -116,7 +116,8 @@ def generate(
                     if on_event is not None:
                         on_event(text, event)
             draws_again = sampling.draws and seed is not None
-            return Generation(tuple(texts), service.plan, ranks, service.figures(), draws_again)
+            drafts = options.draft is not None
+            return Generation(tuple(texts), service.plan, ranks, service.figures(), drafts, draws_again)
 
 
 def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:

@@ -40,6 +40,7 @@ class Generation:
         plan: the model and the program that the ranks ran.
         ranks: that ran it.
         figures: of all passes, by rank.
+        drafts: whether tokens were to be drafted.
         draws_again: whether the same seed is to draw the same texts.
     """
 
@@ -47,6 +48,7 @@ class Generation:
     plan: Plan
     ranks: RankOptions
     figures: Sequence[Figures]
+    drafts: bool = False
     draws_again: bool = False
 
     def table(self) -> pd.DataFrame:
@@ -86,8 +88,7 @@ class Generation:
             f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
             f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
         ]
-        drafted = plan.coda is not None or plan.draft is not None
-        return "\n".join(lines + (self._drafts() if drafted else self._collectives(program)))
+        return "\n".join(lines + (self._drafts() if self.drafts else self._collectives(program)))
 
     def _drafts(self) -> list[str]:
         """How many drafted tokens were right, and what a token takes then."""
@@ -107,7 +108,7 @@ class Generation:
         ]
 
     def _why_none(self) -> str:
-        if self.plan.draft is not None and self.draws_again:
+        if self.plan.coda is None and self.draws_again:
             return "what is drawn with a seed depends on how many are drafted; say how many (draft_tokens)"
         return "the texts were too short, or it would not have paid"
 

@@ -53,7 +53,7 @@ from surgeon.runtime.worker.worker import Account, Cancel, Progress, Recorded, R
 
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
 
-CODA = "coda"
+CODA, LOOKUP = "coda", "lookup"
 DRAFT_TOKENS = 1  # that a coda drafts at a time, if nobody says: with more, fewer are accepted and none was faster
 
 
@@ -76,7 +76,8 @@ class ServiceOptions:
         low_rank: how ranks share matrices that are two factors, as `Plan.low_rank`.
         kv: what is cached of attentions whose k and v are two factors each, as `Plan.kv`.
         draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass; "coda"
-            where the checkpoint's first rack and its coda do; None for none. Greedy tokens stay the same (as far as
+            where the checkpoint's first rack and its coda do; "lookup" where a text's own tokens do, what came before
+            behind its last few ones; None for none. Greedy tokens stay the same (as far as
             rounding does not decide), and what is drawn keeps its distribution.
         draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py), or none for requests
             that draw with a seed of theirs, because a text that is drawn depends on how many are drafted. With a coda
@@ -108,10 +109,10 @@ class ServiceOptions:
                 raise ValueError(
                     "codas draft for the checkpoint's own program; leave the other program or the drafts out"
                 )
-        elif isinstance(self.draft, str) and not is_program(self.draft):
+        elif isinstance(self.draft, str) and self.draft != LOOKUP and not is_program(self.draft):
             raise ValueError(
                 f"there are no drafts {shown(self.draft)}; give a program over the model's weights, as in "
-                f'"A0 F0 [A1 A2] [F1 F2]", or {CODA}'
+                f'"A0 F0 [A1 A2] [F1 F2]", or {LOOKUP}, or {CODA}'
             )
         elif self.draft is None and self.draft_tokens is not None:
             raise ValueError("draft_tokens says how many tokens to draft; say with what, too: a program, or coda")
@@ -179,8 +180,10 @@ class Service(AbstractContextManager["Service"]):
         ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
         ways = options.dtype, options.decoding, options.low_rank, options.kv
         plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
-        if options.draft is not None:
-            plan = with_coda(plan) if options.draft == CODA else with_draft(plan, model, options.draft)
+        if options.draft == CODA:
+            plan = with_coda(plan)
+        elif options.draft is not None and options.draft != LOOKUP:
+            plan = with_draft(plan, model, options.draft)
         sizes, here = (options.max_batch, options.blocks, options.memory), ranks_of_this_machine(ranks)
         free: Callable[[], int] = free_bytes
         with ExitStack() as undone:
@@ -196,13 +199,14 @@ class Service(AbstractContextManager["Service"]):
         drafts = 0
         if options.draft is not None:
             drafts = options.draft_tokens or (DRAFT_TOKENS if options.draft == CODA else MOST_AHEAD)
-        as_pays = self.plan.draft is not None and options.draft_tokens is None
+        as_pays = options.draft not in (None, CODA) and options.draft_tokens is None
         pass_tokens = max(PASS_TOKENS[device], options.max_batch * (1 + drafts))
         waiting, long_texts = options.max_waiting, self.plan.long_texts
         limits = Limits(
             *(options.max_batch, self.max_tokens, waiting, pass_tokens, self.plan.ends, drafts),
             long_texts=long_texts,
             as_pays=as_pays,
+            looked_up=options.draft == LOOKUP,
         )
         self.failure: Exception | None = None
         self._tokenizer = tokenizer

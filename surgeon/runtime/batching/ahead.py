@@ -29,7 +29,6 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 MOST_AHEAD = 8
-FIRST_TRIALS = 3  # rounds at the start, to measure: the first pass of each size may be recorded, and is not counted
 TRIAL_AFTER = 256  # passes without drafts
 PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change
 LEAST_GAIN = 1.02  # in tokens per second, that drafts are to promise
@@ -123,7 +122,6 @@ class Ahead:
         self.drafting = PassTimes()
         self.verifying = PassTimes()
         self._all = Hits()
-        self._trials = FIRST_TRIALS
         self._drafted, self._alike = False, 0  # whether the last pass had drafts, and how many before it were so, too
 
     def choose(self, texts: Several[Hits], most: Several[int]) -> list[int]:
@@ -138,8 +136,7 @@ class Ahead:
             found = self._best(texts, most)
             if any(found) and self._alike == PLAIN_AFTER:
                 found = [0] * len(texts)
-            elif not any(found) and (self._trials or self._alike == TRIAL_AFTER):
-                self._trials = max(0, self._trials - 1)
+            elif not any(found) and (not self.drafting.known or self._alike == TRIAL_AFTER):
                 found = [min(1, each) for each in most]
         self._alike = self._alike + 1 if any(found) == self._drafted else 1
         self._drafted = any(found)

@@ -100,6 +100,7 @@ class Limits:
         long_texts: that turn otherwise than short ones, if any.
         expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
         as_pays: whether fewer tokens are drafted, or none, where that is faster.
+        looked_up: whether a text's drafts are what it has in itself (lookup.py); otherwise passes draft them.
     """
 
     max_batch: int
@@ -111,6 +112,7 @@ class Limits:
     expected_share: float = 1.0
     long_texts: LongTexts | None = None
     as_pays: bool = False
+    looked_up: bool = False
 
     def __post_init__(self) -> None:
         at_least = {"max_batch": 1, "max_tokens": 2, "max_waiting": 0, "pass_tokens": self.max_batch, "draft_tokens": 0}
@@ -362,6 +364,8 @@ class Scheduler:
             if chunk.drafts:
                 outputs += self._take_over(chunk, choices)
                 continue
+            if self.limits.looked_up and completes and choices:  # room for drafts that were not found
+                self.pool.shrink(sequence.blocks, len(sequence.tokens))
             if any(token == UNDEFINED for token, _ in choices) or any(math.isnan(one.logprob) for one in prompt):
                 self.pool.forget(sequence.blocks)  # nobody shares what predicts nothing
                 outputs.append(self._finish(sequence, "undefined"))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from surgeon.runtime.batching.ahead import Hits
 from surgeon.runtime.batching.blocks import BlockRun, SequenceBlocks
+from surgeon.runtime.batching.lookup import Lookup
 from surgeon.runtime.batching.request import Request
 
 
@@ -127,6 +128,7 @@ class Sequence:
         drafted: tokens that were drafted for it.
         accepted: of these, how many it has taken over.
         hits: how many were right lately.
+        lookup: of its own tokens, where those are the drafts.
     """
 
     request: Request
@@ -143,6 +145,7 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     hits: Hits = field(default_factory=Hits)
+    lookup: Lookup = field(default_factory=Lookup)
 
     @classmethod
     def of(cls, request: Request) -> Sequence:

@@ -124,6 +124,7 @@ class Sampler:
         self._vocabulary = vocabulary
         self._texts: dict[int, SampledText] = {}
         self._seen = SeenTokens(device)
+        self._device = device
 
     def add(self, request: Request) -> None:
         """Take a request."""
@@ -220,6 +221,14 @@ class Sampler:
         for text, token, own in zip(texts, tokens, chances, strict=True):
             text.drafts.append((token, own))
         return list(tokens)
+
+    def offer(self, request: int, drafts: Sequence[int]) -> None:
+        """Tokens that come from elsewhere, as drafts of a request; `judge` accepts them or not."""
+        text = self._texts[request]
+        for token in drafts:
+            certain = torch.zeros(self._vocabulary, dtype=torch.float64, device=self._device)
+            certain[token] = 1
+            text.drafts.append((token, certain))
 
     def _distributions(self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]]) -> Tensor:
         """The probability of every token after all filters, (R, V); `before` as of `_scores`."""

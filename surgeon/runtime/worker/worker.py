@@ -227,7 +227,10 @@ class Leader:
     def step(self) -> list[Output]:
         """One pass on all ranks, the passes before it that draft tokens for it, and what it brings."""
         chunks = self.scheduler.plan()
-        drafts = self._draft(chunks)
+        if self.scheduler.limits.looked_up:
+            chunks, drafts = self._look_up(chunks)
+        else:
+            drafts = self._draft(chunks)
         began = time.perf_counter()
         pairs = zip(chunks, drafts, strict=True)
         if self.engine.coda is not None:
@@ -272,6 +275,20 @@ class Leader:
             if self.scheduler.ahead is not None:
                 self.scheduler.ahead.drafting.note(len(rows), time.perf_counter() - began)
         return drafts
+
+    def _look_up(self, chunks: list[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[list[int]]]:
+        """The chunks with as many drafts as were found in their own texts, and these."""
+        began = time.perf_counter()
+        drafts = [
+            chunk.sequence.lookup.drafts(chunk.sequence.tokens, chunk.drafts) if chunk.drafts else []
+            for chunk in chunks
+        ]
+        for chunk, found in zip(chunks, drafts, strict=True):
+            if chunk.wanted == Wanted.LOGITS:
+                self._sampler.offer(chunk.sequence.request.id, found)
+        if self.scheduler.ahead is not None and any(drafts):
+            self.scheduler.ahead.drafting.note(len(chunks), time.perf_counter() - began)
+        return [chunk._replace(drafts=len(found)) for chunk, found in zip(chunks, drafts, strict=True)], drafts
 
     def _choose(self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results) -> list[list[Choice]]:
         """The next tokens of every chunk that wants one: the drafted ones that are right, and one more.

@@ -29,7 +29,6 @@ def test_times_lie_between_those_that_were_measured() -> None:
 def measured(draft: Seconds, verify: Seconds) -> Ahead:
     """One that knows how long passes take."""
     ahead = Ahead()
-    ahead._trials = 0
     for size in range(1, 40):
         for _ in range(2):
             ahead.drafting.note(size, draft(size))

@@ -66,9 +66,10 @@ def run(
     blocks: int = 64,
     max_batch: int = 8,
     pass_tokens: int = 512,
+    **ways: bool,
 ) -> tuple[dict[int, list[int]], Tally]:
     """The tokens of requests that are worked on together, and what the scheduler has done."""
-    limits = Limits(max_batch, 100, pass_tokens=pass_tokens, draft_tokens=drafts, expected_share=0)
+    limits = Limits(max_batch, 100, pass_tokens=pass_tokens, draft_tokens=drafts, expected_share=0, **ways)
     limits = replace(limits, max_waiting=len(requests))
     leader = Leader(engine, engine.new_cache(blocks, grouped=True), blocks, limits, Sender(()))
     for request in requests:
@@ -242,15 +243,15 @@ def test_sampled_texts_have_the_models_distribution(tmp_path: Path) -> None:
     assert deviation(found, {text: hotter[text] for text in expected}) > 6
 
 
-def texts_of(model: Any, sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The probability of every text of three tokens behind 2, 3, by the definitions."""
+def texts_of(model: Any, sampling: Sampling, prompt: tuple[int, ...] = (2, 3)) -> dict[tuple[int, ...], float]:
+    """The probability of every text of three tokens behind a prompt, by the definitions."""
     texts = {(): 1.0}
     for _ in range(3):
         longer: dict[tuple[int, ...], float] = {}
         for text, chance in texts.items():
             with torch.no_grad():
-                scores = model(input_ids=torch.tensor([[2, 3, *text]])).logits[0, -1].double()
-            seen = sorted({2, 3, *text})
+                scores = model(input_ids=torch.tensor([[*prompt, *text]])).logits[0, -1].double()
+            seen = sorted({*prompt, *text})
             scores[seen] = torch.where(
                 scores[seen] > 0,
                 scores[seen] / sampling.repetition_penalty,

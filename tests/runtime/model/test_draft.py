@@ -162,19 +162,54 @@ def test_what_is_reported_of_tokens_is_the_models(tmp_path: Path) -> None:
                 assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
 
 
-def test_drawn_texts_have_the_models_distribution(tmp_path: Path) -> None:
+@pytest.mark.parametrize("looked_up", [False, pytest.param(True, marks=thorough)])
+def test_drawn_texts_have_the_models_distribution(looked_up: bool, tmp_path: Path) -> None:
     """How often each text of three tokens comes, of which the last two are drafted, by a chi-square test."""
     model = saved(tmp_path, vocab_size=WORDS, tie_word_embeddings=False)
     engine, number = engine_of(tmp_path, DRAFTS["left out"]), 600
     sampling = Sampling(temperature=0.7, top_p=0.95, repetition_penalty=1.2, max_new_tokens=4, ignore_end=True)
-    requests = [Request(text, (2, 3), replace(sampling, seed=0, place=(text, 0))) for text in range(number)]
-    tokens, tally = run(engine, requests, 2, blocks=number, max_batch=100, pass_tokens=400)
-    assert 0.2 * tally.drafted < tally.accepted < 0.95 * tally.drafted
-    found, expected = Counter(tuple(text[:3]) for text in tokens.values()), texts_of(model, sampling)
+    prompt = (3, 0, 1, 3, 1, 4, 3, 2, 5, 3, 4, 0, 3, 5, 2, 3) if looked_up else (2, 3)
+    requests = [Request(text, prompt, replace(sampling, seed=0, place=(text, 0))) for text in range(number)]
+    tokens, tally = run(engine, requests, 2, blocks=number, max_batch=100, pass_tokens=400, looked_up=looked_up)
+    assert 0.05 * tally.drafted < tally.accepted < 0.95 * tally.drafted
+    found, expected = Counter(tuple(text[:3]) for text in tokens.values()), texts_of(model, sampling, prompt)
     assert set(found) <= set(expected)
     assert deviation(found, expected) < 3
-    hotter = texts_of(model, replace(sampling, temperature=1.0))  # which the statistic would show
+    hotter = texts_of(model, replace(sampling, temperature=1.0), prompt)  # which the statistic would show
     assert deviation(found, {text: hotter[text] for text in expected}) > 6
+
+
+@pytest.mark.parametrize("as_pays", [False, True])
+def test_a_texts_own_tokens_as_drafts(as_pays: bool, tmp_path: Path) -> None:
+    """Greedy, where blocks are few, and drawn."""
+    model = saved(tmp_path)
+    engine = RankEngine(make_plan(tmp_path, 1, 100), Alone(), torch.device("cpu"))
+    prompts = [prompt * 2 for prompt in PROMPTS if len(prompt) < 20]
+    sampling = replace(GREEDY, max_new_tokens=40)
+    requests = [Request(number, tuple(prompt), sampling) for number, prompt in enumerate(prompts)]
+    found, tally = run(engine, requests, 4, blocks=5, looked_up=True, as_pays=as_pays)
+    assert found == run(engine, requests, 0)[0]
+    assert {text: tokens[:14] for text, tokens in found.items()} == {
+        number: continued(model, prompt) for number, prompt in enumerate(prompts)
+    }
+    assert 0 < tally.accepted <= tally.drafted
+    drawn = [replace(request, sampling=replace(sampling, temperature=0.5, seed=1)) for request in requests]
+    assert run(engine, drawn, 4, looked_up=True)[1].accepted > 0
+
+
+def test_as_many_as_pay(tmp_path: Path) -> None:
+    """Greedy texts stay the same whatever pays; what is to be drawn again is drawn without drafts."""
+    saved(tmp_path)
+    engine = engine_of(tmp_path, DRAFTS["left out"])
+    found, tally = run(engine, REQUESTS, 8, as_pays=True)
+    assert found == run(engine, REQUESTS, 0)[0]
+    assert tally.drafted > 0
+    drawn = [replace(request, sampling=replace(GREEDY, temperature=0.9, seed=4)) for request in REQUESTS]
+    found, tally = run(engine, drawn, 8, as_pays=True)
+    assert tally.drafted == 0
+    assert found == run(engine, drawn, 0)[0]
+    anew = [replace(request, own_seed=False) for request in drawn]
+    assert run(engine, anew, 8, as_pays=True)[1].drafted > 0
 
 
 @pytest.mark.parametrize("draft", [DRAFTS["ladder of pairs"], TRACKS, pytest.param(DRAFTS["factors"], marks=thorough)])
