@@ -109,6 +109,19 @@ def gate(drawn: Drawn) -> Tensor:
     return F.silu(gates) * values
 
 
+def product(drawn: Drawn) -> Tensor:
+    """A matrix times two tokens."""
+    x, weight, bias = drawn(2, 3000), drawn(5001, 3000), drawn(5001)
+    return F.linear(x, weight, bias) if drawn.kernels is None else drawn.kernels.product(x, weight, bias)
+
+
+def highest(drawn: Drawn) -> Tensor:
+    """Of a vocabulary, many of whose numbers are equal in 16 bits, and its place."""
+    logits = drawn(3, 128256)
+    best, places = logits.max(-1) if drawn.kernels is None else drawn.kernels.highest(logits)
+    return torch.stack([best.float(), places.float()])
+
+
 KERNELS: dict[str, Callable[[Drawn], Tensor]] = {
     "attend": attend,
     "attend, window": lambda drawn: attend(drawn, window=100),
@@ -117,6 +130,8 @@ KERNELS: dict[str, Callable[[Drawn], Tensor]] = {
     "place": place,
     "norm": norm,
     "gate": gate,
+    "product": product,
+    "highest": highest,
 }
 
 

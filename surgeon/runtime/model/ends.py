@@ -17,8 +17,9 @@ from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 from surgeon.runtime.model.layers import Norm, softcap, torch_dtype
-from surgeon.runtime.model.products import Panels, Product, Transposed, laid_out
+from surgeon.runtime.model.products import OnGpu, Panels, Product, Transposed, laid_out
 from surgeon.runtime.plan.specification import Plan
 
 Index = slice | Tensor  # which of some places, in order
@@ -105,6 +106,11 @@ def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
     return F.embedding(own.masked_fill(outside, 0), rows).masked_fill(outside[..., None], 0)
 
 
+def _seen_as_head(embedding: Tensor) -> Product:
+    """The product with an embedding's own memory, (rows, hidden)."""
+    return OnGpu(embedding) if embedding.device.type != "cpu" else Transposed(embedding.t())
+
+
 class Vocabulary:
     """A rank's rows of the embedding and of the output head, the same ones where these are tied.
 
@@ -136,7 +142,7 @@ class Vocabulary:
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
         self.embedding: Rows | Panels = Rows(embedding, whole=plan.ranks == 1)
-        self.head: Product = Transposed(embedding.t())
+        self.head: Product = _seen_as_head(embedding)
         if not plan.tied:
             self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
         elif kernels_for(embedding) is not None:
@@ -160,7 +166,7 @@ class Vocabulary:
         if own:
             other.head = laid_out(read(source, plan, device, head, bounds))
         else:
-            other.head = Transposed(self.embedding.weight.t()) if isinstance(self.embedding, Rows) else self.embedding
+            other.head = self.embedding if isinstance(self.embedding, Panels) else _seen_as_head(self.embedding.weight)
         other._bias = read(source, plan, device, bias, bounds) if bias in source else None
         return other
 
@@ -194,13 +200,13 @@ class Vocabulary:
         It is UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for
         a GPU.
         """
-        kernels = kernels_for(own)
+        kernels = kernels_for(own) or triton_kernels_for(own)
         if own.shape[-1]:
             best, at = own.max(-1) if kernels is None else kernels.highest(own.contiguous())
         else:  # the vocabulary has fewer rows than there are ranks
             best, at = own.new_full(own.shape[:1], -torch.inf), own.new_zeros(own.shape[:1], dtype=torch.long)
         if self.plan.ranks == 1:
-            return at.masked_fill(~best.isfinite(), UNDEFINED)
+            return at.where(best - best == 0, UNDEFINED)  # `isfinite` is five launches
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
         candidates = self.collectives().all_gather(torch.stack([best.double(), (at + self.first).double()], -1), counts)
         highest, winner = candidates[..., 0].max(0)

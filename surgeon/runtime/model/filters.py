@@ -17,6 +17,7 @@ from torch import Tensor
 from surgeon.runtime.batching.request import MOST_LOGPROBS, Sampling
 from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 
 NUCLEUS = 512  # so many tokens are looked at first: to sort a vocabulary takes about 30 times as long
 LEAST_RANKED = 64  # so many are looked at for any top_k up to that, so that these are one batch
@@ -76,7 +77,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Column) -> Tensor:
 
 def likeliest(scores: Tensor) -> Tensor:
     """The token with the highest score of each row of (R, V), the first of equal ones: (R, 1)."""
-    kernels = kernels_for(scores)
+    kernels = kernels_for(scores) or triton_kernels_for(scores)
     return (scores.argmax(-1) if kernels is None else kernels.highest(scores.contiguous())[1])[:, None]
 
 

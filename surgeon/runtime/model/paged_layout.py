@@ -61,9 +61,12 @@ class PagedLayout:
             first += len(row.tokens)
         self.positions = as_index(positions, cache.device)
         self.places = [as_index(found, cache.device) for found in places]
+        self._keeping = cache.kernels or cache.triton
         self._numbers: list[Tensor] = []
-        if cache.kernels is not None:
-            self._numbers = [torch.arange(p.start, p.stop) if isinstance(p, slice) else p for p in self.places]
+        if self._keeping is not None:
+            self._numbers = [
+                torch.arange(p.start, p.stop, device=cache.device) if isinstance(p, slice) else p for p in self.places
+            ]
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
@@ -80,8 +83,8 @@ class PagedLayout:
         cache, group = self.cache, self.cache.group_of[slot]
         if slot in cache.rebuilds:
             cache.low_rank[slot][self.places[group]] = kept
-        elif cache.kernels is not None:
-            cache.kernels.keep(kept, self._numbers[group], cache.pairs[slot])
+        elif self._keeping is not None:
+            self._keeping.keep(kept, self._numbers[group], cache.pairs[slot])
         else:
             cache.pairs[slot][:, self.places[group]] = kept.transpose(0, 1)
 

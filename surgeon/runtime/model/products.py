@@ -7,6 +7,9 @@ for few tokens, a tenth slower for hundreds (scripts/bench/cpu_kernels.py), and 
 keeps from its core. Either layout is the same for every number of tokens, so there is one copy only. Other weights lie
 transposed, (in_features, out_features).
 
+On GPUs weights lie as they are stored, (out_features, in_features), and products of one token or two with them are
+computed by a kernel that reads each row once (docs/gpus.md).
+
 Shapes: T tokens of a pass.
 """
 
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
+from surgeon.runtime.kernels.triton.functions import FEW, triton_kernels_for
 
 PANEL, LEAST = 64, 16  # outputs that lie side by side, and of which there are a multiple
 MOST_FILLING = 0.1  # of a weight itself, for oneDNN, which fills up outputs
@@ -26,7 +30,7 @@ TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all 
 
 
 class Transposed:
-    """A weight that lies as (in_features, out_features), or is seen so; on any device, in any dtype."""
+    """A weight that lies as (in_features, out_features), or is seen so, in main memory, in any dtype."""
 
     by_kernels = False
 
@@ -41,6 +45,28 @@ class Transposed:
             out: where to write it.
         """
         return torch.mm(x, self.weight, out=out) if bias is None else torch.addmm(bias, x, self.weight, out=out)
+
+
+class OnGpu:
+    """A weight, (out_features, in_features), on a GPU."""
+
+    by_kernels = False
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.contiguous()
+        self._kernels = triton_kernels_for(weight)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Inputs (T, in_features) to (T, out_features).
+
+        Args:
+            bias: (out_features,), added.
+            out: where to write it.
+        """
+        if self._kernels is not None and 0 < len(x) <= FEW and x.stride(1) == 1:
+            return self._kernels.product(x, self.weight, bias, out)
+        transposed = self.weight.t()
+        return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)
 
 
 class Packed:
@@ -104,7 +130,7 @@ class Panels:
         return self._kernels.packed_rows(self.weight, self._shape, numbers, first)
 
 
-Product = Transposed | Packed | Panels
+Product = Transposed | OnGpu | Packed | Panels
 
 
 def laid_out(weight: Tensor, packs: bool = True) -> Product:
@@ -114,7 +140,7 @@ def laid_out(weight: Tensor, packs: bool = True) -> Product:
         packs: False where products are to be written to memory that there is already, which packed weights cannot.
     """
     if weight.device.type != "cpu":
-        return Transposed(weight.t())
+        return OnGpu(weight)
     if packs and _is_packable(weight):
         kernels = kernels_for(weight)
         if kernels is not None:

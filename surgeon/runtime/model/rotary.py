@@ -26,7 +26,11 @@ def place_(x: Tensor, placing: Placing, queries: int = 0) -> None:
         queries: how many of the heads are queries', where all of these are normed together.
     """
     gain, epsilon, angles, squares = placing
-    kernels = kernels_for(x)
+    on_gpu, kernels = triton_kernels_for(x), kernels_for(x)
+    if on_gpu is not None and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        if gain is not None or angles is not None:
+            on_gpu.place_(x, placing, queries)
+        return
     if kernels is not None and x.stride()[1:] == (x.shape[2], 1):
         kernels.place_(x, gain, epsilon, angles, squares, queries)
         return

@@ -27,6 +27,12 @@ LEAST, MOST_TOKENS = 16, 64  # keys at a time; a product of matrices has 16 rows
 MOST_PARTS = 64  # of the keys of a text
 PROGRAMS_PER_PROCESSOR = 2  # that attention is divided into, where texts and heads are fewer
 COLUMNS = 1024  # of a program of `gate`
+HEADS_AT_ONCE = 16  # of a program of `place`, where there are programs enough
+FEW = 2  # tokens; for more of them cuBLAS is as fast (an H100, 4 tokens)
+FEW_COLUMNS, FEW_WARPS = (2048, 1024), (2, 4)  # at a time, where they divide inputs; else the last ones
+ROWS, INTERPRETED_ROWS = 2, 256  # of a program of `product_of_few`; interpreted, each program takes its time
+PART = 2048  # numbers of which a program of `highest_of_parts` finds the highest
+OVERLAPS_FROM = 9  # compute capability whose kernels can start while others end
 
 
 class TextBlocks(NamedTuple):
@@ -75,11 +81,16 @@ class TritonKernels:
         self._interpreted = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1
         processors = 1 if self._interpreted else torch.cuda.get_device_properties().multi_processor_count
         self.programs = PROGRAMS_PER_PROCESSOR * processors
+        self._rows = INTERPRETED_ROWS if self._interpreted else ROWS
+        overlaps = not self._interpreted and torch.cuda.get_device_capability()[0] >= OVERLAPS_FROM
+        self._launching: dict[str, object] = {"OVERLAPS": overlaps}
+        if overlaps:
+            self._launching["launch_pdl"] = True
 
     def launch(self, name: str, grid: tuple[int, ...], arguments: tuple[object, ...], **constants: object) -> None:
         """Start a kernel; a grid with nothing in it starts none."""
         if 0 not in grid:
-            getattr(self._source, name)[grid](*arguments, **constants)
+            getattr(self._source, name)[grid](*arguments, **constants, **self._launching)
 
     def attend(
         self,
@@ -137,27 +148,53 @@ class TritonKernels:
             places: (T,), int64.
             pair: (2 * K, places, D).
         """
-        tokens, all_heads, dim = qkv.shape
-        queries = qkv.new_empty(tokens, heads, dim)
-        gain, _, angles, squares = placing
-        unread = (queries, queries)
+        queries = qkv.new_empty(len(qkv), heads, qkv.shape[2])
+        self._place(qkv, queries, placing, heads, (places, pair))
+        return queries
+
+    def place_(self, x: Tensor, placing: Placing, queries: int) -> None:
+        """Queries and keys, (T, heads, D), normed and turned where they are.
+
+        Args:
+            queries: how many of the heads are theirs.
+        """
+        self._place(x, x, placing, queries)
+
+    def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
+        """Put keys and values, (T, 2 * K, D), into places (T,) of an attention's cache, (2 * K, places, D)."""
+        self._place(kept, kept, Placing(None, 0.0, None), 0, (places, pair))
+
+    def _place(
+        self,
+        x: Tensor,
+        turned: Tensor,
+        placing: Placing,
+        queries: int,
+        cached: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Heads that are to be cached go there, the others to `turned`."""
+        tokens, all_heads, dim = x.shape
+        places, pair = (x, x) if cached is None else cached
+        gain, epsilon, angles, squares = placing
+        tile = HEADS_AT_ONCE if tokens * all_heads > HEADS_AT_ONCE * self.programs else 1
         self.launch(
             "place",
-            (tokens, all_heads),
+            (tokens, -(-all_heads // tile)),
             (
-                *(qkv, queries, pair, places, queries if gain is None else gain, *(angles or unread)),
-                queries if squares is None else squares,
-                *(placing.epsilon, qkv.stride(0), pair.stride(0)),
+                *(x, turned, pair, places, x if gain is None else gain, *(angles or (x, x))),
+                *(x if squares is None else squares, epsilon),
+                *(x.stride(0), turned.stride(0), pair.stride(0)),
             ),
-            HEADS=heads,
-            KV_HEADS=len(pair) // 2,
+            HEADS=all_heads if cached is None else queries,
+            KV_HEADS=0 if cached is None else len(pair) // 2,
             DIM=dim,
             DIM_PADDED=_padded(dim),
             TURNED=0 if angles is None else angles[0].shape[-1],
             NORMED=gain is not None,
             TOGETHER=squares is not None,
+            OF_QUERIES=queries,
+            TILE=tile,
         )
-        return queries
 
     def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
         """Those of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2), float32."""
@@ -197,6 +234,38 @@ class TritonKernels:
             num_warps=8 if width > COLUMNS else 4,
         )
         return total, normed
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Inputs, (up to FEW tokens, in_features), times a weight, (out_features, in_features), of one piece.
+
+        Args:
+            bias: (out_features,), added.
+            out: where to write it.
+        """
+        tokens, inputs = x.shape
+        y = x.new_empty(tokens, len(weight)) if out is None else out
+        way = 0 if inputs % FEW_COLUMNS[0] == 0 else 1
+        self.launch(
+            "product_of_few",
+            (-(-len(weight) // self._rows),),
+            (x, weight, weight if bias is None else bias, y, len(weight), inputs, x.stride(0), y.stride(0)),
+            TOKENS=tokens,
+            ROWS=self._rows,
+            COLUMNS=min(FEW_COLUMNS[way], _padded(inputs)),
+            BIASED=bias is not None,
+            num_warps=FEW_WARPS[way],
+        )
+        return y
+
+    def highest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The highest number of each row, (T,), of (T, any), and its place, the first one; infinite if one is NaN."""
+        tokens, width = x.shape
+        parts = -(-width // PART)
+        values, at = x.new_empty(tokens, parts, dtype=torch.float32), x.new_empty(tokens, parts, dtype=torch.int32)
+        best, places = x.new_empty(tokens), x.new_empty(tokens, dtype=torch.int64)
+        self.launch("highest_of_parts", (tokens, parts), (x, values, at, x.stride(0), width), PARTS=parts, COLUMNS=PART)
+        self.launch("highest_part", (tokens,), (values, at, best, places), PARTS=parts, PARTS_PADDED=_padded(parts))
+        return best, places
 
     def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
         """What makes activated gates times values, (T, width), of both side by side, (T, 2 * width).

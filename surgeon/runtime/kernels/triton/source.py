@@ -2,10 +2,23 @@
 
 A parameter in capitals is known when a kernel is compiled. Shapes: T tokens of a pass, B texts, H heads and K KV heads
 of a slice, G = H / K heads of a KV group, D head_dim.
+
+Where OVERLAPS, a kernel starts while the one before it ends (programmatic dependent launch, compute capability 9.0):
+it says at once that the next one may do so, and reads what others write, or writes anything, only when it has waited
+for the one before, which has waited in its turn.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait(OVERLAPS: tl.constexpr):
+    """Let the next kernel start, and wait for the one before."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -46,11 +59,13 @@ def attend(
     CAPPED: tl.constexpr,
     SUNK: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Attention of one token of each text over its keys in the cache (Flash-Decoding): a text, a KV head, a part.
 
     The part of a text and head that is computed last puts all of them together.
     """
+    wait(OVERLAPS)
     text, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     last = (tl.load(newest + text * newest_stride) + 1).to(tl.int32)
     begin = 0
@@ -129,7 +144,7 @@ def attend(
 @triton.jit
 def place(
     qkv,  # (T, H + 2 * K, D), a token every `row_stride`
-    queries,  # (T, H, D)
+    queries,  # (T, H, D), a token every `query_stride`; perhaps those of qkv itself
     pair,  # (2 * K, places, D), a head every `head_stride`
     places,  # (T,)
     gain,  # (H + K, D)
@@ -138,6 +153,7 @@ def place(
     squares,  # (T, 2): of all queries and of all keys, where these are normed TOGETHER
     epsilon,
     row_stride,
+    query_stride,
     head_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -146,38 +162,54 @@ def place(
     TURNED: tl.constexpr,
     NORMED: tl.constexpr,
     TOGETHER: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Queries and keys normed, by head or all together, and turned to their positions; keys and values are cached."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Queries and keys normed, by head or all together, and turned to their positions; keys and values are cached.
+
+    A program has TILE heads. Those that are not cached are all HEADS here, of which OF_QUERIES are those of queries.
+    """
+    wait(OVERLAPS)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     d = tl.arange(0, DIM_PADDED)
-    inside = d < DIM
-    source = qkv + token * row_stride + head * DIM
-    x = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
-    if head < HEADS + KV_HEADS:
-        root = 1.0
+    own, inside = head[:, None] * DIM + d[None, :], (head < HEADS + 2 * KV_HEADS)[:, None] & (d < DIM)[None, :]
+    compared = (head < HEADS + KV_HEADS)[:, None]
+    source = qkv + token * row_stride
+    x = tl.load(source + own, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        square = tl.sum(x * x, 1)[:, None] / DIM
+        if TOGETHER:
+            square = tl.load(squares + token * 2 + (head >= OF_QUERIES).to(tl.int32))[:, None]
+        root = tl.where(compared, tl.rsqrt(square + epsilon), 1.0)
+        x = x * root * tl.load(gain + own, mask=inside & compared, other=1.0).to(tl.float32)
+    if TURNED:
+        partner, turns = head[:, None] * DIM + ((d + TURNED // 2) % TURNED)[None, :], (d < TURNED)[None, :]
+        y = tl.load(source + partner, mask=inside & compared & turns, other=0.0).to(tl.float32)
         if NORMED:
-            square = tl.sum(x * x) / DIM
-            if TOGETHER:
-                square = tl.load(squares + token * 2 + (head >= HEADS).to(tl.int32))
-            root = tl.rsqrt(square + epsilon)
-            x = x * root * tl.load(gain + head * DIM + d, mask=inside, other=0.0).to(tl.float32)
-        if TURNED:
-            partner, turns = (d + TURNED // 2) % TURNED, d < TURNED
-            y = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
-            if NORMED:
-                y = y * root * tl.load(gain + head * DIM + partner, mask=turns, other=0.0).to(tl.float32)
-            x = x * tl.load(cosine + token * TURNED + d, mask=turns, other=1.0).to(tl.float32)
-            x += y * tl.load(sine + token * TURNED + d, mask=turns, other=0.0).to(tl.float32)
-    if head < HEADS:
-        tl.store(queries + (token * HEADS + head) * DIM + d, x, mask=inside)
-    else:
-        own = pair + (head - HEADS).to(tl.int64) * head_stride + tl.load(places + token) * DIM
-        tl.store(own + d, x, mask=inside)
+            y = y * root * tl.load(gain + partner, mask=inside & compared & turns, other=0.0).to(tl.float32)
+        cosines = tl.load(cosine + token * TURNED + d, mask=d < TURNED, other=1.0).to(tl.float32)
+        sines = tl.load(sine + token * TURNED + d, mask=d < TURNED, other=0.0).to(tl.float32)
+        x = tl.where(compared, x * cosines[None, :] + y * sines[None, :], x)
+    tl.debug_barrier()  # all threads have read, since queries may go to where they read
+    tl.store(queries + token * query_stride + own, x, mask=inside & (head < HEADS)[:, None])
+    if KV_HEADS:
+        to = (head - HEADS).to(tl.int64) * head_stride + tl.load(places + token) * DIM
+        tl.store(pair + to[:, None] + d[None, :], x, mask=inside & (head >= HEADS)[:, None])
 
 
 @triton.jit
-def mean_squares(qkv, squares, row_stride, QUERIES: tl.constexpr, KEYS: tl.constexpr, PADDED: tl.constexpr):
+def mean_squares(
+    qkv,
+    squares,
+    row_stride,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """Of the features of queries, and of the keys behind them, (T, 2): a token, one of the two."""
+    wait(OVERLAPS)
     token, of_keys, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
     first, width = of_keys * QUERIES, QUERIES + of_keys * (KEYS - QUERIES)
     x = tl.load(qkv + token * row_stride + first + at, mask=at < width, other=0.0).to(tl.float32)
@@ -200,8 +232,10 @@ def norm(
     ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
     SHIFTED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """RMS norm, or layer norm where it is centred, of a stream or of the sum of two, which is kept as well."""
+    wait(OVERLAPS)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_PADDED)
     inside = at < WIDTH
     given = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
@@ -220,8 +254,9 @@ def norm(
 
 
 @triton.jit
-def gate(wide, out, row_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+def gate(wide, out, row_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr):
     """Activated gates times values, (T, width), of both side by side, (T, 2 * width)."""
+    wait(OVERLAPS)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < width
     x = tl.load(wide + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -235,3 +270,87 @@ def gate(wide, out, row_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.con
     else:
         x = tl.maximum(x, 0.0)
     tl.store(out + row * width + at, x * up, mask=inside)
+
+
+@triton.jit
+def product_of_few(
+    x,  # (TOKENS, inputs), a token every `x_stride`
+    weight,  # (outputs, inputs)
+    bias,  # (outputs,)
+    y,  # (TOKENS, outputs), a token every `y_stride`
+    outputs,
+    inputs,
+    x_stride,
+    y_stride,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """A matrix times one token or two: some rows of the matrix, which are read once.
+
+    Weights are nobody's results, so that the first of them are on their way before the kernel before has ended.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+    row, column, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, TOKENS)
+    rows, inside = weight + row.to(tl.int64)[:, None] * inputs, (row < outputs)[:, None]
+    read = (column < inputs)[None, :]
+    tile = tl.load(rows + column[None, :], mask=inside & read, other=0.0, eviction_policy="evict_first")
+    if OVERLAPS:
+        gdc_wait()
+    given = tl.load(x + token[:, None] * x_stride + column[None, :], mask=read, other=0.0)
+    sums = tile.to(tl.float32)[None, :, :] * given.to(tl.float32)[:, None, :]
+    for start in range(COLUMNS, inputs, COLUMNS):
+        at = start + column
+        read = (at < inputs)[None, :]
+        tile = tl.load(rows + at[None, :], mask=inside & read, other=0.0, eviction_policy="evict_first")
+        given = tl.load(x + token[:, None] * x_stride + at[None, :], mask=read, other=0.0)
+        sums += tile.to(tl.float32)[None, :, :] * given.to(tl.float32)[:, None, :]
+    total = tl.sum(sums, 2)
+    if BIASED:
+        total += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + token[:, None] * y_stride + row[None, :], total, mask=(row < outputs)[None, :])
+
+
+@triton.jit
+def highest_of_parts(
+    x,  # (T, WIDTH), a row every `row_stride`
+    values,  # (T, PARTS)
+    at,  # (T, PARTS)
+    row_stride,
+    width,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """The highest number of each part of a row, infinite where one is none, and its place in the row."""
+    wait(OVERLAPS)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    number = tl.load(x + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
+    number = tl.where(number != number, float("inf"), number)
+    high = tl.max(number, 0)
+    tl.store(values + row * PARTS + part, high)
+    tl.store(at + row * PARTS + part, tl.min(tl.where((number == high) & (column < width), column, width), 0))
+
+
+@triton.jit
+def highest_part(
+    values,  # (T, PARTS)
+    at,  # (T, PARTS)
+    best,  # (T,)
+    places,  # (T,)
+    PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """The highest number of each row's parts, and its place in the row, the first of equal ones."""
+    wait(OVERLAPS)
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS_PADDED)
+    number = tl.load(values + row * PARTS + part, mask=part < PARTS, other=-float("inf"))
+    place = tl.load(at + row * PARTS + part, mask=part < PARTS, other=2147483647)
+    high = tl.max(number, 0)
+    tl.store(best + row, high)
+    tl.store(places + row, tl.min(tl.where(number == high, place, 2147483647), 0).to(tl.int64))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from surgeon.runtime.kernels.triton.functions import ACTIVATIONS, Placing, TextBlocks, TritonKernels
+from surgeon.runtime.kernels.triton.functions import ACTIVATIONS, FEW, Placing, TextBlocks, TritonKernels
 from surgeon.runtime.model.rotary import rotate_
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -101,11 +101,22 @@ def test_attend(
     turned=st.sampled_from([None, 0.0, 0.5, 1.0]),
     normed=st.sampled_from([None, "by head", "together"]),
     dtype=DTYPES,
+    programs=st.sampled_from([0, 100]),
 )
 def test_place(
-    tokens: int, heads: int, kv_heads: int, half: int, turned: float | None, normed: str | None, dtype: torch.dtype
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    half: int,
+    turned: float | None,
+    normed: str | None,
+    dtype: torch.dtype,
+    programs: int,
 ) -> None:
-    """Queries and keys are normed and turned, as far as wanted; other places of the cache, and what is given, stay."""
+    """Queries and keys are normed and turned, as far as wanted; other places of the cache, and what is given, stay.
+
+    Heads are computed one by one, or many by one program where all have enough to do.
+    """
     dim, count = 2 * half, heads + 2 * kv_heads
     wide = drawn(tokens, count * dim + 3, dtype=dtype)
     qkv, before = wide[:, : count * dim].unflatten(1, (count, dim)), wide.clone()
@@ -116,8 +127,9 @@ def test_place(
         angles = drawn(tokens, 1, width, dtype=dtype), drawn(tokens, 1, width, dtype=dtype)
     pair = drawn(2 * kv_heads, 11, dim, dtype=dtype)
     places, kept = torch.randperm(11, device=DEVICE)[:tokens], pair.clone()
-    squares = kernels().mean_squares(wide, heads * dim, kv_heads * dim) if normed == "together" else None
-    queries = kernels().place(qkv, heads, Placing(gain, 1e-6, angles, squares), places, pair)
+    squares = kernels(programs).mean_squares(wide, heads * dim, kv_heads * dim) if normed == "together" else None
+    turned_there = wide.clone()[:, : count * dim].unflatten(1, (count, dim))
+    queries = kernels(programs).place(qkv, heads, Placing(gain, 1e-6, angles, squares), places, pair)
     expected = qkv.double()
     compared = expected[:, : heads + kv_heads]
     for some in (compared,) if normed == "by head" else compared.split([heads, kv_heads], 1):
@@ -133,6 +145,10 @@ def test_place(
     others = torch.tensor([place for place in range(11) if place not in places.tolist()], device=DEVICE)
     assert torch.equal(pair[:, others], kept[:, others])
     assert torch.equal(wide, before)
+    kernels(programs).place_(turned_there[:, : heads + kv_heads], Placing(gain, 1e-6, angles, squares), heads)
+    assert close(turned_there, expected)
+    kernels(programs).keep(turned_there[:, heads:], places, kept)
+    assert torch.equal(kept, pair)
 
 
 @few
@@ -171,6 +187,40 @@ def test_gate(name: str, tokens: int, width: int, scale: float, dtype: torch.dty
     made = kernels().gate_of(name)
     assert made is not None
     assert close(made(wide), ACT2FN[name](wide[:, :width].double()) * wide[:, width:].double())
+
+
+@few
+@given(
+    tokens=st.integers(1, FEW),
+    inputs=st.sampled_from([1, 16, 300, 1024, 1500, 2500]),
+    outputs=st.integers(1, 700),
+    biased=st.booleans(),
+    given_room=st.booleans(),
+    dtype=DTYPES,
+)
+def test_product(tokens: int, inputs: int, outputs: int, biased: bool, given_room: bool, dtype: torch.dtype) -> None:
+    """Inputs may lie apart, and outputs may be written to memory that lies apart, of which nothing else is touched."""
+    x, weight = drawn(tokens, inputs + 7, dtype=dtype)[:, :inputs], drawn(outputs, inputs, dtype=dtype)
+    bias = drawn(outputs, dtype=dtype) if biased else None
+    room = torch.full((tokens, outputs + 3), 7.0, dtype=dtype, device=DEVICE)
+    y = kernels().product(x, weight, bias, room[:, :outputs] if given_room else None)
+    expected = x.double() @ weight.double().mT
+    assert close(y, expected if bias is None else expected + bias.double())
+    assert not given_room or (torch.equal(y, room[:, :outputs]) and bool((room[:, outputs:] == 7).all()))
+
+
+@few
+@given(rows=st.integers(1, 3), width=st.sampled_from([1, 5, 2047, 2048, 2049, 9000]), dtype=DTYPES)
+def test_highest(rows: int, width: int, dtype: torch.dtype) -> None:
+    """The first of equal ones, which there are many of in 16 bits; no number is higher than any."""
+    x = drawn(rows, width + 1, dtype=dtype)[:, :width]
+    best, places = kernels().highest(x)
+    assert torch.equal(best, x.amax(-1))
+    assert places.tolist() == [row.tolist().index(high) for row, high in zip(x, best.tolist(), strict=True)]
+    x[-1, width // 2] = torch.nan
+    assert kernels().highest(x)[0].isfinite().tolist() == [True] * (rows - 1) + [False]
+    x[:] = -torch.inf
+    assert kernels().highest(x)[0].tolist() == [-torch.inf] * rows
 
 
 def test_other_activations_are_left_to_pytorch() -> None:

@@ -28,6 +28,7 @@ def test_kernels_compile(capability: int, dtype: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name, *_ in rows] == ["attend", "place", "mean_squares", "norm", *["gate"] * 4]
+    others = "product_of_few", "highest_of_parts", "highest_part"
+    assert [name for name, *_ in rows] == ["attend", "place", "place", "mean_squares", "norm", *["gate"] * 4, *others]
     assert all(int(shared) <= SHARED and made == "True" for _, shared, _, made in rows)
     assert rows[0][2] == "True"
