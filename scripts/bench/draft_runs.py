@@ -1,4 +1,4 @@
-"""One text, decoded in every way that scripts/bench/drafts.py compares, in turns."""
+"""One text, decoded in every way that scripts/bench/coda_drafts.py compares, in turns."""
 
 from __future__ import annotations
 

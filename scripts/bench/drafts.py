@@ -1,17 +1,14 @@
-"""Decoding with a coda against decoding without, and the wavefront over racks against sequential pipelined decoding.
+"""Decoding with drafts of another program over the same weights, beside decoding without and beside that program alone.
 
-    python scripts/bench/drafts.py -o TABLE.md [--folder DIR] [--cut 8] [--depth 2] [--train-seconds 300]
-                                   [--drafts 1 2 3 4 5 6] [--ranks 1 2] [--links 0us 200us 1ms] [--racks 2] [--rounds 5]
+    python scripts/bench/drafts.py -o TABLE.md [--model demo] [--ranks 2] [--links 0us 200us 1ms gloo] [--batch 1 4 8]
+                                   [--draft NAME=PROGRAM ...] [--only NAME ...] [--drawn 0.8] [--rounds 3]
 
---folder is a checkpoint with codas; where there is none, it is made: the demo model with a coda behind layer --cut
-(coda_training.py). One text at a time, greedy and drawn; prompts are of text that the demo model has not seen. All ways
-of decoding take turns in every round, so that whatever else the machine does happens to all of them; tables have
-medians over rounds and prompts. Greedy texts are compared: those that differ are counted. Beside the clock's seconds
-there are the processor's (of rank 0, its prompt included), which other programs on the machine change less. A round
-ends with the first token that was not drafted, or not rightly.
+All ways of decoding take turns in every round, so that whatever else the machine does happens to all of them; tables
+have medians over rounds of the speed beside dense decoding in the same round. Every run starts cold: what drafts are
+worth is found out while it decodes, as in `surgeon generate`. Prompts are of text that the demo model has not seen.
 
-On a machine that is not alone, racks are measured in slow motion: --paces 10ms --links 20ms 100ms is 0.1 ms a node with
-links of 0.2 and 1 ms, a hundred times slower.
+"alone" is the edited program itself, whose text is another one; "lookup" drafts what came in the text itself before,
+without a pass of anything. Greedy texts of drafts are compared with dense ones: those that differ are counted.
 """
 
 from __future__ import annotations
@@ -19,9 +16,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from statistics import median
 
@@ -29,104 +26,156 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from transformers.utils import logging
 
-from scripts.bench.coda_training import demo_with_coda
-from scripts.bench.decoding import write_tables
-from scripts.bench.draft_runs import Run, on_ranks, over_racks, prompts_of
-from scripts.bench.wavefront import even_racks, folder_plan
+from scripts.bench.decoding import DENSE, write_tables
+from scripts.bench.draft_runs import prompts_of
+from surgeon.language.operations import ladder, pair, prune, tracks
+from surgeon.language.program import Program
+from surgeon.opened import Model, open_model
+from surgeon.runtime.batching.ahead import MOST_AHEAD
+from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.comm.link import Link, parse_seconds
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.drafts import with_draft
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.worker import complete, load
+
+LOOKUP, ALONE, GLOO = "lookup", "alone", "gloo"
 
 
-def table(runs: Sequence[Run], title: str, unit: str, plain: int) -> Iterator[str]:
-    """Medians by place, kind and number of drafts.
+@dataclass
+class Run:
+    """Some texts, decoded together in one way.
 
-    Args:
-        plain: the number that what is compared with has.
+    Attributes:
+        way: DENSE, LOOKUP, the name of a draft, or that and ALONE.
+        seconds: of passes behind the prompts'.
+        new: tokens that these brought.
+        passes: of the model, behind the prompts'.
     """
-    yield f"### {title}\n"
-    columns = "accepted | tokens per round | tokens/s (range) | x | x, processor | other texts"
-    yield f"| where | texts | {unit} | {columns} |"
-    yield "|:--|:--|--:|--:|--:|--:|--:|--:|--:|"
-    for place, kind in dict.fromkeys((run.place, run.kind) for run in runs):
-        here = [run for run in runs if (run.place, run.kind) == (place, kind)]
-        base = {(run.prompt, turn): run for turn, run in numbered(here, plain)}
-        for drafts in dict.fromkeys(run.drafts for run in here):
-            own = numbered(here, drafts)
-            ratios = [run.rate / base[run.prompt, turn].rate for turn, run in own]
-            known = [run.processor for _, run in own if run.processor]
-            cheaper = median(base[run.prompt, turn].processor / run.processor for turn, run in own) if known else 0.0
-            rates = sorted(run.rate for _, run in own)
-            drafted, accepted = sum(run.drafted for _, run in own), sum(run.accepted for _, run in own)
-            others = len({run.prompt for turn, run in own if run.tokens != base[run.prompt, turn].tokens})
-            alpha = accepted / drafted if drafted else 0.0
-            new = sum(len(run.tokens) - 1 for _, run in own)
-            per_round = new / (new - accepted) if drafted else 1.0
-            cells = [
-                *(place, kind, str(drafts), f"{alpha:.0%}" if drafted else "", f"{per_round:.2f}"),
-                f"{median(rates):.0f} ({rates[len(rates) // 10]:.0f} to {rates[-1 - len(rates) // 10]:.0f})",
-                f"{median(ratios):.2f}",
-                f"{cheaper:.2f}" if known else "",
-                str(others) if kind == "greedy" else "",
-            ]
-            yield "| " + " | ".join(cells) + " |"
-    yield ""
+
+    place: str
+    batch: int
+    way: str
+    turn: int
+    tokens: list[list[int]]
+    new: int
+    seconds: float
+    passes: int
+    drafted: int
+    accepted: int
 
 
-def numbered(runs: Sequence[Run], drafts: int) -> list[tuple[int, Run]]:
-    """The runs with so many drafts, each with its round."""
-    seen: dict[int, int] = {}
-    found = []
-    for run in runs:
-        if run.drafts == drafts:
-            seen[run.prompt] = seen.get(run.prompt, 0) + 1
-            found.append((seen[run.prompt], run))
-    return found
+def edits(model: Model, ranks: int) -> dict[str, str]:
+    """Programs that synchronise less, or compute less, in all layers but the first and the last two."""
+    dense, layers = model.program, model.config.num_hidden_layers
+    inner = range(2, layers - 2)
+    pairs = pair(dense, inner)
+    found = {
+        "pairs": pairs,
+        "ladder of pairs": ladder(pairs, inner),
+        "tracks, D = 4": tracks(dense, inner, ranks, 4),
+        "tracks, D = all": tracks(dense, inner, ranks, len(inner)),
+        "every third left out": reduce(lambda kept, layer: prune(kept, range(layer, layer + 1)), inner[1::3], dense),
+    }
+    return {name: str(program) for name, program in found.items()}
+
+
+def runs(
+    model: Model, place: str, options: RankOptions, drafts: dict[str, str], asked: argparse.Namespace
+) -> Iterator[Run]:
+    """All ways of decoding, in turns."""
+    plan = make_plan(model, options.ranks, asked.prompt + asked.new)
+    plans = {DENSE: plan}
+    for name, program in drafts.items():
+        plans[f"{name} {ALONE}"] = make_plan(model, options.ranks, plan.max_tokens, program)
+        plans[name] = with_draft(plan, model, program)
+    with Ranks(options) as started:
+        for name, each in plans.items():
+            started.call(load, each, name)
+        for batch in asked.batch:
+            prompts = prompts_of(model.folder, batch, asked.prompt)
+            for turn in range(asked.rounds + 1):
+                for way in (DENSE, LOOKUP, *[name for name in plans if name != DENSE]):
+                    found = decoded(started, place, way, turn, prompts, asked)
+                    if turn:  # the first one warms up
+                        yield found
+
+
+def decoded(
+    started: Ranks, place: str, way: str, turn: int, prompts: list[list[int]], asked: argparse.Namespace
+) -> Run:
+    """One run."""
+    sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True, seed=turn)
+    requests = [
+        Request(number, tuple(prompt), replace(sampling, place=(number, 0)), own_seed=False)
+        for number, prompt in enumerate(prompts)
+    ]
+    batch, longest = len(prompts), asked.prompt + asked.new
+    drafting = way != DENSE and not way.endswith(ALONE)
+    limits = Limits(batch, longest, pass_tokens=max(PASS_TOKENS["cpu"], batch * (1 + MOST_AHEAD)))
+    if drafting:
+        limits = replace(limits, draft_tokens=MOST_AHEAD, as_pays=True, looked_up=way == LOOKUP)
+    name = DENSE if way == LOOKUP else way
+    outputs, figures = started.call(complete, requests, batch * blocks_for(longest), limits, name)[0]
+    tokens = [[each.token for each in outputs if each.request == number] for number in range(batch)]
+    last = [each for each in outputs if each.finish_reason is not None]
+    told = sum(each.drafted for each in last), sum(each.accepted for each in last)
+    seconds = figures.decode.seconds + figures.drafting.seconds
+    return Run(place, batch, way, turn, tokens, figures.decode.new, seconds, figures.decode.passes, *told)
+
+
+def table(found: Sequence[Run]) -> Iterator[str]:
+    """Medians by place, batch and way."""
+    yield "| where | texts | way | x dense (range) | tokens/s | accepted | tokens of a text per pass | other texts |"
+    yield "|:--|--:|:--|--:|--:|--:|--:|--:|"
+    for place, batch, way in dict.fromkeys((run.place, run.batch, run.way) for run in found):
+        own = [run for run in found if (run.place, run.batch, run.way) == (place, batch, way)]
+        dense = {run.turn: run for run in found if (run.place, run.batch, run.way) == (place, batch, DENSE)}
+        ratios = sorted(run.new / run.seconds * dense[run.turn].seconds / dense[run.turn].new for run in own)
+        drafted, accepted = sum(run.drafted for run in own), sum(run.accepted for run in own)
+        new = sum(run.new for run in own)
+        others = sum(text != dense[run.turn].tokens[at] for run in own for at, text in enumerate(run.tokens))
+        cells = [
+            *(place, str(batch), way, f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"),
+            f"{median(run.new / run.seconds for run in own):.1f}",
+            f"{accepted / drafted:.0%} of {drafted}" if drafted else "",
+            f"{new / (new - accepted):.2f}",
+            str(others),
+        ]
+        yield "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="a checkpoint with codas; made where there is none")
-    parser.add_argument("--cut", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--train-seconds", type=float, default=300)
-    parser.add_argument("--drafts", nargs="*", type=int, default=[1, 2, 3, 4, 5, 6])
-    parser.add_argument("--windows", nargs="*", type=int, default=[2, 3, 4, 6, 8], help="tokens in flight over racks")
-    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
-    parser.add_argument("--links", nargs="*", type=parse_seconds, default=[0.0, 0.0002, 0.001], help="between racks")
-    parser.add_argument("--rank-links", nargs="*", type=parse_seconds, default=[], help="between ranks, besides none")
-    parser.add_argument(
-        "--paces", nargs="*", type=parse_seconds, default=[0.0], help="seconds of a node (wavefront.py)"
-    )
-    parser.add_argument("--racks", nargs="*", type=int, default=[2])
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo")
+    parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
+    parser.add_argument("--draft", nargs="*", default=[], metavar="NAME=PROGRAM", help="besides those it has itself")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="of the drafts")
+    parser.add_argument("--drawn", type=float, default=0.0, metavar="TEMPERATURE", help="drawn texts, not greedy ones")
     parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("-o", "--output", type=Path, help="write the tables here too, every run beside it as JSON")
+    parser.add_argument("--new", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("-o", "--output", type=Path, help="write the table here too, every run beside it as JSON")
     options = parser.parse_args()
     logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary) / "demo-with-coda"
-        demo_with_coda(folder, options.cut, options.depth, options.train_seconds)
-        prompts = prompts_of(folder, options.prompts, options.prompt)
-        plan = folder_plan(folder, options.prompt + options.new)
-        assert plan.coda is not None
-        nodes = plan.coda.nodes
-        ranks: list[Run] = []
-        for count in options.ranks:
-            for link in (None, *(Link(delay) for delay in options.rank_links if count > 1)):
-                ranks += on_ranks(plan, count, link, prompts, options)
-        racks: list[Run] = []
-        for count in options.racks:
-            racks += over_racks(plan, even_racks(plan, count, nodes), options.links, prompts, options)
-        load_average = f"Load average at the end: {os.getloadavg()[0]:.1f}.\n"
-        name = f"rack 0 of {nodes} nodes, coda of {plan.coda.plan.layers} layers"
-        texts = [
-            "\n".join(table(ranks, f"Drafts of a coda, one text ({name})", "drafts", 0)),
-            "\n".join(table(racks, f"Wavefront over racks, one text ({name})", "in flight", 1)),
-            load_average,
-        ]
-        print("\n".join(texts))
-        write_tables(options.output, texts, {"runs": [asdict(run) for run in (*ranks, *racks)]})
+    model = open_model(options.model)
+    drafts = edits(model, options.ranks)
+    drafts |= {name: str(Program.parse(text)) for name, _, text in (each.partition("=") for each in options.draft)}
+    drafts = {name: text for name, text in drafts.items() if not options.only or name in options.only}
+    found = list[Run]()
+    for link in options.links:
+        delay = 0.0 if link == GLOO else parse_seconds(link)
+        ranks = RankOptions(options.ranks, "cpu", "gloo" if link == GLOO else "auto", Link(delay) if delay else None)
+        found += runs(model, link if delay or link == GLOO else "shared memory", ranks, drafts, options)
+    programs = [f"- {name}: `{text}`" for name, text in drafts.items()]
+    texts = ["\n".join(table(found)), "", *programs, "", f"Load average at the end: {os.getloadavg()[0]:.1f}."]
+    print("\n".join(texts))
+    write_tables(options.output, texts, {"runs": [asdict(run) for run in found]})
 
 
 if __name__ == "__main__":
