@@ -20,6 +20,7 @@ from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.edit import edit
+from surgeon.models.weights import take_experts_apart
 from surgeon.words import first_few
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def from_files(model_class: Any, stored: StoredModel, **options: Any) -> PreTrai
         vars(loaded).pop("_weight_conversions", None)  # saved, the decoder is a model of its own
     check_complete(stored.folder, report)
     made: PreTrainedModel = loaded
+    take_experts_apart(made)
     return made
 
 

@@ -31,6 +31,7 @@ from transformers.initialization import no_init_weights
 from surgeon.beside import in_order
 from surgeon.checkpoint.forms.planning import joined
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.models.weights import take_experts_apart
 from surgeon.threads import usable_cores
 
 BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
@@ -146,6 +147,7 @@ def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrain
         raise ValueError(
             f"config.json describes no model that can be built ({type(error).__name__}: {error})"
         ) from error
+    take_experts_apart(model)
     empty: PreTrainedModel = model.eval()
     return empty
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from surgeon.language.program import Program
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
-from surgeon.models.weights import FactorSource
+from surgeon.models.weights import FactorSource, take_experts_apart
 
 if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
     from transformers import PreTrainedModel
@@ -56,6 +56,7 @@ def edit(
     parent, name = decoder_parent(original)
     layers = getattr(parent, name)
     check_layers(program, len(layers))
+    take_experts_apart(layers)
     edited = (layers_class or EditedLayers)(layers, original.config, family, program, factors)
     setattr(parent, name, edited)
     edited.describe_in(original.config)

@@ -52,6 +52,19 @@ def test_loss_and_gradient_are_those_of_transformers(family: str, checkpointing:
         assert torch.allclose(one.grad, other.grad, atol=1e-6), name
 
 
+def test_experts_of_odd_widths_are_trained(tmp_path: Path) -> None:
+    """Whose products PyTorch cannot have all at once."""
+    stock, mine = (tiny_model("qwen3_moe", 3, dropout=0.0, moe_intermediate_size=7).train() for _ in range(2))
+    stock.set_experts_implementation("eager")
+    loss = trainer_of(edit(mine, DENSE), tmp_path).compute_loss(mine, {"input_ids": IDS, "labels": IDS})
+    loss.backward()
+    expected = stock(input_ids=IDS, labels=IDS, use_cache=False).loss
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for one, other in zip(mine.parameters(), stock.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+
+
 def logits_of(model: Any) -> Tensor:
     found: Tensor = model(input_ids=IDS, use_cache=False).logits[:, :-1].flatten(0, 1)
     return found

@@ -23,7 +23,14 @@ from surgeon.models.weights.layout import (
     unit_features,
 )
 from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
-from surgeon.models.weights.modules import FactoredLinear, TakenApart, leave_out, make_room, unstored
+from surgeon.models.weights.modules import (
+    FactoredLinear,
+    TakenApart,
+    leave_out,
+    make_room,
+    take_experts_apart,
+    unstored,
+)
 from surgeon.models.weights.names import Names
 from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
 from surgeon.models.weights.units import (
@@ -79,6 +86,7 @@ __all__ = [
     "require_sliceable",
     "share_undivided",
     "stored_tensors",
+    "take_experts_apart",
     "unit_bounds",
     "unit_features",
     "unit_source",

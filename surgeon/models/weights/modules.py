@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -287,10 +287,17 @@ def recount_experts(layer: nn.Module, spec: SublayerSpec) -> None:
         if hasattr(owner, name):  # experts that are taken apart count nothing
             chosen = path in spec.mixture.top_k
             setattr(owner, name, min(getattr(owner, name), experts) if chosen else experts)
-    stacked: Any = layer.get_submodule(spec.mixture.experts)
-    if any(part.shape[-1] * part.element_size() % _GROUPED_BYTES for part in stacked.parameters(recurse=False)):
-        stacked.config = copy.copy(stacked.config)  # which all layers have in common
-        stacked.config._experts_implementation = "eager"
+    take_experts_apart(layer)
+
+
+def take_experts_apart(model: nn.Module) -> None:
+    """Have the experts in a model computed one by one where products of all at once cannot be had for their rows."""
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        stacked = [one for one in module.parameters(recurse=False) if one.dim() == 3]
+        if hasattr(module, "config") and any(one.shape[-1] * one.element_size() % _GROUPED_BYTES for one in stacked):
+            module.config = copy.copy(module.config)  # which all layers have in common
+            module.config._experts_implementation = "eager"
 
 
 def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> FactoredExperts:

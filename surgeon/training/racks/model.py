@@ -151,7 +151,8 @@ def open_rack(path: Path) -> RackModel:
     read_header(path)
     with safe_open(path, framework="pt") as file:
         said: Any = (file.metadata() or {}).get(_KEY)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        # In memory of their own: where numbers lie in a file, products of them may be rounded otherwise.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no mapping
     try:
         said = json.loads(said)
         config = CONFIG_MAPPING[said["config"]["model_type"]].from_dict(said["config"])

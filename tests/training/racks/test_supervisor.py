@@ -18,12 +18,15 @@ import psutil
 import pytest
 import torch
 
+from surgeon.models.edit import edit
 from surgeon.training.racks import supervisor
+from surgeon.training.racks.in_turn import train_in_turn
 from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, rack_folder
 from surgeon.training.racks.subject import RacksToTrain
-from surgeon.training.racks.supervisor import RackFailed, _Supervisor
+from surgeon.training.racks.supervisor import RackFailed, _Supervisor, train_in_processes
 from surgeon.training.racks.trained import RacksTrained, finish_racks, gather
 from tests import warm
+from tests.tiny_models import tiny_model
 from tests.training.racks.local_run import (
     SETTINGS,
     TEXTS,
@@ -112,6 +115,19 @@ def test_processes_come_to_the_same_and_leave_what_they_did(
     assert left == [
         "held_out.csv", "log.txt", "run.json", "tensorboard", "timeline.csv", "traffic.json", "training.csv"
     ]  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_racks_of_mixtures_come_to_the_same(family: str, tmp_path: Path) -> None:
+    """Some experts left out, and balanced where the architecture asks for it."""
+    asked = {} if family == "gpt_oss" else {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = edit(tiny_model(family, 3, dropout=0.2, **asked), "A0 F0!e0,e3 A1 F1 A2 F2")
+    settings, racks = replace(SETTINGS, steps=2), racks_of(model)
+    wanted = train_in_turn(RacksToTrain(model, racks, TEXTS, settings, tmp_path / "turn"))
+    told = RacksToTrain(model, racks, TEXTS, settings, tmp_path / "once")
+    found = train_in_processes(told, ProcessOptions(threads=1, away=60.0))
+    require_same(tmp_path / "once", found, (tmp_path / "turn", wanted))
 
 
 def test_one_after_the_other_is_killed(
