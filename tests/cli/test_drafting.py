@@ -89,6 +89,18 @@ def test_a_program_over_the_same_weights(with_codas: Path, tmp_path: Path, capfd
     )
 
 
+def test_a_stop_text_among_drafts_ends_the_text(with_codas: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain, _ = lines(capfd, str(with_codas))
+    stop = str(plain[0]["text"])[5:8]
+    expected, _ = lines(capfd, str(with_codas), "--stop", stop)
+    found, _ = lines(capfd, str(with_codas), "--stop", stop, "--draft", PAIRS, "--draft-tokens", "4")
+    assert expected[0]["finish_reason"] == "stop"
+    for one, other in zip(expected, found, strict=True):
+        assert [one[name] for name in ("text", "tokens", "finish_reason")] == [
+            other[name] for name in ("text", "tokens", "finish_reason")
+        ]
+
+
 def test_a_seed_draws_the_same_whatever_else_is_drawn(with_codas: Path, capfd: pytest.CaptureFixture[str]) -> None:
     drawing = (str(with_codas), "--draft", PAIRS, "--temperature", "0.8", "--seed", "5")
     together, _ = lines(capfd, *drawing, "--draft-tokens", "2")

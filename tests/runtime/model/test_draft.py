@@ -70,7 +70,9 @@ def test_greedy_tokens_are_those_of_the_model(family: str, tmp_path: Path) -> No
     model = saved(tmp_path, family, **FAMILIES[family])
     expected = {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
     engine = engine_of(tmp_path, DRAFTS["pairs"])
-    assert run(engine, REQUESTS, 1, max_batch=1)[0] == expected
+    found, tally = run(engine, REQUESTS, 1, max_batch=1)
+    assert found == expected
+    assert tally.cached_tokens == 32  # of the last prompt, which is the beginning of the one before
     assert run(engine, REQUESTS, 4, max_batch=3, pass_tokens=15)[0] == expected  # prompts in chunks beside drafts
     found, tally = run(engine, REQUESTS, 3)
     assert found == expected
@@ -120,6 +122,15 @@ def test_an_edited_program_verifies(tmp_path: Path) -> None:
     found, tally = run(engine, REQUESTS, 3)
     assert found == run(RankEngine(make_plan(tmp_path, 1, 100, program), Alone(), torch.device("cpu")), REQUESTS, 0)[0]
     assert 0 < tally.accepted < tally.drafted
+
+
+def test_passes_of_fixed_shapes(tmp_path: Path) -> None:
+    """As GPUs compute them: each drafted token is a line of its own in the pass that verifies."""
+    model = saved(tmp_path)
+    plan = with_draft(make_plan(tmp_path, 1, 100, decoding="static"), tmp_path, DRAFTS["pairs"])
+    found, tally = run(RankEngine(plan, Alone(), torch.device("cpu")), REQUESTS, 3)
+    assert found == {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
+    assert tally.accepted > 0
 
 
 def test_preempted_texts_go_on(tmp_path: Path) -> None:
