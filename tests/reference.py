@@ -443,6 +443,64 @@ class _DeepSeek(_Mixture):
         return found * config.routed_scaling_factor
 
 
+class _Llama4(_Mixture):
+    """Chunks, positions in some layers, queries that grow in the others, and experts that read weighed tokens."""
+
+    router, down = "feed_forward.router", "feed_forward.down_proj"
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, key, v = _unplaced(self, k, x)
+        config = self.config
+        if config.no_rope_layers[k]:
+            q, key = (_Glm.rotate(self, k, one) for one in (q, key))  # type: ignore[arg-type]
+            if config.use_qk_norm:
+                q, key = (one / torch.sqrt((one**2).mean(-1, True) + config.rms_norm_eps) for one in (q, key))
+        elif config.attn_temperature_tuning:
+            times = (torch.arange(x.shape[1]) + 1) // config.floor_scale
+            q = q * (1 + config.attn_scale * torch.log(1.0 + times))[:, None]
+        return q, key, v
+
+    def mix(self, k: int, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[1])
+        hidden = places[None] > places[:, None]
+        if self.config.layer_types[k] == "chunked_attention":
+            chunks = places // self.config.attention_chunk_size
+            hidden = hidden | (chunks[None] != chunks[:, None])
+        scores = q @ key.transpose(-1, -2) * self.scale()
+        return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        normed = self.norm(self.at(k, self.mlp_norm), x)
+        if self.at(k, "feed_forward.router.weight") not in self.w:
+            return self.mlp(self.at(k, "feed_forward"), normed)
+        total = self.mlp(self.at(k, "feed_forward.shared_expert"), normed)
+        for text, token in ((a, b) for a in range(x.shape[0]) for b in range(x.shape[1])):
+            own = normed[text, token]
+            logits = (self.w[self.at(k, "feed_forward.router.weight")] @ own).tolist()
+            for expert in sorted(range(len(logits)), key=lambda e: -logits[e])[: self.config.num_experts_per_tok]:
+                total[text, token] += self.expert(k, expert, own / (1 + math.exp(-logits[expert])))
+        return total
+
+    def mlp(self, path: str, x: Tensor) -> Tensor:
+        gate, up = (self.linear(f"{path}.{name}_proj", x) for name in ("gate", "up"))
+        return self.linear(f"{path}.down_proj", self.activation(gate) * up)
+
+    def expert(self, k: int, expert: int, x: Tensor) -> Tensor:
+        gate, up = (x @ self.w[self.at(k, "feed_forward.experts.gate_up_proj")][expert]).chunk(2)
+        return (self.activation(gate) * up) @ self.w[self.at(k, "feed_forward.experts.down_proj")][expert]
+
+    def experts(self, k: int, kept: tuple[int, ...]) -> Reference:
+        other = self.copied()
+        for name in ("router.weight", "experts.gate_up_proj", "experts.down_proj"):
+            path = self.at(k, f"feed_forward.{name}")
+            other.w[path] = self.w[path][list(kept)]
+        return other
+
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        path, features = super().place(role)
+        return path.replace("mlp.", "feed_forward."), features
+
+
 class _Phi3(Reference):
     def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
         groups, wide = self.config.num_key_value_heads * self.head_dim, self.config.intermediate_size
@@ -734,6 +792,7 @@ class _Olmoe(_Qwen3Moe):
 
 _CLASSES: dict[str, type[Reference]] = {
     "mixtral": _Mixture,
+    "llama4_text": _Llama4,
     "olmoe": _Olmoe,
     "gpt_oss": _GptOss,
     "deepseek_v2": _DeepSeek,

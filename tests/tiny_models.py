@@ -26,6 +26,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -129,6 +130,14 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_next": (
         Qwen3NextConfig,
         _GROUPED | _LINEAR | {"mlp_only_layers": [2], "layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+    ),
+    # Chunks of 5 tokens but in layer 2, which is dense and has no positions, and whose queries grow from the third on.
+    "llama4_text": (
+        Llama4TextConfig,
+        _GROUPED
+        | {"head_dim": 16, "intermediate_size": 12, "intermediate_size_mlp": 48, "num_local_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_layers": [0, 1, 3], "no_rope_layer_interval": 3}
+        | {"attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.5, "attention_bias": True},
     ),
     "olmoe": (OlmoeConfig, _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     # Of which some values are clamped.

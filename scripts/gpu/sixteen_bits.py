@@ -61,7 +61,8 @@ def attend(drawn: Drawn, window: int | None = None, softcap: float | None = None
         newest = torch.tensor(TEXTS, device=drawn.device) - 1
         arrived = torch.zeros(len(TEXTS) * KV_HEADS, dtype=torch.int32, device=drawn.device)
         texts = TextBlocks(tables, newest, arrived)
-        return drawn.kernels.attend(queries, pair, texts, BLOCK_TOKENS, None, window, softcap, sink)
+        seen = None if window is None else (window, False)
+        return drawn.kernels.attend(queries, pair, texts, BLOCK_TOKENS, None, seen, softcap, sink)
     found = []
     for table, tokens, query in zip(tables, TEXTS, queries, strict=True):
         at = torch.arange(0 if window is None else max(0, tokens - window), tokens)

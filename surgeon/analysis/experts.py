@@ -9,6 +9,9 @@ and f_e(x) what the expert makes of it,
     saliency    the mean of w_e(x) ||f_e(x)|| over them (REAP, Lasby et al. 2025, section 4): what the layer's output
                 loses where the expert is left out
 
+Where weights are multiplied with what an expert reads, f_e(w_e(x) x) is what it makes of x, and size and saliency are
+the mean of its norm.
+
 A mixture's inputs do not change where one of its own experts is left out, so that the loads after that are exact, too.
 """
 
@@ -142,6 +145,7 @@ class _Sums:
     logits: Callable[[Tensor], Tensor]  # of the router, (tokens, experts), for its inputs
     routing: Routing
     correction: Tensor | None
+    weighs_inputs: bool
 
     @classmethod
     def of(cls, weights: ModelWeights, config: Any, block: Sublayer) -> _Sums:
@@ -154,31 +158,50 @@ class _Sums:
         square = torch.zeros(experts, experts, dtype=torch.float64, device=router.device)
         use = ExpertUse(0, zero(), zero(), zero(), zero(), square)
         logits = partial(_logits, router, bias)
-        return cls(use, logits, spec.routing(config), tensors.get("router.correction"))
+        return cls(use, logits, spec.routing(config), tensors.get("router.correction"), spec.weighs_inputs)
 
-    def add(self, experts: nn.Module, inputs: Tensor, chosen: Tensor, weights: Tensor) -> None:
-        """The inputs of the experts, (tokens, hidden), and which of them each token is sent to, (tokens, k)."""
+    def add(self, experts: nn.Module, inputs: Tensor, *routed: Tensor) -> None:
+        """What the experts, or the mixture, reads, (tokens, hidden), and where tokens go with which weights, if known.
+
+        Args:
+            routed: (tokens, k) each.
+        """
         rows, use = inputs.flatten(0, -2), self.use
-        sent, sizes, saliency = use.sent.clone(), use.sizes.clone(), use.saliency.clone()
-        total, without = use.weights.clone(), use.without.clone()
-        for expert in range(len(sent)):
-            tokens, place = (chosen == expert).nonzero(as_tuple=True)
-            if not len(tokens):
-                continue
-            own = torch.full_like(tokens, expert)[:, None]
-            made = experts.forward(rows[tokens], own, weights.new_ones(len(tokens), 1))
-            norms, weight = made.double().norm(dim=-1), weights[tokens, place].double()
-            sent[expert] += len(tokens)
-            total[expert] += weight.sum()
-            sizes[expert] += norms.sum()
-            saliency[expert] += (norms * weight).sum()
         logits = self.logits(rows)
-        for expert in range(len(sent)):
-            rest = [one for one in range(len(sent)) if one != expert]
+        chosen, weights = routed or route(logits, self.routing, self.correction)
+        sizes = (self._weighed_sizes if self.weighs_inputs else _sizes)(experts, rows, chosen, weights)
+        given = sizes if self.weighs_inputs else sizes * weights.double()
+        without = use.without.clone()
+        for expert in range(len(use.sent)):
+            rest = [one for one in range(len(use.sent)) if one != expert]
             correction = None if self.correction is None else self.correction[rest]
             again = route(logits[:, rest], self.routing, correction).experts
             without[expert, rest] += again.flatten().bincount(minlength=len(rest)).double()
-        self.use = ExpertUse(use.tokens + len(rows), sent, total, sizes, saliency, without)
+        columns = (use.sent, torch.ones_like(sizes)), (use.weights, weights), (use.sizes, sizes), (use.saliency, given)
+        sent, total, size, salient = (
+            one.index_add(0, chosen.flatten(), new.double().flatten()) for one, new in columns
+        )
+        self.use = ExpertUse(use.tokens + len(rows), sent, total, size, salient, without)
+
+    def _weighed_sizes(self, experts: nn.Module, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """As `_sizes`, where a token is weighed before an expert reads it, and each expert has a copy of all."""
+        tokens = torch.arange(len(rows), device=rows.device)[:, None]
+        read = rows.new_zeros(len(self.use.sent), *rows.shape)
+        read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)
+        made: Tensor = experts.forward(read.flatten(0, 1)).view(read.shape)
+        sizes: Tensor = made[chosen, tokens].double().norm(dim=-1)
+        return sizes
+
+
+def _sizes(experts: nn.Module, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The norms of what experts make of the tokens that they get, (tokens, k), float64."""
+    found = torch.zeros_like(weights, dtype=torch.float64)
+    for expert in chosen.unique().tolist():
+        tokens, place = (chosen == expert).nonzero(as_tuple=True)
+        own = torch.full_like(tokens, expert)[:, None]
+        made = experts.forward(rows[tokens], own, weights.new_ones(len(tokens), 1))
+        found[tokens, place] = made.double().norm(dim=-1)
+    return found
 
 
 def _logits(router: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:

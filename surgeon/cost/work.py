@@ -52,15 +52,25 @@ class Forward:
         asked = self.new if self.asked is None else self.asked
         return Forward(self.texts, asked, self.before + self.new - asked)
 
-    def keys(self, window: int | None) -> int:
-        """How many tokens' keys and values are read of each text."""
+    def keys(self, window: int | None, chunked: bool = False) -> int:
+        """How many tokens' keys and values are read of each text.
+
+        Args:
+            window, chunked: as of `Window`.
+        """
         seen = self.before + self.new
+        if window is not None and chunked:
+            return seen - self.before // window * window
         return seen if window is None else min(seen, window + self.new - 1)
 
-    def pairs(self, window: int | None) -> float:
+    def pairs(self, window: int | None, chunked: bool = False) -> float:
         """Of a text's new tokens, how many tokens each looks at, all together."""
         if window is None:
             return self.new * self.before + self.new * (self.new + 1) / 2
+        if chunked:
+            ends = (divmod(end, window) for end in (self.before, self.before + self.new))
+            before, up_to = (whole * window * (window + 1) / 2 + rest * (rest + 1) / 2 for whole, rest in ends)
+            return up_to - before
         growing = min(self.new, max(0, window - self.before))  # tokens that look at all there are
         return growing * self.before + growing * (growing + 1) / 2 + (self.new - growing) * window
 
@@ -144,13 +154,13 @@ class RankWork:
             if maps.is_slice:
                 yield Sent("all-reduce", SQUARES_BYTES // self.numbers.size, maps.of.sharers, exact=True)
         yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
-        window = plan.window(sublayer)
-        keys = forward.texts * forward.keys(window)
+        seen = plan.window(sublayer), plan.family.chunked
+        keys = forward.texts * forward.keys(*seen)
         if kept is not None:
             for role, rank in zip("kv", kept, strict=True):
                 yield self.numbers.product(f"{role} second", keys, kv_heads * plan.head_dim, rank)
         read = 2 * keys * kv_heads * plan.head_dim + 2 * forward.tokens * heads * plan.head_dim
-        flops = 4.0 * forward.texts * forward.pairs(window) * heads * plan.head_dim
+        flops = 4.0 * forward.texts * forward.pairs(*seen) * heads * plan.head_dim
         launches = 1 if self.static and forward.new == 1 else forward.texts
         yield Kernel("attention", "attention", flops, float(self.numbers.size * read), forward.new, launches)
         if plan.latent is None:

@@ -77,7 +77,8 @@ class WeightsOnDemand(TorchFunctionMode):
     ) -> Any:
         args, kwargs = tuple(args), kwargs or {}
         if getattr(func, "__name__", "") == "__get__":  # dtype, shape and the like are those of the parameter itself
-            return func(*args, **kwargs)
+            there = func == _DEVICE and id(args[0]) in self.rows  # stored tensors are read into memory
+            return torch.device("cpu") if there else func(*args, **kwargs)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if id(weight) in self.rows and func in _BY_ROWS:
             return _BY_ROWS[func](self, *args, **kwargs)
@@ -123,6 +124,7 @@ def _by_parts(x: Tensor, compute: Callable[[Tensor, Tensor], Tensor], versions: 
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
+_DEVICE = Tensor.device.__get__
 _BY_ROWS: dict[Any, Any] = {
     functional.linear: WeightsOnDemand.linear,
     functional.embedding: WeightsOnDemand.embedding,

@@ -376,7 +376,8 @@ def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tenso
 def _through(owner: nn.Module, paths: Iterable[str], stream: Tensor) -> Tensor:
     for path in paths:
         output = owner.get_submodule(path)(stream)
-        stream = output[0] if isinstance(output, tuple) else output  # a mixture may give its router's choice, too
+        # A mixture may give its router's choice, too, and tokens without their texts.
+        stream = output[0].view(stream.shape) if isinstance(output, tuple) else output
     return stream
 
 

@@ -162,21 +162,21 @@ class FamilyContract:
         tensors, x = weights.by_role(whole), torch.randn(1, 9, model.config.hidden_size)
         with torch.no_grad():
             output = model.get_submodule(f"{family.layers}.1.{spec.modules[0]}")(x)
-        expected = output[0] if isinstance(output, tuple) else output
+        expected = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
         logits = functional.linear(x[0], tensors["router.weight"], tensors.get("router.bias"))
         chosen, shares = route(logits, spec.mixture.routing(model.config), tensors.get("router.correction"))
         assert chosen.shape == shares.shape == (9, model.config.num_experts_per_tok)
         found = torch.zeros_like(x[0])
         for token, expert, share in zip(range(9), chosen, shares, strict=True):
-            found[token] = sum(
-                part * _expert(model, {role: one[e] for role, one in tensors.items() if len(one) == 4}, x[0, token])
-                for e, part in zip(expert.tolist(), share, strict=True)
-            )
+            for e, part in zip(expert.tolist(), share, strict=True):
+                own, read = {role: one[e] for role, one in tensors.items() if len(one) == 4}, x[0, token]
+                weighs = spec.mixture.weighs_inputs
+                found[token] += _expert(model, own, part * read) if weighs else part * _expert(model, own, read)
         shared = {role.removeprefix("shared_"): one for role, one in tensors.items() if role.startswith("shared_")}
         if shared:
             weight = tensors.get("shared_router.weight")
             found += _expert(model, shared, x[0]) * (1 if weight is None else torch.sigmoid(x[0] @ weight.T))
-        torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         again = packed(tensors, spec, 1)
         stored = model.get_submodule(f"{family.layers}.1").state_dict()
         assert all(torch.equal(tensor, stored[path]) for path, tensor in again.items())
@@ -214,6 +214,8 @@ class FamilyContract:
 
     @pytest.mark.parametrize("name", ["dense", "lp", "par", "ladder", "merge"])
     def test_left_padding_changes_nothing(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
+        if family_of(model.config).grows_unturned:
+            pytest.skip("queries of stock classes grow by places in the text, padding counted")
         _edited(model, name)
         pad = torch.zeros(2, 3, dtype=torch.long)
         mask = torch.cat([pad, torch.ones_like(ids)], 1)

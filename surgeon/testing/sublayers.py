@@ -160,7 +160,7 @@ class OwnSublayers:
     def _through(self, k: int, paths: Iterable[str], x: Tensor) -> Tensor:
         for path in paths:
             output = self.layers[k].get_submodule(path)(x)
-            x = output[0] if isinstance(output, tuple) else output
+            x = output[0].view(x.shape) if isinstance(output, tuple) else output
         return x
 
     def logits(self, x: Tensor) -> Tensor:

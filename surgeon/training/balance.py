@@ -31,7 +31,7 @@ class ExpertBalance:
 
     def __init__(self, model: nn.Module) -> None:
         layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
-        self.weight, self.routers, self.top_k = 0.0, list[nn.Module](), 0
+        self.weight, self.routers, self.top_k, self._logits = 0.0, list[nn.Module](), 0, 0
         if layers is None or layers.family.mixture is None:
             return
         config: Any = layers.config
@@ -40,6 +40,7 @@ class ExpertBalance:
         if asked and any(each.requires_grad for router in routers for each in router.parameters()):
             self.weight = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
             self.routers, self.top_k = routers, layers.family.mixture.routing(config).top_k
+            self._logits = layers.family.mixture.logits
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
@@ -47,7 +48,7 @@ class ExpertBalance:
         seen: list[Tensor] = []
 
         def keep(_: nn.Module, __: Any, output: Any) -> None:
-            seen.append(output[0] if isinstance(output, tuple) else output)
+            seen.append(output[self._logits] if isinstance(output, tuple) else output)
 
         with ExitStack() as hooks:
             for router in self.routers if self.weight else ():

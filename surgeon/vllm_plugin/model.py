@@ -65,6 +65,8 @@ class ProgramForCausalLM(nn.Module):
             raise ValueError(f"surgeon's plugin cannot run this: {reason}")
         settings = read_settings(vllm_config.additional_config)
         plan = plan_of(vllm_config)
+        if (why := plan.family.off_vllm) is not None:
+            raise ValueError(f"surgeon's plugin cannot run this: vLLM runs no program of these attentions: {why}")
         self.stages = get_pp_group()
         nodes = stage_nodes(Program.parse(plan.program).nodes, self.stages.rank_in_group, self.stages.world_size)
         self.plan = plan

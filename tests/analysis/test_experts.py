@@ -23,10 +23,15 @@ from tests.tiny_models import tiny_model
 TEXT = text(6, 12, 6)
 
 
+def block_of(model: Any, layer: int) -> Any:
+    found = model.model.layers[layer]
+    return found.feed_forward if hasattr(found, "feed_forward") else found.mlp
+
+
 def inputs_of(model: Any, layer: int) -> Tensor:
     """What a mixture gets, (tokens, hidden), from transformers' own pass."""
     seen: list[Tensor] = []
-    block = model.model.layers[layer].mlp
+    block = block_of(model, layer)
     hook = block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1)))
     with torch.inference_mode():
         model(TEXT.ids)
@@ -66,6 +71,23 @@ def test_use_is_counted_token_by_token(family: str, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(use.without.numpy(), without)
     means = sums[:, 3] / np.maximum(1, sums[:, 0])
     assert use.order() == np.argsort(-means).tolist()
+
+
+@torch.inference_mode()
+def test_experts_that_read_weighed_tokens() -> None:
+    """Llama 4's: what an expert gives is what it makes of a token times its weight."""
+    model = tiny_model("llama4_text", 2)
+    use, block = expert_use(model, TEXT)[1], block_of(model, 1)
+    sums = np.zeros((4, 4))
+    for x in inputs_of(model, 1):
+        logits = block.router.weight @ x
+        for one in logits.argsort(descending=True).tolist()[:2]:
+            weight = float(logits[one].sigmoid())
+            gate, up = (weight * x @ block.experts.gate_up_proj[one]).chunk(2)
+            size = float((torch.nn.functional.silu(gate) * up @ block.experts.down_proj[one]).norm())
+            sums[one] += [1, weight, size, size]
+    found = np.stack([use.sent, use.weights, use.sizes, use.saliency], axis=1)
+    np.testing.assert_allclose(found, sums, rtol=1e-4)
 
 
 def test_a_scan_leaves_out_each_expert(tmp_path: Path) -> None:

@@ -28,6 +28,17 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("window", [1, 5, 40])
+@pytest.mark.parametrize(("before", "new"), [(0, 1), (0, 13), (7, 1), (4, 1), (5, 6), (9, 20)])
+def test_keys_and_pairs_are_counted(before: int, new: int, window: int, chunked: bool) -> None:
+    places = range(before, before + new)
+    firsts = [place - place % window if chunked else max(0, place - window + 1) for place in places]
+    forward = Forward(3, new, before)
+    assert forward.keys(window, chunked) == before + new - firsts[0]
+    assert forward.pairs(window, chunked) == sum(place - first + 1 for place, first in zip(places, firsts, strict=True))
+
+
 @pytest.mark.parametrize(("family", "before", "steps"), CASES)
 def test_launches_are_those_of_the_runtime(family: str, before: str, steps: str, tmp_path: Path) -> None:
     """Those of some steps, behind others, in a pass that adds one token to each of two texts."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Routing]] = {
     "qwen3": (Qwen3MoeTopKRouter, {"norm_topk_prob": True}, Routing(TOP, normalise=True)),
     "olmoe": (OlmoeTopKRouter, {"norm_topk_prob": False}, Routing(TOP)),
     "gpt-oss": (GptOssTopKRouter, {}, Routing(TOP, "softmax of chosen")),
+    "llama 4": (Llama4Router, {}, Routing(TOP, "sigmoid")),
     "deepseek-v2": (
         DeepseekV2TopkRouter,
         GROUPS | {"topk_method": "group_limited_greedy"},
@@ -43,6 +45,15 @@ def by_expert(experts: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros(len(experts), EXPERTS).scatter(1, experts, weights.float())
 
 
+def by_expert_of(router: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, and the same of what a router of transformers says."""
+    if isinstance(router, Llama4Router):
+        weights, logits = router(tokens)  # 0 where a token does not go
+        return logits, weights
+    logits, weights, experts = router(tokens)
+    return logits, by_expert(experts, weights)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_routers_of_transformers(name: str) -> None:
     router_class, own, routing = CASES[name]
@@ -52,9 +63,9 @@ def test_routers_of_transformers(name: str) -> None:
         for tensor in (*router.parameters(), *router.buffers()):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
         tokens = torch.randn(TOKENS, HIDDEN, generator=generator)
-        logits, weights, experts = router(tokens)
+        logits, expected = by_expert_of(router, tokens)
         found = route(logits, routing, getattr(router, "e_score_correction_bias", None))
-    torch.testing.assert_close(by_expert(*found), by_expert(experts, weights))
+    torch.testing.assert_close(by_expert(*found), expected)
 
 
 def test_fewer_experts_than_a_token_is_sent_to() -> None:

@@ -28,6 +28,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
 }
 SOME_DENSE = ("qwen3_moe", "deepseek_v2", "deepseek_v3")  # of whose layers one is no mixture
+CHUNKED = [name for name in RANKED if FAMILIES[name].off_vllm is not None]
+RUN = [name for name in RANKED if name not in CHUNKED]
 MIXED = [name for name, family in FAMILIES.items() if family.mixture]
 WHOLE = "A0 >F0 {A1 F1 | A2 >F2} >[A3 F3]"
 SLICED = "A0 >F0 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} >A2~A3 >F3"
@@ -82,14 +84,14 @@ def logits(stages: list[Any]) -> Tensor:
     return found[None]
 
 
-@pytest.mark.parametrize("family", RANKED)
+@pytest.mark.parametrize("family", RUN)
 def test_logits(family: str, build: Build, tmp_path: Path) -> None:
     program = WHOLE if family in (*NORMED_BEHIND, *MIXED) else SLICED
     expected = plain_logits(save(tmp_path, family, program), program, IDS)
     assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
 
 
-@pytest.mark.parametrize("family", RANKED)
+@pytest.mark.parametrize("family", RUN)
 def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compute what this package's kernels do not; here there are none."""
     monkeypatch.setattr(functions, "kernels", lambda: None)
@@ -102,6 +104,14 @@ def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkey
     gate = "gelu_tanh_and_mul" if family.startswith("gemma") else "silu_and_mul"
     wanted = {"rms_norm": known.norm_kind == "rms", "rotary_embedding": known.rotary, gate: gated}
     assert torch.ops._C.called == {name for name, used in wanted.items() if used}
+
+
+@pytest.mark.parametrize("family", CHUNKED)
+def test_attentions_that_are_vllm_s_own(family: str, build: Build, tmp_path: Path) -> None:
+    """Over chunks of a text: said before anything is read."""
+    save(tmp_path, family, WHOLE)
+    with pytest.raises(ValueError, match="cannot run this: vLLM runs no program of these attentions: "):
+        build(tmp_path)
 
 
 @pytest.mark.parametrize(("family", "normed"), [("llama", True), ("gemma2", False)])

@@ -175,9 +175,10 @@ class _Tapping(ModelMachine):
     def owner(self, sublayer: Sublayer) -> nn.Module:
         owner, spec = super().owner(sublayer), self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         for matrix in self.watched:
-            path = (
-                spec.mixture.experts if matrix.role == EXPERTS and spec.mixture else spec.projection(matrix.role).path
-            )
+            if matrix.role == EXPERTS and spec.mixture is not None:  # who is sent to which they are told, or not
+                path = spec.modules[0] if spec.mixture.weighs_inputs else spec.mixture.experts
+            else:
+                path = spec.projection(matrix.role).path
             hook = owner.get_submodule(path).register_forward_pre_hook(partial(_show, matrix, self.seen))
             self.hooks.callback(hook.remove)
         return owner

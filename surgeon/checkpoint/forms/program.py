@@ -98,6 +98,9 @@ class ProgramForm(Form):
         if (why_not := stored.family.apart(stored.program)) is not None:
             name = serve.partition(" --")[0].removeprefix("vllm serve ")
             return f"{NOT_ON_VLLM} of {why_not}. transformers does:", f"transformers serve {name} --trust-remote-code"
+        if (why := stored.family.off_vllm) is not None:
+            here = serve.partition(" --")[0].replace("vllm serve", "surgeon serve")
+            return f"{NOT_ON_VLLM} of these attentions: {why}. Ranks of surgeon's own do:", here
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
             return BY_THE_FILE, f"{serve} --trust-remote-code"
         return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"

@@ -200,7 +200,7 @@ class SlicedProjection(nn.Module):
             return part(whole(x), self.piece, self.shares)
         padded = nn.functional.pad(x, (index * x.shape[-1], (count - 1 - index) * x.shape[-1]))
         output: Tensor = whole(padded)
-        return output - whole(torch.zeros_like(padded[:1, :1])) if index else output
+        return output - whole(torch.zeros_like(padded[..., :1, :])) if index else output
 
 
 class Factored(nn.Module):
@@ -264,13 +264,21 @@ class Experts(nn.Module):
             return whole.maps(role, expert)
         return [stock_map(whole, self.mixture, role, expert)]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Any = None, top_k_weights: Any = None) -> Tensor:
+        if top_k_index is None:  # tokens of one expert after the other, as many of each
+            own = hidden_states.view(self.count(), -1, hidden_states.shape[-1])
+            return torch.cat([self.made(expert, tokens) for expert, tokens in enumerate(own)])
         total = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             tokens, place = torch.where(top_k_index == expert)
             made = self.made(expert, hidden_states[tokens]) * top_k_weights[tokens, place, None]
             total = total.index_add(0, tokens, made.to(total.dtype))
         return total
+
+    def count(self) -> int:
+        """How many there are."""
+        of = self if self._modules else self.whole[0]
+        return of.count() if isinstance(of, Experts) and of is not self else len(next(of.parameters()))
 
     def made(self, expert: int, x: Tensor) -> Tensor:
         """What one expert makes of tokens."""
@@ -328,7 +336,11 @@ def stock_map(whole: Any, mixture: dict[str, Any], role: str, which: Any) -> tup
 
 def gate_of(whole: Any) -> Any:
     """What a stock module makes of gates and values."""
-    return gate_of(whole.whole[0]) if isinstance(whole, Experts) else whole._apply_gate
+    if isinstance(whole, Experts):
+        return gate_of(whole.whole[0])
+    if hasattr(whole, "_apply_gate"):
+        return whole._apply_gate
+    return lambda both: both.chunk(2, -1)[1] * whole.act_fn(both.chunk(2, -1)[0])
 
 
 def leave_experts(layer: nn.Module, mixture: dict[str, Any], count: int) -> None:
@@ -543,7 +555,7 @@ class ProgramLayers(nn.Module):
         with self.sliced(layer, (first, *others), sublayer.piece):
             normed = layer.get_submodule(norm)(stream) if norm else stream
             x = layer.get_submodule(first)(normed, **arguments)
-            x = x[0] if isinstance(x, tuple) else x
+            x = x[0].view(stream.shape) if isinstance(x, tuple) else x
             for path in others:
                 x = layer.get_submodule(path)(x)
         if self.family.output_scale is not None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from surgeon.language.program import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes, Program
 from surgeon.models.latent import Latent
@@ -21,7 +21,16 @@ Scale = Callable[[Any], float | None]  # of a config: a factor; None where the a
 
 Unit = Literal["heads", "kv_heads", "neurons", "shared_neurons"]
 NEURONS = ("neurons", "shared_neurons")  # units of one feature each
-LOCAL = ("sliding_attention", "local")  # what configs call layers whose attention has a window
+# What configs call layers whose attention has a window.
+LOCAL = ("sliding_attention", "local", "chunked_attention")
+
+
+class Growth(NamedTuple):
+    """A factor that grows with positions p: 1 + rate * log(1 + floor((p + ahead) / length))."""
+
+    rate: float
+    length: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,9 @@ class MixtureSpec:
         shared_router: path of the module whose sigmoid weighs what the shared experts give, if any.
         clamped_gate: of a config: alpha and limit, where an expert's gate is clamped (gpt-oss), not only activated.
         shared: of a config: how many neurons the shared experts have together, if there are any.
+        weighs_inputs: whether weights are multiplied with what an expert reads (Llama 4), not with what it gives; its
+            module gets a copy of all tokens for each expert then, those of one behind those of the other.
+        logits: which of the router's outputs are its logits, where it has several.
     """
 
     router: str
@@ -109,6 +121,8 @@ class MixtureSpec:
     shared_router: str | None = None
     shared: Callable[[Any], int] | None = None
     clamped_gate: Callable[[Any], tuple[float, float]] | None = None
+    weighs_inputs: bool = False
+    logits: int = 0
 
     @property
     def whole(self) -> dict[str, str]:
@@ -220,8 +234,12 @@ def _no_factor(_: Any) -> float | None:
     return None
 
 
-def _no_growth(_: Any) -> tuple[float, int] | None:
+def _no_growth(_: Any) -> Growth | None:
     return None
+
+
+def _not(_: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -263,6 +281,8 @@ class Family:
         attention_softcap: the same for the scores of attentions.
         window: the config attribute with how many tokens an attention looks at, itself the last of them, if any.
         window_layers: the config attribute that says which layers have the window; all of them where there is none.
+        chunked: whether a window is a chunk of the text instead: a token looks back to the last position that is a
+            multiple of the window (Llama 4).
         layer_counts: entries of config.json that say how many layers there are, by numbers or by lists with numbers.
         layer_lists: config attributes with one item per layer that says something of its attention.
         heads_fill_stream: whether all heads together are as wide as the stream; others have a head_dim of their own.
@@ -270,8 +290,12 @@ class Family:
         attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
         computes_anew: whether generation computes a text again as it grows beyond the length from which its rotary
             positions are others (Phi3); else keys stay in the cache as they were turned.
-        query_growth: a rate b and a length n: queries at position p are multiplied by 1 + b * log(1 + floor(p / n)), as
-            in Llama 4; of families without head norms.
+        query_growth: what queries are multiplied by as they come from their projection, and so of attentions without
+            head norms only.
+        grows_unturned: whether that is so in layers without rotary positions only. Positions are places in the text
+            then, padding counted.
+        plain_head_norms: of a config: whether queries and keys of layers with rotary positions are normed, head by
+            head, without a gain (an L2 norm times the root of head_dim).
         output_scale: what is multiplied with the output of every sublayer before it is added (Granite).
         logit_scale: what output logits are multiplied by, before they are capped.
         head_norm_turns: whether gains of head norms are (turns, head_dim): one for each layer whose heads take turns.
@@ -322,6 +346,7 @@ class Family:
     attention_softcap: str | None = None
     window: str | None = None
     window_layers: str | None = None
+    chunked: bool = False
     layer_specs: tuple[tuple[str, int, SublayerSpec], ...] = ()
     stored_names: tuple[tuple[str, str], ...] = ()
     layer_counts: tuple[str, ...] = ("num_hidden_layers",)
@@ -330,7 +355,9 @@ class Family:
     embedding_scale: Scale = _no_factor
     attention_scale: Scale = _no_factor
     computes_anew: bool = False
-    query_growth: Callable[[Any], tuple[float, int] | None] = _no_growth
+    query_growth: Callable[[Any], Growth | None] = _no_growth
+    grows_unturned: bool = False
+    plain_head_norms: Callable[[Any], bool] = _not
     output_scale: Scale = _no_factor
     logit_scale: Scale = _no_factor
     head_norm_turns: bool = False
@@ -393,6 +420,11 @@ class Family:
         """
         if (why_not := self.apart(program)) is not None:
             raise ValueError(f"ranks do not run {why_not}; transformers does")
+
+    @property
+    def off_vllm(self) -> str | None:
+        """Why vLLM runs no program of these attentions; None if it does."""
+        return "they look at chunks of a text" if self.chunked else None
 
     @property
     def shares_norm(self) -> bool:

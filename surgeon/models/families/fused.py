@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from surgeon.models.families.base import Factor, Family, Projection
+from surgeon.models.families.base import Factor, Family, Growth, Projection
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.registry import FAMILIES
 
@@ -33,8 +33,8 @@ def _variant(family: Family, config: Any) -> Family:
     )
 
 
-def _query_growth(config: Any) -> tuple[float, int] | None:
-    return None if config.query_growth is None else (float(config.query_growth[0]), int(config.query_growth[1]))
+def _query_growth(config: Any) -> Growth | None:
+    return None if config.query_growth is None else Growth(float(config.query_growth[0]), int(config.query_growth[1]))
 
 
 FUSED = replace(

@@ -67,13 +67,20 @@ class FactoredExperts(nn.Module):
                 ),
             )
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
         """The weighed sum of what the chosen experts give, (tokens, hidden).
 
         Args:
             hidden_states: (tokens, hidden).
-            top_k_index, top_k_weights: (tokens, chosen).
+            top_k_index, top_k_weights: (tokens, chosen). Without them, `hidden_states` are tokens of one expert after
+                the other, as many of each, and so is what comes out.
         """
+        if top_k_index is None or top_k_weights is None:
+            experts = len(next(self.parameters()))
+            own = hidden_states.view(experts, -1, hidden_states.shape[-1])
+            return torch.cat([self._expert(expert, tokens) for expert, tokens in enumerate(own)])
         total = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             tokens, place = torch.where(top_k_index == expert)
@@ -85,8 +92,18 @@ class FactoredExperts(nn.Module):
         *reading, writing = (self.get_submodule(one.role) for one in self.projections)
         outputs = [module(x, expert) for module in reading]
         together = torch.stack(outputs, -1).flatten(-2) if self.projections[0].interleaved else torch.cat(outputs, -1)
-        written: Tensor = writing(self.like[0]._apply_gate(together), expert)  # type: ignore[operator]
+        written: Tensor = writing(gated(self.like[0], together), expert)
         return written
+
+
+def gated(experts: Any, gates_values: Tensor) -> Tensor:
+    """What an architecture's own module makes of gates and values, (..., 2 * neurons) to (..., neurons)."""
+    if hasattr(experts, "_apply_gate"):
+        combined: Tensor = experts._apply_gate(gates_values)
+        return combined
+    gates, values = gates_values.chunk(2, -1)
+    product: Tensor = values * experts.act_fn(gates)
+    return product
 
 
 class ExpertMaps(nn.Module):

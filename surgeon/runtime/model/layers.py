@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -63,19 +63,40 @@ def plan_kernels(plan: Plan, like: Tensor) -> Kernels | None:
     return kernels_for(like) if torch_dtype(plan) == torch.float32 else None
 
 
+class Window(NamedTuple):
+    """Which tokens an attention looks at, where that is not all up to a token itself.
+
+    Attributes:
+        tokens: how many at most, the token itself the last of them.
+        chunked: whether none before the last position that is a multiple of so many.
+    """
+
+    tokens: int
+    chunked: bool = False
+
+    def first(self, end: int) -> int:
+        """The first position that the last of so many tokens of a text looks at."""
+        return (end - 1) // self.tokens * self.tokens if self.chunked else max(0, end - self.tokens)
+
+    @staticmethod
+    def within(window: Window | None, tokens: int) -> Window | None:
+        """The same, None where texts of so many tokens are no longer than it."""
+        return None if window is None or window.tokens >= tokens else window
+
+
 @dataclass(frozen=True)
 class Weighting:
     """How an attention makes weights of the products of its queries and keys, besides the softmax.
 
     Attributes:
         scale: what products are multiplied by; None for 1 / sqrt(D).
-        window: how many tokens a token looks at, itself the last of them; None for all up to itself.
+        window: which tokens a token looks at; None for all up to itself.
         softcap: the bound c of scores that are c * tanh(score / c); None without one.
         sinks: one more score of each head, whose weight no value has (gpt-oss), (H,) of float32; None without them.
     """
 
     scale: float | None = None
-    window: int | None = None
+    window: Window | None = None
     softcap: float | None = None
     sinks: Tensor | None = field(default=None, compare=False)
 
@@ -212,19 +233,21 @@ class Attention:
         """Take what the maps leave.
 
         Args:
-            window: as of `Weighting`.
+            window: how many tokens it looks at.
             rotary: which of the plan's rotary positions it has, if any.
             sharing: the ranks that have slices of the same attention, if there are several.
         """
         self.norm = norm_before(tensors, plan)
         self.qkv = maps.reading(["q", "k", "v"])
         self.o = maps.writing("o")
-        self.rotary, self.query_factor = rotary, plan.query_factor
+        self.rotary = rotary
+        self.query_factor = None if plan.family.grows_unturned and rotary is not None else plan.query_factor
         self.head_dim = plan.head_dim
         self.heads = count_outputs(tensors, "q") // plan.head_dim
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
         sinks = tensors["sinks"].float().contiguous() if "sinks" in tensors else None
-        self.weighting = Weighting(plan.attention_scale, window, plan.attention_softcap, sinks)
+        seen = None if window is None else Window(window, plan.family.chunked)
+        self.weighting = Weighting(plan.attention_scale, seen, plan.attention_softcap, sinks)
         self.epsilon = plan.epsilon
         self.head_gain: Tensor | None = None
         self.rebuild: Rebuild | None = None
@@ -234,6 +257,9 @@ class Attention:
             gains = (gain_of(tensors[f"{role}_norm.weight"], plan) for role in "qk")
             query_gain, key_gain = (gain.view(-1, self.head_dim) for gain in gains)  # one for all heads, or for each
             self.head_gain, key_gain = query_gain.expand(self.heads, -1), key_gain.expand(self.kv_heads, -1)
+        elif plan.plain_head_norms and rotary is not None:
+            like = next(iter(tensors.values()))
+            self.head_gain, key_gain = (like.new_ones(count, self.head_dim) for count in (self.heads, self.kv_heads))
         if {"k", "v"} <= maps.later:
             self.rebuild = Rebuild(tensors, plan, key_gain, rotary)
         elif self.head_gain is not None and key_gain is not None:

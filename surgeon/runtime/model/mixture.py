@@ -52,6 +52,7 @@ class MixtureOfExperts:
         self.norm = Norm(tensors, "norm", plan)
         self.router = whole_map(tensors, ["router"])
         self.routing, self.correction = plan.routing, tensors.get("router.correction")
+        self.weighs_inputs = plan.family.mixture is not None and plan.family.mixture.weighs_inputs
         self.kernels = plan_kernels(plan, self.norm.gain)
         self.scale = plan.output_scale
         packed = None if self.kernels is None else pack_experts(tensors, first, plan, self.kernels)
@@ -72,7 +73,8 @@ class MixtureOfExperts:
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
         shared = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
-        return self.route is not route and self.router.by_kernels and self.norm.by_kernels and shared
+        computed = self.route is not route and self.router.by_kernels and self.norm.by_kernels and shared
+        return computed and not self.weighs_inputs
 
     def __call__(self, stream: Tensor, waits: bool = True) -> Tensor:
         """(T, h) to (T, h).
@@ -81,11 +83,20 @@ class MixtureOfExperts:
             waits: whether the host may wait for the device.
         """
         x = self.norm(stream)
-        output = self.experts(x, self.route(self.router(x), self.routing, self.correction), waits)
+        routed = self.route(self.router(x), self.routing, self.correction)
+        output = self._weighed(x, routed, waits) if self.weighs_inputs else self.experts(x, routed, waits)
         if self.shared is not None:
             beside = self.shared.of_normed(x)
             output = output + (beside if self.shared_router is None else beside * (x @ self.shared_router).sigmoid())
         return output if self.scale is None else output.mul_(self.scale)
+
+    def _weighed(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
+        """What experts make of tokens that are weighed beforehand: of a copy for each expert that a token goes to."""
+        tokens, chosen = routed.experts.shape
+        copies = (x[:, None] * routed.weights[..., None].to(x.dtype)).flatten(0, 1)
+        alone = Routed(routed.experts.view(-1, 1), torch.ones_like(routed.weights).view(-1, 1))
+        made = self.experts(copies, alone, waits)
+        return made if chosen == 1 else made.view(tokens, chosen, -1).sum(1)
 
 
 class Experts:

@@ -28,7 +28,7 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import TextBlocks, triton_kernels_for
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import Rebuild, Weighting
+from surgeon.runtime.model.layers import Rebuild, Weighting, Window
 from surgeon.runtime.model.rotary import AllAngles
 
 
@@ -170,7 +170,7 @@ def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:
     return found
 
 
-def runs_of(rows: Sequence[Row], group: int, window: int | None) -> tuple[list[tuple[int, int]], list[int]]:
+def runs_of(rows: Sequence[Row], group: int, window: Window | None) -> tuple[list[tuple[int, int]], list[int]]:
     """Where the last token of each row looks, in a group of the cache, with such a window or without one.
 
     Returns:
@@ -179,7 +179,7 @@ def runs_of(rows: Sequence[Row], group: int, window: int | None) -> tuple[list[t
     runs, ends = list[tuple[int, int]](), list[int]()
     for row in rows:
         end = row.start + len(row.tokens)
-        parts = stretches(row.runs[group], 0 if window is None else max(0, end - window), end)
+        parts = stretches(row.runs[group], 0 if window is None else window.first(end), end)
         runs += [(part.start, part.stop - part.start) for part in parts]
         ends.append(len(runs))
     return runs, ends

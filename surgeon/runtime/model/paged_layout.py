@@ -16,6 +16,7 @@ of k and v together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.kernels.functions import Runs, TextKeys
 from surgeon.runtime.kernels.triton.functions import TextBlocks
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import Weighting, attention
+from surgeon.runtime.model.layers import Weighting, Window, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches, write_table
 from surgeon.runtime.model.rotary import AllAngles
 
@@ -97,7 +98,7 @@ class _Singles:
         self._sequences = [_Cached(row, cache, angles)]
         self._cache = cache
         self._angles = angles
-        self._runs: dict[tuple[int, int | None], Runs] = {}
+        self._runs: dict[tuple[int, Window | None], Runs] = {}
         self._tables: dict[int, TextBlocks] = {}
 
     def add(self, row: Row) -> None:
@@ -136,7 +137,7 @@ class _Singles:
             self._tables[group] = TextBlocks(inputs[:, 1:], inputs[:, 0], self._cache.counters(len(rows)))
         return self._tables[group]
 
-    def _read(self, group: int, window: int | None) -> Runs:
+    def _read(self, group: int, window: Window | None) -> Runs:
         """Where attentions of a group with such a window read."""
         key = group, window
         if key not in self._runs:
@@ -156,35 +157,46 @@ class _Chunk:
         self._angles = angles
         self._whole = not row.start  # a whole prompt: all that is read comes with the pass itself
         self._cached = _Cached(row, cache, angles)
-        self._texts: dict[tuple[int, int | None], TextKeys] = {}
-        self._masks: dict[int | None, Tensor] = {}
+        self._texts: dict[tuple[int, Window | None, int], TextKeys] = {}
+        self._masks: dict[tuple[int, int, Window | None], Tensor] = {}
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of this row, (tokens, H * D), given queries of the whole pass and what it keeps."""
-        own, window = self._own, weighting.window
-        if window is not None and window >= self._end:
-            window = None
-        if self._cache.kernels is not None and slot not in self._cache.rebuilds:
-            text = self._text(self._cache.group_of[slot], window)
-            return self._cache.kernels.attend_text(queries[own], self._cache.pairs[slot], text, weighting)
-        if self._whole:
-            all_keys, all_values = self._fresh(slot, kept[own])
-        else:
-            # The first of these tokens looks back the furthest.
-            all_keys, all_values = self._cached.read(slot, None if window is None else window + self._tokens - 1)
-        causal = self._whole and window is None
-        mask = None if causal else self._mask(all_keys.shape[2], window)
-        attended = attention(queries[own].transpose(0, 1)[None], all_keys, all_values, weighting, mask, causal)
-        return attended.transpose(1, 2).flatten(2)[0]
+        own, window = queries[self._own], Window.within(weighting.window, self._end)
+        by_kernels = self._cache.kernels is not None and slot not in self._cache.rebuilds
+        fresh = self._fresh(slot, kept[self._own]) if self._whole and not by_kernels else None
+        start, attended = self._end - self._tokens, []
+        for part in self._parts(window):
+            asked = own[part.start - start : part.stop - start]
+            if self._cache.kernels is not None and by_kernels:
+                text = self._text(self._cache.group_of[slot], window, part)
+                attended.append(self._cache.kernels.attend_text(asked, self._cache.pairs[slot], text, weighting))
+                continue
+            first = _first_key(window, part)
+            keys, values = self._cached.read_from(slot, first) if fresh is None else fresh
+            there = slice(0 if fresh is None else first, part.stop - (first if fresh is None else 0))
+            keys, values = keys[:, :, there], values[:, :, there]
+            causal = part.start == first and (window is None or window.chunked)
+            mask = None if causal else self._mask(len(asked), keys.shape[2], window)
+            found = attention(asked.transpose(0, 1)[None], keys, values, weighting, mask, causal)
+            attended.append(found.transpose(1, 2).flatten(2)[0])
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
-    def _text(self, group: int, window: int | None) -> TextKeys:
-        """What attentions of a group with such a window read."""
-        key = group, window
+    def _parts(self, window: Window | None) -> list[slice]:
+        """The row's positions; where there are chunks, those of each chunk, whose tokens look at the same first one."""
+        start, size = self._end - self._tokens, 0 if window is None else window.tokens
+        borders = range((start // size + 1) * size, self._end, size) if window is not None and window.chunked else ()
+        return [slice(*part) for part in pairwise((start, *borders, self._end))]
+
+    def _text(self, group: int, window: Window | None, part: slice) -> TextKeys:
+        """What tokens at some positions read in attentions of a group with such a window."""
+        key = group, window, part.start
         if key not in self._texts:
-            first_key = self._cached.first(None if window is None else window + self._tokens - 1)
-            places = stretches(self._cached.row.runs[group], first_key, self._end)
+            first = _first_key(window, part)
+            places = stretches(self._cached.row.runs[group], first, part.stop)
             runs = torch.tensor([(place.start, place.stop - place.start) for place in places])
-            self._texts[key] = TextKeys(runs, first_key, self._end - self._tokens, window)
+            sliding = None if window is None or window.chunked else window.tokens
+            self._texts[key] = TextKeys(runs, first, part.start, sliding)
         return self._texts[key]
 
     def _fresh(self, slot: int, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,13 +206,20 @@ class _Chunk:
         keys, values = kept.transpose(0, 1)[None].chunk(2, 1)
         return keys, values
 
-    def _mask(self, keys: int, window: int | None) -> Tensor:
-        """Which of the last so many tokens up to the row's end each token of the row looks at, (tokens, keys)."""
-        if window not in self._masks:
-            before = keys - self._tokens
-            seen = torch.ones(self._tokens, keys, dtype=torch.bool, device=self._cache.device).tril(before)
-            self._masks[window] = seen if window is None else seen.triu(before - window + 1)
-        return self._masks[window]
+    def _mask(self, tokens: int, keys: int, window: Window | None) -> Tensor:
+        """Which of so many keys each of as many tokens as end with the last of them looks at, (tokens, keys)."""
+        key = tokens, keys, window
+        if key not in self._masks:
+            before = keys - tokens
+            seen = torch.ones(tokens, keys, dtype=torch.bool, device=self._cache.device).tril(before)
+            sliding = window is not None and not window.chunked
+            self._masks[key] = seen.triu(before - window.tokens + 1) if sliding and window is not None else seen
+        return self._masks[key]
+
+
+def _first_key(window: Window | None, tokens: slice) -> int:
+    """The first position that some of a text's tokens look at; the first of them looks back the furthest."""
+    return 0 if window is None else window.first(tokens.start + 1)
 
 
 class _Cached:
@@ -213,15 +232,15 @@ class _Cached:
         self._angles = angles
         self._found: dict[tuple[int, int], Sequence[Tensor] | Tensor] = {}
 
-    def read(self, slot: int, last: int | None) -> tuple[Tensor, Tensor]:
-        """Those of a slot, (1, K, N, D) each: views where they lie in one run of blocks, copies otherwise.
+    def read(self, slot: int, window: Window | None) -> tuple[Tensor, Tensor]:
+        """Those of a slot that its last token looks at, as of `read_from`."""
+        return self.read_from(slot, 0 if window is None else window.first(self._end))
+
+    def read_from(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
+        """Those of a slot from a token on, (1, K, N, D) each: views where they lie in one run of blocks, else copies.
 
         Where they have to be rebuilt they last until the next ones.
-
-        Args:
-            last: how many of them, from the end; None for all.
         """
-        first = self.first(last)
         if slot in self._cache.rebuilds:
             return by_head(self._rebuilt(slot, first))
         key = self._cache.group_of[slot], first
@@ -233,10 +252,6 @@ class _Cached:
             return keys, values
         place = self._cache.places_in_group[slot]
         return found[2 * place], found[2 * place + 1]
-
-    def first(self, last: int | None) -> int:
-        """The first of the last so many tokens, or of all."""
-        return 0 if last is None else max(0, self._end - last)
 
     def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
         """Those of a slot in rank space from a token on, (N, K, D) each."""

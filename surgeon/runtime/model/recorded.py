@@ -21,13 +21,13 @@ from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.kernels.functions import Kernels, Runs
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
-from surgeon.runtime.model.layers import Weighting
+from surgeon.runtime.model.layers import Weighting, Window
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
 from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 
-Reading = tuple[int, int | None]  # a group of the cache, and a window
+Reading = tuple[int, Window | None]  # a group of the cache, and a window
 FIRST_ANGLES = 4096  # positions whose angles are computed at once: all passes are recorded anew when there are more
 TOKEN, POSITION, PLACE = 0, 1, 2  # rows of the inputs; places in the cache's groups take all further ones
 

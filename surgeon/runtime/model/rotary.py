@@ -104,8 +104,8 @@ def turned(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> 
         frequencies = torch.where(is_long[:, None], longer * stretched.clamp(min=1)[:, None] ** -powers, frequencies)
     scale: float | Tensor = rotary.scale
     if rotary.growth is not None:
-        rate, length = rotary.growth
-        scale = scale * (1 + rate * torch.log1p(torch.floor(positions / length)))[:, None]
+        rate, length, ahead = rotary.growth
+        scale = scale * (1 + rate * torch.log1p(torch.floor((positions + ahead) / length)))[:, None]
     angles = positions[:, None].float() * frequencies
     cosine, sine = angles.cos() * scale, angles.sin() * scale
     halves = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)

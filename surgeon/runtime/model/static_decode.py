@@ -36,7 +36,7 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for, power_of_
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.cuda_graphs import GraphRecorder
-from surgeon.runtime.model.layers import AttendRaw, Weighting, attention
+from surgeon.runtime.model.layers import AttendRaw, Weighting, Window, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
 from surgeon.runtime.model.program import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
@@ -113,7 +113,7 @@ class StaticLayout:
         self._tables = inputs[:, TABLE:].chunk(len(cache.windows), 1)
         self._dtype = cache.stored.dtype
         self._own = [self._places(group, self.positions[:, None])[:, 0] for group in range(len(cache.windows))]
-        self._views: dict[tuple[int, int | None], View] = {}
+        self._views: dict[tuple[int, Window | None], View] = {}
         self._texts: list[TextBlocks] = []
         if counters is not None:
             self._texts = [TextBlocks(table, self.positions, counters) for table in self._tables]
@@ -167,21 +167,21 @@ class StaticLayout:
         """Where tokens of each text, (B, any), lie in the cache, as far as a group goes."""
         return self._tables[group].gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
 
-    def _view(self, group: int, window: int | None) -> View:
+    def _view(self, group: int, window: Window | None) -> View:
         """What attentions of a group with such a window read.
 
         Where there is no such token the text's own newest one is read instead: a place that nobody has written to may
         hold what is no number, and 0 times that is none.
         """
         room = self._tables[group].shape[1] * BLOCK_TOKENS
-        if window is not None and window >= room:
-            window = None
+        window = Window.within(window, room)
         key = group, window
         if key not in self._views:
             newest = self.positions[:, None]
-            tokens = torch.arange(room if window is None else window, device=newest.device)[None]
+            tokens = torch.arange(room if window is None else window.tokens, device=newest.device)[None]
             if window is not None:
-                tokens = tokens + (newest - (window - 1))
+                size = window.tokens
+                tokens = tokens + (newest // size * size if window.chunked else newest - (size - 1))
             seen = (tokens >= 0) & (tokens <= newest)
             read = torch.where(seen, tokens, newest)
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(~seen, -torch.inf)

@@ -145,6 +145,7 @@ def make_plan(
         logit_softcap=_softcap(config, family.softcap),
         rotary_layers=places_among(rotaries, by_layer),
         query_factor=None if growth is None else len(rotaries) - 1,
+        plain_head_norms=family.plain_head_norms(config),
         mixtures=mixtures,
         clamped_gate=_clamped_gate(config, family),
         latent=latent,

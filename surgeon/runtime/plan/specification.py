@@ -9,6 +9,7 @@ from typing import Literal
 
 from surgeon.language.program import ATTENTION, Program, Sublayer
 from surgeon.models.families import FAMILIES, Family
+from surgeon.models.families.base import Growth
 from surgeon.models.latent import Latent
 from surgeon.models.routing import Routing
 from surgeon.runtime.batching.sequence import LongTexts
@@ -61,13 +62,13 @@ class Rotary:
     Attributes:
         inverse_frequencies: how far each pair of features turns per position.
         scale: the factor.
-        growth: b and n where it is multiplied by 1 + b * log(1 + floor(position / n)).
+        growth: what it is multiplied by, where that grows.
         longer: how those turn that are in longer texts, where that is otherwise.
     """
 
     inverse_frequencies: tuple[float, ...]
     scale: float
-    growth: tuple[float, int] | None = None
+    growth: Growth | None = None
     longer: Longer | None = None
 
     @property
@@ -106,6 +107,7 @@ class Plan:
         rotary_layers: which of the rotary positions each layer's attention has, None for no such; all have the first
             (if there is any) where it is empty.
         query_factor: which of the rotary positions turns nothing, and is a factor on queries before they are turned.
+        plain_head_norms: whether attentions with rotary positions norm heads of queries and keys without gains.
         decoding: how passes that add one token to each text are computed.
         low_rank: how ranks share matrices that are two factors.
         kv: what is kept in the cache of attentions whose k and v are two factors each.
@@ -145,6 +147,7 @@ class Plan:
     logit_softcap: float | None = None
     rotary_layers: tuple[int | None, ...] = ()
     query_factor: int | None = None
+    plain_head_norms: bool = False
     decoding: Decoding = "auto"
     low_rank: LowRankMode = "auto"
     kv: KvMode = "auto"

@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "gpt_oss": {"sliding_window": 8},
     "deepseek_v3": {},
+    "llama4_text": {"attention_chunk_size": 20},  # which end within blocks
 }
 CASES = [
     *(("llama", name) for name in ("dense", "LP", "ladder", "fork")),
@@ -51,14 +52,16 @@ CASES = [
 ]
 MIXTURES = [(family, name) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3") for name in ("dense", "LP", "ladder")]
 ON_ONE = [*CASES, ("qwen3_moe", "dense")]
+CHUNKED = ("llama4_text", "dense")
 ON_TWO = [("llama", "dense"), ("llama", "fork"), ("mistral", "LP"), ("gemma2", "attention || MLP")]
 ON_TWO += [("gpt_oss", "dense"), ("deepseek_v3", "dense")]
 ON_RANKS = [
     *(case(1, *each, default=each in ON_ONE) for each in (*CASES, *MIXTURES)),
     *(case(2, *each, default=each in ON_TWO) for each in (*CASES, *MIXTURES)),
+    *(case(count, *CHUNKED, default=False) for count in (1, 2)),
     *(case(4, *each, default=each[0] == "llama") for each in (("llama", "fork"), ("gemma2", "LP"))),
 ]
-DIVIDED = ("gemma2", "gpt_neo", "gpt_oss")  # with windows in some layers
+GROUPS = {"gemma2": 2, "gpt_neo": 2, "gpt_oss": 2, "llama4_text": 4}  # with windows in some layers
 NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)
 SHARED = torch.randint(2, VOCABULARY, (33,), generator=GENERATOR).tolist()
@@ -138,7 +141,7 @@ def test_greedy_tokens_in_every_company(family: str, name: str, ranks: Ranks, ch
     assert run(greedy(everybody), max_batch=3, pass_tokens=5) == wanted  # prompts in chunks beside continuations
     assert run(greedy(everybody[::-1]), max_batch=4, pass_tokens=20) == wanted
     groups = len(cache_groups(run.plan).windows)
-    assert groups == (2 if family in DIVIDED else 1)
+    assert groups == GROUPS.get(family, 1)
     assert run(greedy(everybody), blocks=5 * groups) == wanted  # with preemption
     ranks.call(unload)
 

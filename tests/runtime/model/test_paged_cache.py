@@ -11,13 +11,14 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BlockTable
 from surgeon.runtime.batching.sequence import Row, Wanted, asked_of
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
-from surgeon.runtime.model.layers import Weighting
+from surgeon.runtime.model.layers import Weighting, Window
 from surgeon.runtime.model.paged_cache import PagedCache, stretches
 from surgeon.runtime.model.paged_layout import PagedLayout, as_index
 
 HEAD_DIM = 8
 BLOCKS = 24
 PLAIN = Weighting()
+SEEN = st.none() | st.builds(Window, st.sampled_from([1, 8, 17, 40]), st.booleans())
 
 
 def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, rule: Weighting) -> Tensor:
@@ -26,7 +27,10 @@ def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, rule: Weighti
     found = []
     for row, query in enumerate(queries):
         end = len(keys) - len(queries) + row + 1
-        seen = slice(0 if rule.window is None else max(0, end - rule.window), end)
+        seen = slice(0, end)
+        if rule.window is not None:
+            size, chunked = rule.window
+            seen = slice((end - 1) - (end - 1) % size if chunked else max(0, end - size), end)
         for head in range(queries.shape[1]):
             scores = keys[seen, head // shared] @ query[head] * (rule.scale or HEAD_DIM**-0.5)
             if rule.softcap is not None:
@@ -87,9 +91,7 @@ def test_any_pass_over_any_blocks(rows: list[tuple[int, int]], order: list[int],
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=5),
     st.permutations(range(BLOCKS)),
     st.booleans(),
-    st.tuples(
-        *[st.builds(Weighting, st.none(), st.sampled_from([None, 1, 8, 17, 40]), st.sampled_from([None, 2.0]))] * 3
-    ),
+    st.tuples(*[st.builds(Weighting, st.none(), SEEN, st.sampled_from([None, 2.0]))] * 3),
 )
 def test_windows_and_caps_of_several_slots(
     rows: list[tuple[int, int]], order: list[int], scattered: bool, rules: tuple[Weighting, ...]
@@ -120,7 +122,7 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
     cache = PagedCache([2], BLOCKS, HEAD_DIM, torch.empty(0))
     cache.stored.zero_()
     layout = PagedLayout([Row(20, [0], (runs,), Wanted.BEST)], cache)
-    keys, _ = layout._parts[0]._sequences[0].read(0, last)
+    keys, _ = layout._parts[0]._sequences[0].read(0, None if last is None else Window(last))
     assert keys.shape == (1, 2, seen, HEAD_DIM)
     assert keys.untyped_storage().data_ptr() == cache.stored.untyped_storage().data_ptr()
     assert keys.data_ptr() == cache.slots[0][0][:, place].data_ptr()

@@ -59,6 +59,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "deepseek_v2": {},
     "deepseek_v3": {"attention_bias": True},
+    "llama4_text": {},
 }
 DENSE = Program.dense(4)
 PROGRAMS = {
@@ -99,7 +100,7 @@ PROGRAMS = {
 }
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
-MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
 KEPT = ("olmoe", "deepseek_v2", "deepseek_v3")  # whose attentions have no slices in programs
 MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")

@@ -32,7 +32,7 @@ from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.model.cuda_graphs import WARM_UPS, CudaRecorder
 from surgeon.runtime.model.engine import Figures, RankEngine
-from surgeon.runtime.model.layers import Weighting
+from surgeon.runtime.model.layers import Weighting, Window
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.static_decode import (
     Outputs,
@@ -77,6 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {},
     "olmo3": {},
+    "llama4_text": {},
     "mixtral": {"num_local_experts": 12},  # more than one text goes to, fewer than eight do
 }
 CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
@@ -92,13 +93,13 @@ TEXTS[4][:BLOCK_TOKENS] = TEXTS[3][:BLOCK_TOKENS]
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=5),
     st.permutations(range(BLOCKS)),
-    st.sampled_from([None, 1, 5, 33, 400]),
+    st.none() | st.builds(Window, st.sampled_from([1, 5, 33, 400]), st.booleans()),
     st.sampled_from([None, 2.0]),
     st.sampled_from([None, 0.3]),
     st.integers(0, 2),
 )
 def test_attention_of_any_texts(
-    starts: list[int], order: list[int], window: int | None, cap: float | None, scale: float | None, spare: int
+    starts: list[int], order: list[int], window: Window | None, cap: float | None, scale: float | None, spare: int
 ) -> None:
     """Places that nobody has written to hold no numbers here, and nothing of them may be seen."""
     cache = PagedCache([3, 2], BLOCKS + 1, HEAD_DIM, torch.empty(0))

@@ -99,7 +99,7 @@ class TritonKernels:
         texts: TextBlocks,
         block_tokens: int,
         scale: float | None = None,
-        window: int | None = None,
+        window: tuple[int, bool] | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -122,7 +122,7 @@ class TritonKernels:
             (count, kv_heads, parts),
             (
                 *(queries, pair, *texts, out, sums, totals, totals if sinks is None else sinks),
-                *(dim**-0.5 if scale is None else scale, softcap or 0.0, window or 0),
+                *(dim**-0.5 if scale is None else scale, softcap or 0.0, (window or (0, False))[0]),
                 *(queries.stride(0), pair.stride(0), texts.tables.stride(0), texts.newest.stride(0)),
             ),
             KV_HEADS=kv_heads,
@@ -134,6 +134,7 @@ class TritonKernels:
             TOKENS=tokens,
             PARTS=parts,
             WINDOWED=window is not None,
+            CHUNKED=window is not None and window[1],
             CAPPED=softcap is not None,
             SUNK=sinks is not None,
             IN_FLOAT32=self._interpreted or pair.dtype == torch.float32,  # the interpreter multiplies no bfloat16

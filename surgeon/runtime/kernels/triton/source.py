@@ -56,6 +56,7 @@ def attend(
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr,
     SUNK: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
@@ -70,7 +71,7 @@ def attend(
     last = (tl.load(newest + text * newest_stride) + 1).to(tl.int32)
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(last - window, 0)
+        begin = (last - 1) // window * window if CHUNKED else tl.maximum(last - window, 0)
     share = tl.cdiv(tl.cdiv(last - begin, PARTS), TOKENS) * TOKENS
     parts = tl.cdiv(last - begin, share)  # that have any keys
     if part < parts:

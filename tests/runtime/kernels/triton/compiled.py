@@ -67,6 +67,7 @@ def main(capability: int, dtype: str) -> None:
         TOKENS=min(MOST_TOKENS, TILE_BYTES // (DIM * BYTES[dtype])),
         PARTS=33,
         WINDOWED=True,
+        CHUNKED=False,
         CAPPED=True,
         SUNK=True,
         IN_FLOAT32=dtype == "fp32",

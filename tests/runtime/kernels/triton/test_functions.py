@@ -45,7 +45,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     group=st.integers(1, 5),
     dim=st.sampled_from([8, 20, 64]),
     dtype=DTYPES,
-    window=st.sampled_from([None, None, 1, 5, 33, 400]),
+    window=st.sampled_from([None, None, *((size, chunked) for size in (1, 5, 33, 400) for chunked in (False, True))]),
     cap=st.sampled_from([None, 2.0]),
     scale=st.sampled_from([None, 0.3]),
     sunk=st.booleans(),
@@ -57,7 +57,7 @@ def test_attend(
     group: int,
     dim: int,
     dtype: torch.dtype,
-    window: int | None,
+    window: tuple[int, bool] | None,
     cap: float | None,
     scale: float | None,
     sunk: bool,
@@ -80,7 +80,8 @@ def test_attend(
         if cap is not None:
             scores = cap * (scores / cap).tanh()
         if window is not None:
-            scores[..., : max(0, length - window)] = -torch.inf
+            size, chunked = window
+            scores[..., : (length - 1) // size * size if chunked else max(0, length - size)] = -torch.inf
         if sunk:
             scores = torch.cat([scores, sinks.double().view(kv_heads, group, 1)], -1)
         expected.append((scores.softmax(-1)[..., :length] @ values).flatten())
