@@ -10,6 +10,8 @@ import torch
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedModel,
@@ -63,10 +65,23 @@ def _qwen3_vl() -> tuple[PreTrainedModel, dict[str, Any]]:
     return Qwen3VLForConditionalGeneration(config), images
 
 
+def _llama4() -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Layer 1 of its text decoder looks at everything; layers 1 and 3 are mixtures."""
+    text = _TEXT | {"intermediate_size": 12, "intermediate_size_mlp": 48, "num_local_experts": 4, "floor_scale": 3}
+    text |= {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 5}
+    vision = (
+        _VISION | _PICTURE | {"intermediate_size": 64, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+    )
+    vision |= {"projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24}
+    config = Llama4Config(text_config=text, vision_config=vision, image_token_index=IMAGE)
+    return Llama4ForConditionalGeneration(config), {"pixel_values": torch.randn(1, 3, 16, 16)}
+
+
 _MAKERS: dict[str, Callable[[], tuple[PreTrainedModel, dict[str, Any]]]] = {
     "mistral3": _mistral3,
     "gemma3": _gemma3,
     "qwen3_vl": _qwen3_vl,
+    "llama4": _llama4,
 }
 WRAPPED = tuple(_MAKERS)
 
@@ -79,7 +94,7 @@ def tiny_wrapper(model_type: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     text = torch.randint(9, VOCABULARY, (1, 12))
     text[:, 2:6] = IMAGE
     inputs = images | {"input_ids": text}
-    if model_type != "mistral3":
+    if model_type in ("gemma3", "qwen3_vl"):
         inputs["mm_token_type_ids" if model_type == "qwen3_vl" else "token_type_ids"] = (text == IMAGE).int()
     return model.eval(), inputs
 

@@ -17,7 +17,7 @@ from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.library.capabilities import Capabilities
 from surgeon.models import families as described
 from surgeon.models.families import FAMILIES, Family, family_of
-from surgeon.models.wrappers import WRAPPERS, Wrapper
+from surgeon.models.wrappers import WRAPPERS
 from surgeon.opened import Model
 from surgeon.results.families import AREAS, FamilyRow, FamilyTable
 
@@ -43,12 +43,7 @@ def families(model_types: Collection[str] | None = None) -> FamilyTable:
         able = Capabilities(next(_examples(model_type, family.name)), RANKS, "bfloat16")
         rows.append(FamilyRow(family.name, model_type, summaries.get(model_type, ""), tuple(able.verdicts(AREAS))))
     around = sorted(WRAPPERS.values(), key=lambda wrapper: wrapper.name.lower())
-    return FamilyTable.of(rows, {f"{one.name} (`{one.model_type}`)": _inside(one) for one in around})
-
-
-def _inside(wrapper: Wrapper) -> str:
-    """Which decoder is in a wrapper, as `config.json` has it."""
-    return f"`{wrapper.decoder_type}`" + ("" if wrapper.refused is None else f", not operated on: {wrapper.refused}")
+    return FamilyTable.of(rows, {f"{one.name} (`{one.model_type}`)": f"`{one.decoder_type}`" for one in around})
 
 
 def _summaries() -> dict[str, str]:

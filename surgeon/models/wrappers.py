@@ -12,7 +12,6 @@ from typing import Any
 
 from surgeon.errors import shown
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
-from surgeon.models.families import Unsupported
 
 Entries = dict[str, Any]  # of a config.json
 # What names of tensors begin with, in files and in the text model alone; the first pair that fits counts.
@@ -42,11 +41,11 @@ class Wrapper:
         decoder_type: the `model_type` of the text decoder, where its configuration does not say it.
         text: the entry of `config.json` that is the text decoder's configuration.
         decoder: path of the text decoder in the wrapper's class, where a causal language model has "model".
+        head: where the wrapper's class has "lm_head".
         names: the ways in which checkpoints name tensors.
         tied: whether embedding and head are one matrix where `config.json` does not say.
         alone: makes the text decoder's entries those of the family that computes the same of a text.
         fed_layers: how many of the first layers have features of images added behind them.
-        refused: why the text decoder cannot be operated on, if it cannot.
     """
 
     name: str
@@ -54,17 +53,17 @@ class Wrapper:
     decoder_type: str
     text: str = "text_config"
     decoder: str = "model.language_model"
+    head: str = "lm_head"
     names: tuple[Prefixes, ...] = (_BEFORE_ALL, _INSIDE)
     tied: bool = True
     alone: Callable[[Entries], Entries] = _as_it_is
     fed_layers: Callable[[Entries], int] = _no_layers
-    refused: str | None = None
 
     def text_entries(self, entries: Entries) -> Entries:
         """The `config.json` that the text decoder would have as a causal language model.
 
         Raises:
-            ValueError: if it is not there, or cannot be operated on.
+            ValueError: if it is not there.
         """
         own = entries.get(self.text)
         if not isinstance(own, dict):
@@ -72,8 +71,6 @@ class Wrapper:
                 f"the config.json of a {self.name} has its text decoder's configuration as {self.text}, "
                 f"not {shown(own)}; is it damaged?"
             )
-        if self.refused is not None:
-            raise Unsupported(f"the text decoder of a {self.name} cannot be operated on: {self.refused}")
         given = {"model_type": self.decoder_type} | own
         given |= {key: entries[key] for key in _SHARED if key in entries and own.get(key) is None}
         given |= {key: value for key, value in entries.items() if key.startswith(PROGRAM_PREFIX)}
@@ -87,13 +84,15 @@ class Wrapper:
 
     def text_path(self, path: str) -> str | None:
         """Where a causal language model has what the wrapper's class has at a path; None if it is not of the text."""
-        if path.startswith(f"{self.decoder}."):
-            return "model" + path.removeprefix(self.decoder)
-        return path if path.startswith("lm_head.") else None
+        return renamed(path, self._places)
 
     def path_inside(self, path: str) -> str:
         """Where the wrapper's class has what a causal language model has at a path."""
-        return self.decoder + path.removeprefix("model") if path.startswith("model.") else path
+        return renamed(path, [(own, place) for place, own in self._places]) or path
+
+    @property
+    def _places(self) -> Prefixes:
+        return (f"{self.decoder}.", "model."), (f"{self.head}.", "lm_head.")
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
@@ -154,8 +153,10 @@ WRAPPERS = {
             "Llama 4",
             "llama4",
             "llama4_text",
+            decoder="language_model.model",
+            head="language_model.lm_head",
+            names=(_BEFORE_ALL,),
             tied=False,
-            refused="it is a mixture of experts whose attentions look at chunks of the text, which no family describes",
         ),
     )
 }
