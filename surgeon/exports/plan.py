@@ -80,8 +80,10 @@ class ExportPlan:
         """What files hold: the tensors, and around a text decoder everything else, as it is."""
         if self.wrapped is None:
             return self.tensors
-        renamed = [replace(tensor, name=self.wrapped.stored_name(tensor.name)) for tensor in self.tensors]
-        return renamed + [carried(self.wrapped.files, name) for name in self.wrapped.around]
+        of_text, of_others = self.layout.form.names_inside(self.wrapped)
+        carried_on = [carried(self.wrapped.files, name) for name in self.wrapped.around]
+        renamed = [replace(tensor, name=of_text(tensor.name)) for tensor in self.tensors]
+        return renamed + [replace(tensor, name=of_others(tensor.name)) for tensor in carried_on]
 
     @property
     def weight_bytes(self) -> int:

@@ -90,6 +90,11 @@ class Wrapper:
         """Where the wrapper's class has what a causal language model has at a path."""
         return renamed(path, [(own, place) for place, own in self._places]) or path
 
+    def path_around(self, name: str) -> str:
+        """Where the wrapper's class has what is not of the text decoder, by its stored name."""
+        inside = self.decoder.startswith("model.") and not name.startswith("model.")
+        return f"model.{name}" if inside else name
+
     @property
     def _places(self) -> Prefixes:
         return (f"{self.decoder}.", "model."), (f"{self.head}.", "lm_head.")

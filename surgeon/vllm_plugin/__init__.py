@@ -28,6 +28,6 @@ def register() -> None:
     shape = with_all_heads(shapes.ModelArchConfigConvertorBase)
     for name, config in CONFIGS.items():
         AutoConfig.register(config.model_type, config, exist_ok=True)
-        ModelRegistry.register_model(PROGRAM.causal_class(name), MODEL)
-        MODELS_CONFIG_MAP[PROGRAM.causal_class(name)] = ProgramPasses
+        ModelRegistry.register_model(PROGRAM.class_name(name), MODEL)
+        MODELS_CONFIG_MAP[PROGRAM.class_name(name)] = ProgramPasses
         shapes.MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = shape

@@ -19,7 +19,7 @@ import surgeon
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.random_weights import open_random
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.language.program import Sublayer
+from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.models.wrappers import WRAPPERS
@@ -29,7 +29,7 @@ from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import case
 from tests.tiny_models import tiny_tokenizer
-from tests.tiny_wrappers import WRAPPED, save_wrapper, tiny_wrapper
+from tests.tiny_wrappers import IMAGE, WRAPPED, save_wrapper, tiny_wrapper
 
 TEXT = torch.randint(9, 97, (2, 20), generator=torch.Generator().manual_seed(0))
 PRUNED = "A0 F0 A2 F2 A3 F3"
@@ -175,10 +175,86 @@ def test_an_adapter_lies_on_the_decoder_inside(saved: Any, tmp_path: Path) -> No
     assert not torch.allclose(logits(both, **inputs), logits(base, input_ids=inputs["input_ids"]), atol=0.1)
 
 
+PROGRAMS = {
+    "A0 F0 [A2 A3] [F2 F3]": "late, paired or left out, as a plain form cannot be",
+    "A0@q4,o5 F0 A1 F1 A2 F2@down3 A3 F3": "one layer after the other, with factors",
+}
+
+
 @all_wrappers
-def test_a_form_with_a_modeling_file_of_its_own_is_refused(saved: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="language model alone, not one inside a"):
-        surgeon.export(saved[2], tmp_path / "out", program="A0 F0 [A1 A2] [F1 F2] A3 F3", form="program")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_runs_inside(model_type: str, program: str, saved: Any, tmp_path: Path) -> None:
+    """In the class that the modeling file makes of the wrapper's, with images, and as a decoder alone."""
+    whole, inputs, folder = saved
+    if model_type == "qwen3_vl" and "[" in program:
+        with pytest.raises(ValueError, match="adds features of images behind its first 2 layers, and the program is"):
+            surgeon.export(folder, tmp_path / "out", program=program)
+        return
+    exported = surgeon.export(folder, tmp_path / "out", program=program, form="program")
+    assert exported.proof.exact < 1e-5
+    edited = edit(load(folder), program)
+    expected = logits(with_program(whole, edited), **inputs, use_cache=False)
+    assert not torch.allclose(expected, logits(whole, **inputs), atol=0.1)
+    options = {"trust_remote_code": True, "dtype": torch.float32}
+    written: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", **options).eval()
+    assert isinstance(written, type(whole))
+    torch.testing.assert_close(logits(written, **inputs, use_cache=False), expected, rtol=1e-4, atol=1e-4)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "suppress_tokens": [IMAGE]}
+    tokens = written.generate(**inputs, **greedy)
+    assert torch.equal(tokens, written.generate(**inputs, **greedy, use_cache=False))
+    written.save_pretrained(tmp_path / "again")
+    for place in (tmp_path / "out", tmp_path / "again"):
+        again: Any = AutoModelForImageTextToText.from_pretrained(place, **options).eval()
+        torch.testing.assert_close(logits(again, **inputs, use_cache=False), expected, rtol=1e-4, atol=1e-4)
+    reopened = surgeon.open(tmp_path / "out")
+    assert reopened.wrapped.wrapper.model_type == model_type
+    assert str(reopened.program) == str(Program.parse(program).renamed(numbered_anew(program)))
+    torch.testing.assert_close(logits(load(reopened), input_ids=TEXT), logits(edited, input_ids=TEXT))
+    assert torch.equal(reopened.wrapped.files.tensor(reopened.wrapped.around[0]), around_of(folder))
+
+
+def with_program(whole: PreTrainedModel, edited: Any) -> Any:
+    """The wrapper's own class with what runs of an edited decoder, or with the products of its factors."""
+    found: Any = copy.deepcopy(whole)
+    decoder, layers = decoder_of(found), edited.model.layers
+    if not any(sublayer.ranks for sublayer in layers.program.sublayers()):
+        decoder.layers, decoder.config = layers, edited.config
+        return found
+    for sublayer in layers.program.sublayers():
+        for role, _ in sublayer.ranks:
+            path = layers.family.spec(sublayer.kind, sublayer.layers[0]).projection(role).path
+            product = layers.owner(sublayer).get_submodule(path).weight.detach()
+            decoder.layers[sublayer.layers[0]].get_submodule(path).weight.data = product
+    return found
+
+
+def numbered_anew(program: str) -> Any:
+    """Layers count from 0 among those that a program has."""
+    there = sorted({layer for one in Program.parse(program).sublayers() for layer in one.layers})
+    return lambda one: replace(one, layers=tuple(there.index(layer) for layer in one.layers))
+
+
+def around_of(folder: Path) -> torch.Tensor:
+    wrapped = surgeon.open(folder).wrapped
+    found: torch.Tensor = wrapped.files.tensor(wrapped.around[0])
+    return found
+
+
+@one_wrapper
+def test_a_program_inside_is_edited_again(saved: Any, tmp_path: Path) -> None:
+    whole, inputs, folder = saved
+    surgeon.export(folder, tmp_path / "out", program="A0 F0 A1 F1 A2 F2 A3 F3", form="program")
+    assert surgeon.export(tmp_path / "out", tmp_path / "again", program=PRUNED).form == "program"
+    written = AutoModelForImageTextToText.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
+    assert torch.equal(logits(written, **inputs), logits(pruned_by_hand(whole), **inputs))
+
+
+@all_wrappers
+def test_a_form_with_a_class_of_its_own_is_refused(saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="language model alone, not one inside a|Gemma3 norms what|layers of Llama 4 are mixtures"
+    ):
+        surgeon.export(saved[2], tmp_path / "out", program="A0 F0 [A1 A2] [F1 F2] A3 F3", form="fused")
 
 
 @one_wrapper

@@ -76,8 +76,8 @@ def lay_out(
     for one in map(FORMS.__getitem__, among or FORMS if form == "auto" else (form,)):
         try:
             layout = one.lay_out(program, family, config)
-            if wrapped is not None and (reason := one.inside(wrapped, layout)) is not None:
-                raise Inexpressible(reason)
+            if wrapped is not None:
+                layout = one.inside(wrapped, layout, family)
         except Inexpressible as refusal:
             refusals.setdefault(str(refusal), []).append(one.name)
             continue

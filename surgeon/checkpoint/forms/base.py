@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
-from surgeon.checkpoint.forms.stored_layers import StoredLayer, per_layer_lists, stored_layers
+from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, per_layer_lists, stored_layers
 from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
 from surgeon.checkpoint.stored import StoredModel
@@ -31,12 +32,14 @@ class Layout:
         reason: why this form, in a sentence for the user.
         layers: the layers of the checkpoint, in order.
         program: the program over those layers, where they do not simply run one after the other.
+        wrapped: what the layers are to stand in, if they are a text decoder's.
     """
 
     form: Form
     reason: str
     layers: tuple[StoredLayer, ...]
     program: Program | None = None
+    wrapped: Wrapped | None = None
 
 
 class Form(ABC):
@@ -73,13 +76,21 @@ class Form(ABC):
             Inexpressible: if there are none, saying why.
         """
 
-    def inside(self, wrapped: Wrapped, layout: Layout) -> str | None:  # noqa: ARG002
-        """Why a text decoder in this form cannot stand inside its wrapper; None if it can."""
-        return (
-            None
-            if self.shipped is None
-            else (f"its modeling file makes a language model alone, not one inside a {wrapped.wrapper.name}")
-        )
+    def inside(self, wrapped: Wrapped, layout: Layout, family: Family) -> Layout:  # noqa: ARG002
+        """The same layout of a text decoder that stands inside its wrapper.
+
+        Raises:
+            Inexpressible: if it cannot, saying why.
+        """
+        if self.shipped is not None:
+            raise Inexpressible(
+                f"its modeling file makes a language model alone, not one inside a {wrapped.wrapper.name}"
+            )
+        return replace(layout, wrapped=wrapped)
+
+    def names_inside(self, wrapped: Wrapped) -> tuple[Callable[[str], str], Callable[[str], str]]:
+        """What tensors of a text decoder are called in its wrapper's files; and those around it, by their names now."""
+        return wrapped.stored_name, str
 
     def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
         """For each layer of a checkpoint in this form, the original's layers that it is made of.
@@ -157,11 +168,14 @@ class Form(ABC):
         """The class that others build, in the modeling file inside the checkpoint if it has one; its configuration."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        if (wrapped := stored.wrapped) is not None:
+        wrapped, model_type = stored.wrapped, stored.config.model_type
+        if self.shipped is None and wrapped is not None:
             return wrapped.stock_class()
         if self.shipped is None:
             return MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.config
-        model_class: Any = self.shipped.model_class(stored.config.model_type, stored.folder)
+        if wrapped is not None:
+            model_type = wrapped.wrapper.model_type
+        model_class: Any = self.shipped.model_class(model_type, stored.folder, around=wrapped is not None)
         return model_class, model_class.config_class.from_pretrained(stored.folder)
 
     # How it is used.

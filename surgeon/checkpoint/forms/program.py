@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, r
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.language.program import KINDS, Program, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
@@ -57,6 +59,25 @@ class ProgramForm(Form):
             reason += f"; vLLM needs surgeon's plugin, because {why_plugin}"
         return Layout(self, reason, layers, renumbered)
 
+    def inside(self, wrapped: Wrapped, layout: Layout, family: Family) -> Layout:
+        wrapper, program = wrapped.wrapper, layout.program
+        assert program is not None
+        fed = wrapper.fed_layers(wrapped.entries)
+        if fed and program.whole() != Program.dense(len(layout.layers), family.steps_per_layer):
+            raise Inexpressible(
+                f"a {wrapper.name} adds features of images behind its first {fed} layers, and the program is another "
+                "than one layer after the other"
+            )
+        reason = (
+            f"transformers loads it with the modeling file inside (trust_remote_code=True), which runs the program "
+            f"inside a {wrapper.name}"
+        )
+        return replace(layout, reason=reason, wrapped=wrapped)
+
+    def names_inside(self, wrapped: Wrapped) -> tuple[Callable[[str], str], Callable[[str], str]]:
+        # As its class calls them: `transformers` renames tensors for stock classes only.
+        return wrapped.wrapper.path_inside, wrapped.wrapper.path_around
+
     def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
         return [group.layers for group in _groups(program).groups]
 
@@ -79,7 +100,12 @@ class ProgramForm(Form):
 
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:
         family, config = original.family, original.config
-        runs = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: family_row(family, config)}
+        row = family_row(family, config)
+        runs = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: row}
+        if layout.wrapped is not None:
+            wrapper = layout.wrapped.wrapper
+            row["inside"] = [wrapper.text, wrapper.decoder]
+            return self.shipped.entries(wrapper.model_type, around=True) | runs
         scale = family.logit_scale(config)
         # By this name vLLM's transformers backend, which has a head of its own, knows it.
         scaled = {} if scale is None else {"logit_scale": scale}
@@ -95,12 +121,14 @@ class ProgramForm(Form):
         return with_room(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored)
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
+        name = serve.partition(" --")[0].removeprefix("vllm serve ")
+        if stored.wrapped is not None:
+            what = f"a text decoder inside a {stored.wrapped.wrapper.name}"
+            return f"{NOT_ON_VLLM} of {what}. transformers does:", f"transformers serve {name} --trust-remote-code"
         if (why_not := stored.family.apart(stored.program)) is not None:
-            name = serve.partition(" --")[0].removeprefix("vllm serve ")
             return f"{NOT_ON_VLLM} of {why_not}. transformers does:", f"transformers serve {name} --trust-remote-code"
         if (why := stored.family.off_vllm) is not None:
-            here = serve.partition(" --")[0].replace("vllm serve", "surgeon serve")
-            return f"{NOT_ON_VLLM} of these attentions: {why}. Ranks of surgeon's own do:", here
+            return f"{NOT_ON_VLLM} of these attentions: {why}. Ranks of surgeon's own do:", f"surgeon serve {name}"
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
             return BY_THE_FILE, f"{serve} --trust-remote-code"
         return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"
@@ -166,6 +194,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "arguments": list(family.arguments),
         "returns_tuple": family.returns_tuple,
         "steps": family.steps_per_layer,
+        "inside": None,
     }
 
 

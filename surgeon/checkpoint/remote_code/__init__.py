@@ -17,6 +17,9 @@ What config.json of a checkpoint in the program form says, for a Llama (`model_t
     the rest         as in the original's, `num_hidden_layers` and lists with one entry per layer following the stored
                      layers
 
+Inside a wrapper (`model_type` "mistral3") it is "surgeon_mistral3", and the classes are ProgramMistral3Config and
+ProgramMistral3ForImageTextToText, for AutoModelForImageTextToText.
+
 `ProgramLlamaConfig` is `LlamaConfig` but for its `model_type`, and so for every architecture. Without running the file:
 take "surgeon_" off the `model_type`, leave out `auto_map` and what begins with "surgeon_", and read the rest as the
 stock configuration, as `surgeon.checkpoint.config.read_config` does.
@@ -61,32 +64,43 @@ class RemoteCode:
         """The file, as it lies in this package."""
         return Path(__file__).with_name(f"{self.module}.py")
 
-    def causal_class(self, model_type: str) -> str:
-        """The name of the class with a language-model head."""
-        return f"{self.stem(model_type)}ForCausalLM"
+    def class_name(self, model_type: str, around: bool = False) -> str:
+        """The name of the class with a language-model head; `around` as of `auto_map`."""
+        return f"{self.stem(model_type)}{AROUND if around else 'ForCausalLM'}"
 
-    def auto_map(self, model_type: str) -> dict[str, str]:
-        """The `auto_map` of a checkpoint's config.json."""
+    def auto_map(self, model_type: str, around: bool = False) -> dict[str, str]:
+        """The `auto_map` of a checkpoint's config.json.
+
+        Args:
+            around: whether the architecture is a wrapper around the text decoder.
+        """
         suffixes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        if around:
+            suffixes = {"AutoConfig": "Config", f"AutoModel{AROUND}": AROUND}
         return {auto: f"{self.module}.{self.stem(model_type)}{suffix}" for auto, suffix in suffixes.items()}
 
-    def entries(self, model_type: str) -> dict[str, Any]:
-        """What a checkpoint's config.json says of the classes."""
+    def entries(self, model_type: str, around: bool = False) -> dict[str, Any]:
+        """What a checkpoint's config.json says of the classes; `around` as of `auto_map`."""
         return {
-            "architectures": [self.causal_class(model_type)],
-            "auto_map": self.auto_map(model_type),
+            "architectures": [self.class_name(model_type, around)],
+            "auto_map": self.auto_map(model_type, around),
             "model_type": self.prefix + model_type,
         }
 
-    def model_class(self, model_type: str, folder: Path | None = None) -> type[PreTrainedModel]:
-        """The class with a language-model head: this package's own, or that of the file's copy in a folder."""
+    def model_class(self, model_type: str, folder: Path | None = None, around: bool = False) -> type[PreTrainedModel]:
+        """The class with a language-model head: this package's own, or that of the file's copy in a folder.
+
+        Args:
+            around: as of `auto_map`.
+        """
         module = (
             importlib.import_module(f"{__name__}.{self.module}") if folder is None else _import(folder / self.file.name)
         )
-        loaded: type[PreTrainedModel] = getattr(module, self.causal_class(model_type))
+        loaded: type[PreTrainedModel] = getattr(module, self.class_name(model_type, around))
         return loaded
 
 
+AROUND = "ForImageTextToText"  # ends names of classes around a text decoder
 FAMILY_KEY = "surgeon_family"  # in config.json, beside the program
 FUSED = RemoteCode("modeling_surgeon_fused", lambda _: "SurgeonFused")  # one for all architectures
 PROGRAM = RemoteCode(

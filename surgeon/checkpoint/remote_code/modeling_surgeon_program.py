@@ -33,10 +33,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 from transformers.pytorch_utils import Conv1D
 
+STOCK: Any = {
+    "Model": MODEL_MAPPING,
+    "ForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "ForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+}
 # What releases of transformers and their architectures call the keys and values of tokens before.
 CACHES = ("cache", "past_key_values", "layer_past")
 
@@ -64,6 +74,7 @@ class Family(NamedTuple):
     arguments: tuple[str, ...]  # what the decoder hands a layer by position after the stream
     returns_tuple: bool  # whether a layer returns (stream, attention weights)
     steps: int  # of a layer of the unedited model: 2, or 1 where attention and feed-forward read the same stream
+    inside: tuple[str, str] | None  # of a text decoder inside another model: the config's entry, and the path
 
 
 def family_in(config: Any) -> Family:
@@ -618,12 +629,16 @@ class RunsProgram(nn.Module):
     _tp_plan: Any
 
     def __init__(self, config: Any) -> None:
-        config = copy.deepcopy(config)
+        whole = copy.deepcopy(config)
+        family = family_in(whole)
+        entry, place = family.inside or (None, "")
+        config = getattr(whole, entry) if entry else whole  # the text decoder's
         describe_layers(config)
-        super().__init__(config)
-        self.family = family_in(config)
-        path, layers = next((path, m) for path, m in self.named_modules() if isinstance(m, nn.ModuleList))
-        program = parse(config.surgeon_program)
+        super().__init__(whole)
+        self.family = family
+        decoder = self.get_submodule(place)
+        path, layers = next((path, m) for path, m in decoder.named_modules() if isinstance(m, nn.ModuleList))
+        path, program = f"{place}.{path}".removeprefix("."), parse(whole.surgeon_program)
         if any(one.experts is not None for one in sublayers(program)):
             config.output_router_logits = False  # the stock class balances as many experts in every layer
         for sublayer in {(one.kind, one.layer): one for one in sublayers(program)}.values():
@@ -666,8 +681,9 @@ class KeepsProgram:
 
     def to_dict(self) -> dict[str, Any]:
         written: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        stored: dict[str, Any] = written.pop("surgeon_stored", {})
-        return written | stored
+        for entries in [written, *(one for one in written.values() if isinstance(one, dict))]:
+            entries.update(entries.pop("surgeon_stored", {}))
+        return written
 
 
 def describe_slots(config: Any, running: ProgramLayers) -> None:
@@ -691,7 +707,7 @@ def describe_layers(config: Any) -> None:
 
 
 def define_classes(stock: type) -> dict[str, type]:
-    """ProgramLlamaConfig, ProgramLlamaModel and ProgramLlamaForCausalLM for LlamaConfig, and so on.
+    """ProgramLlamaConfig, ProgramLlamaModel and ProgramLlamaForCausalLM for LlamaConfig, and so on; those there are.
 
     The configuration has a model type of its own, so that no stock class loads the checkpoint and ignores the program.
     """
@@ -699,18 +715,13 @@ def define_classes(stock: type) -> dict[str, type]:
     own_type = {"__module__": __name__, "model_type": f"surgeon_{stock.model_type}"}  # type: ignore[attr-defined]
     config = type(f"{name}Config", (KeepsProgram, stock), own_type)
     body: Any = {"__module__": __name__, "config_class": config}
-    model: Any = MODEL_MAPPING[stock]
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[stock]
-    return {
-        f"{name}Config": config,
-        f"{name}Model": type(f"{name}Model", (RunsProgram, model), body),
-        f"{name}ForCausalLM": type(f"{name}ForCausalLM", (RunsProgram, causal), body),
-    }
+    names = {f"{name}{suffix}": mapping[stock] for suffix, mapping in STOCK.items() if stock in mapping}
+    return {f"{name}Config": config} | {own: type(own, (RunsProgram, model), body) for own, model in names.items()}
 
 
 def __getattr__(name: str) -> Any:
     """The classes of an architecture, made when one of them is first asked for."""
-    match = re.fullmatch(r"Program(\w+?)(Config|Model|ForCausalLM)", name)
+    match = re.fullmatch(r"Program(\w+?)(Config|Model|ForCausalLM|ForImageTextToText)", name)
     stock = f"{match[1]}Config" if match else None
     for model_type, config_name in CONFIG_MAPPING_NAMES.items():
         if config_name == stock:
