@@ -253,7 +253,7 @@ class _Mixture(Reference):
         normed = self.norm(self.at(k, self.mlp_norm), x).flatten(0, -2)
         total = torch.zeros_like(normed)
         for token, shares in enumerate(self.shares(self.linear(self.at(k, self.router), normed))):
-            for expert, share in enumerate(shares.tolist()):
+            for expert, share in enumerate(shares):
                 if share:
                     total[token] += share * self.expert(k, expert, normed[token])
         return total.view(x.shape)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -83,10 +84,16 @@ def push(function: Function, point: Tensor, vector: Tensor) -> Tensor:
 
 
 @contextmanager
-def differentiable() -> Iterator[None]:
-    """Within this, attention can be differentiated forwards as well: its fused kernels cannot.
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """Within this, sublayers of a model can be differentiated forwards, as fused kernels and grouped products cannot.
 
     What a sublayer computes stays the same up to rounding. Parameters get no gradients.
     """
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        yield
+    config: Any = model.config
+    before = config._experts_implementation
+    config._experts_implementation = "eager"
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        config._experts_implementation = before

@@ -131,7 +131,7 @@ def _compute_terms(subject: Subject, chosen: list[int], power: PowerIteration, j
             todo = [layer for layer in range(num_layers) if (window, layer) not in journal.layers]
             if not todo:
                 continue
-            with differentiable():
+            with differentiable(subject.model):
                 walk = Walk(subject.model, subject.windows.ids[window : window + 1])
                 stream = walk.start
                 for layer in range(todo[-1] + 1):

@@ -12,7 +12,7 @@ from torch.autograd.functional import jacobian
 from surgeon.analysis.engine.walk import Walk
 from surgeon.analysis.jacobian import PowerIteration, differentiable, push
 from tests.reference import Reference
-from tests.selection import one_in
+from tests.selection import case, one_in
 from tests.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = 6
@@ -35,11 +35,12 @@ def ids() -> Tensor:
     return torch.randint(2, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("family", one_in(2, FAMILIES, 0))
+@pytest.mark.parametrize("family", [*one_in(2, FAMILIES, 0), case("qwen3_next", default=False)])
 def test_norms_are_the_largest_singular_values(family: str, ids: Tensor) -> None:
-    model = tiny_model(family, 2)
+    kinds = {"layer_types": ["full_attention", "linear_attention"]} if family == "qwen3_next" else {}
+    model = tiny_model(family, 2, **kinds)
     plain = Reference(model)
-    with differentiable():
+    with differentiable(model):
         walk = Walk(model, ids)
         attention = EXACT.norm(lambda x: walk.attention(1, x), walk.start)
         whole = EXACT.norm(lambda x: walk.mlp(1, x), walk.start)
@@ -59,7 +60,7 @@ def test_the_norm_of_a_whole_layers_map(ids: Tensor) -> None:
         middle = x + plain.attention(1, x)
         return middle + plain.feed_forward(1, middle)
 
-    with differentiable():
+    with differentiable(model):
         walk = Walk(model, ids)
         found = EXACT.norm(lambda x: walk.layer(1, x).after, walk.start)
         start = walk.start.clone()
@@ -69,7 +70,7 @@ def test_the_norm_of_a_whole_layers_map(ids: Tensor) -> None:
 def test_products_with_a_jacobian(ids: Tensor) -> None:
     model = tiny_model("llama", 2)
     plain = Reference(model)
-    with differentiable():
+    with differentiable(model):
         walk = Walk(model, ids)
         vector = torch.randn_like(walk.start)
         image = push(lambda x: walk.attention(0, x), walk.start, vector)
@@ -103,7 +104,7 @@ def test_iterations_end_by_tolerance_or_number() -> None:
 
 def test_the_start_is_that_of_the_seed(ids: Tensor) -> None:
     model = tiny_model("llama", 2)
-    with differentiable():
+    with differentiable(model):
         walk = Walk(model, ids)
         first, again, other = (
             PowerIteration(iterations=2, tolerance=0, seed=seed).norm(lambda x: walk.attention(1, x), walk.start)
@@ -117,6 +118,6 @@ def test_what_is_computed_stays_the_same(ids: Tensor) -> None:
     with torch.no_grad():
         walk = Walk(model, ids)
         usual = walk.layer(1, walk.start).after
-    with differentiable():
+    with differentiable(model):
         torch.testing.assert_close(Walk(model, ids).layer(1, walk.start).after, usual)
         assert not walk.layer(1, walk.start).after.requires_grad

@@ -26,7 +26,7 @@ def ids() -> Tensor:
 
 def terms_of_pair(model: Any, ids: Tensor, power: PowerIteration = EXACT) -> tuple[PairTerms, Tensor]:
     """The terms of layers 1 and 2, and the stream before layer 1."""
-    with differentiable():
+    with differentiable(model):
         walk = Walk(model, ids)
         stream = walk.layer(0, walk.start).after
         return pair_terms(walk, 1, walk.layer(1, stream), power), stream.clone()

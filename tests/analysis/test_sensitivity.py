@@ -65,7 +65,7 @@ def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
     model = tiny_model("llama", LAYERS)
     each = []
     for window in (0, 4):
-        with differentiable():
+        with differentiable(model):
             walk = Walk(model, windows.ids[window : window + 1])
             stream = walk.layer(0, walk.start).after
             each.append(pair_terms(walk, 1, walk.layer(1, stream), POWER).values)

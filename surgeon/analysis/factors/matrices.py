@@ -141,12 +141,13 @@ def choose_layers(num_layers: int, layers: range | None) -> range:
 
 
 def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ...]:
-    """The roles asked for, in the family's order, or all that it has.
+    """The roles asked for, in the order of programs, or all that it has one matrix of in a layer.
 
     Raises:
         ValueError: if the family has no such weight, or none is named.
     """
-    known = [projection.role for kind in KINDS for projection in family.spec(kind).projections]
+    inside = {projection.role for spec in family.specs() for projection in spec.projections if not projection.stacked}
+    known = [role for kind in KINDS for role in ROLES[kind] if role in inside]
     for name in names or ():
         if name not in known:
             raise ValueError(f"{family.name} has no weight {name!r}; {did_you_mean(name, known)}")
@@ -156,13 +157,13 @@ def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ..
 
 
 def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list[Matrix]:
-    """These weights of these layers, in the order in which the model uses them."""
+    """These weights of the layers that have them, in the order in which the model uses them; experts' are none."""
     return [
         Matrix.of(layer, projection.role)
         for layer in layers
         for kind in KINDS
-        for projection in family.spec(kind).projections
-        if projection.role in weights
+        for projection in family.spec(kind, layer).projections
+        if projection.role in weights and not projection.stacked
     ]
 
 

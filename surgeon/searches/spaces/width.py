@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.operations.width import USUAL, count_of
+from surgeon.language.program import Sublayer
 from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import HALVES, TIMES, WEIGHTS, Claim, claims_of_slices, register
 from surgeon.searches.spaces.shares import ShareSpace, kind_of
@@ -43,6 +44,12 @@ class Widths(ShareSpace):
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return super().claims(edit) | claims_of_slices(edit, kind_of(edit))
+
+    def edits(self, model: Model) -> Iterator[Edit]:
+        shapes = model.shapes.layer_shapes
+        for edit in super().edits(model):
+            if all(kind_of(edit) in shapes.of(Sublayer(kind_of(edit), (layer,))).units for layer in edit.layers):
+                yield edit
 
     def kept(self, model: Model, kind: str, share: float) -> int:
         """How many are kept; 0 where that is all of them, or they cannot be told apart."""

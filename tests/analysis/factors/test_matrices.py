@@ -68,6 +68,16 @@ def test_weights_and_layers() -> None:
     ]  # fmt: skip
 
 
+def test_layers_that_differ_have_their_own() -> None:
+    """Linear attentions and experts have none; of four layers one is dense."""
+    family = family_of(tiny_model("qwen3_next", 4).config)
+    found = find_matrices(family, range(1, 4), choose_weights(family, None))
+    assert [str(one) for one in found if one.layer > 1] == [f"{role} of layer 2" for role in "qgkvo"] + [
+        f"{role} of layer 2" for role in ("gate", "up", "down")
+    ]
+    assert [one.role for one in found if one.layer == 1] == list("qgkvo")
+
+
 @pytest.mark.parametrize("name", DENSE_FAMILIES)
 def test_every_matrix_of_every_family_can_be_replaced(name: str) -> None:
     """What is put in place is read back, and the matrices that are packed beside it stay."""

@@ -114,8 +114,10 @@ def test_its_parameters_are_counted() -> None:
     assert Sublayer("A", (0,)).parameters(shapes) == sum(parameter.numel() for parameter in linear.parameters())
 
 
-def test_spaces_of_slices_have_the_layers_that_have_some(source: Path) -> None:
+def test_spaces_have_the_layers_whose_heads_stand_for_themselves(source: Path) -> None:
     model = open_model(source)
     assert [edit.layers for edit in SPACES["tracks"](ranks=2).edits(model)] == [range(2, 3)]
     assert [edit.layers for edit in SPACES["desync"](ranks=2).edits(model)] == [range(2, 3)]
+    narrow = [str(edit) for edit in SPACES["width"](ranks=1).edits(model) if "attention" in edit.option]
+    assert narrow == ["width 2:3 attention:0.5"]
     assert {edit.layers for edits in SPACES["tracks"](ranks=2).stretches(model) for edit in edits} <= {range(2, 3)}
