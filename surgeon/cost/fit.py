@@ -7,14 +7,14 @@ model needs to give the measured seconds back, for these shapes and numbers of r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
 from surgeon.cost.dissect import ATTENDING, BEST, EMBEDDING, HEAD, NORM, READING, STARTING, SUBLAYER, WAITING, WRITING
 from surgeon.cost.kernels import Kernel
 from surgeon.cost.samples import PROMPT, SHORT, SIZES, WHOLE, PassSample, Round
-from surgeon.cost.work import Forward, RankWork
+from surgeon.cost.work import OF_EXPERTS, Forward, RankWork
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.placement import rank_work
@@ -111,10 +111,17 @@ class Fit:
     def kernels(self, kind: str, sample: PassSample) -> dict[str, Kernel]:
         """A sublayer's, by what their time was noted under; what has no name there is "rest"."""
         forward = Forward(sample.texts, sample.new, round(sample.cached))
-        work, part = next((work, part) for work in self.works for part in work.parts if part.sublayer.kind == kind)
+        parts = [(work, part) for work in self.works for part in work.parts if part.sublayer.kind == kind]
+        # Of few dense layers before mixtures the mixtures count.
+        work, part = max(parts, key=lambda one: self.plan.mixtures.size(one[1].sublayer) is not None)
         kernels = [one for one in self.rank_work.part(work, part, forward) if isinstance(one, Kernel)]
         products = [one for one in kernels if one.nature == "product"]
-        found = {NORM: kernels[0], READING: products[0], WRITING: products[-1]}
+        experts = [one for one in products if one.name.endswith(OF_EXPERTS)]
+        writing = products[-1]
+        if experts:  # they are timed together
+            flops, moved = (sum(getattr(one, what) for one in experts) for what in ("flops", "moved"))
+            writing = replace(experts[-1], flops=flops, moved=moved)
+        found = {NORM: kernels[0], READING: products[0], WRITING: writing}
         for one in kernels:
             if one.nature == "attention":
                 found[ATTENDING] = one

@@ -21,6 +21,7 @@ from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of, whole_experts
 from surgeon.runtime.plan.specification import Plan
 
+OF_EXPERTS = " of experts"  # of their products' names
 SQUARES_BYTES = 8  # of a token: how large its queries and its keys are, in float32
 
 
@@ -228,7 +229,7 @@ class RankWork:
                     yield self.numbers.copy("copies", 2 * load.hit * width * depth)
                 moved = load.hit * width * depth + load.pairs * (width + depth)
                 flops, rows = 2 * load.pairs * width * depth, load.pairs / load.hit
-                yield Kernel(f"{role} of experts", "product", flops, self.numbers.size * moved, rows)
+                yield Kernel(f"{role}{OF_EXPERTS}", "product", flops, self.numbers.size * moved, rows)
         yield self.numbers.copy("activation", 3 * load.pairs * matrices["up"][0])
         yield self.numbers.copy("mix", (load.pairs + forward.tokens) * self.plan.hidden)
 

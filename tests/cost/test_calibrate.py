@@ -95,9 +95,9 @@ class TrueMachine:
         parts: dict[str, float] = {}
         for kind, work in zip("AF", self.works[:2], strict=True):
             kernels = [one for one in self.rank_work.items(work, forward) if isinstance(one, Kernel)]
-            reading, writing = (one for one in kernels if one.nature == "product")
+            reading, *writing = (one for one in kernels if one.nature == "product")  # of a mixture all of its experts'
             parts |= {f"norm {kind}": self.seconds(kernels[0]), f"reading {kind}": self.seconds(reading)}
-            parts |= {f"writing {kind}": self.seconds(writing)}
+            parts |= {f"writing {kind}": sum(map(self.seconds, writing))}
             if kind == "A":
                 parts["attending"] = self.seconds(next(one for one in kernels if one.nature == "attention"))
             parts[f"sublayer {kind}"] = sum(self.seconds(one) for one in kernels[:-1])
@@ -127,6 +127,19 @@ def test_where_norms_add_what_additions_take_is_theirs() -> None:
     added = apart.pop("host.launches.add.1")
     assert added > 0
     assert together == apart | {"host.launches.norm.1": apart["host.launches.norm.1"] + added}
+
+
+def test_experts_are_timed_together() -> None:
+    """What all of their products take is not what the last of them does."""
+    hardware = parse_hardware(TRUE)
+    model = shapes("qwen3_moe", **WIDE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512})
+    plan = plan_on_paper(model, Program.dense(4), 1, 480, "float32", "auto", "full")
+    measured = TrueMachine(hardware, model, plan).round()
+    found = parse_hardware(hardware_text("found", MachineCalibration(model, {1: plan}, ways=()), {1: [measured] * 3}))
+    for load in (Workload(1, 64, 16), Workload(8, 64, 16)):
+        expected, again = (predict(model, Program.dense(4), one, load, Deployment()) for one in (hardware, found))
+        assert again.per_token == pytest.approx(expected.per_token, rel=0.15)
+        assert again.first_token == pytest.approx(expected.first_token, rel=0.15)
 
 
 def test_known_hardware_is_found_again_as_far_as_predictions_go() -> None:
