@@ -29,7 +29,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 MOST_AHEAD = 8
-TRIAL_AFTER = 256  # passes without drafts
+FIRST_WAIT, LONGEST_WAIT = 16, 256  # passes without drafts until they are tried again; twice as many each time
 PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change
 LEAST_GAIN = 1.02  # in tokens per second, that drafts are to promise
 FIRST_CHANCE, OWN_WEIGHT = (
@@ -122,6 +122,7 @@ class Ahead:
         self.drafting = PassTimes()
         self.verifying = PassTimes()
         self._all = Hits()
+        self._wait = FIRST_WAIT
         self._drafted, self._alike = False, 0  # whether the last pass had drafts, and how many before it were so, too
 
     def choose(self, texts: Several[Hits], most: Several[int]) -> list[int]:
@@ -134,10 +135,13 @@ class Ahead:
         found = [0] * len(texts)
         if self.verifying.knows(len(texts)) and any(most):
             found = self._best(texts, most)
-            if any(found) and self._alike == PLAIN_AFTER:
-                found = [0] * len(texts)
-            elif not any(found) and (not self.drafting.known or self._alike == TRIAL_AFTER):
+            if any(found):
+                self._wait = FIRST_WAIT
+                if self._drafted and self._alike == PLAIN_AFTER:
+                    found = [0] * len(texts)
+            elif not self.drafting.known or (self._alike >= self._wait and not self._drafted):
                 found = [min(1, each) for each in most]
+                self._wait = min(2 * self._wait, LONGEST_WAIT) if self.drafting.known else FIRST_WAIT
         self._alike = self._alike + 1 if any(found) == self._drafted else 1
         self._drafted = any(found)
         return found

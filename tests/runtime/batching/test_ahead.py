@@ -88,7 +88,7 @@ def speedup(draft: Seconds, verify: Seconds, chances: list[float], rounds: int =
 @pytest.mark.parametrize("chances", [[0.8], [0.9, 0.2, 0.7, 0.5]])
 def test_it_switches_itself_off_where_drafts_do_not_pay(chances: list[float]) -> None:
     assert speedup(lambda _: 1.0, lambda _: 1.0, chances) > 0.98  # a draft that is as slow as the model
-    assert speedup(lambda _: 0.5, float, chances) > 0.98  # a model that gains nothing by batches
+    assert speedup(lambda _: 0.5, float, chances) > 0.97  # a model that gains nothing by batches
     assert speedup(lambda _: 0.3, lambda _: 1.0, [0.05] * len(chances)) > 0.97  # drafts that are wrong
 
 
@@ -103,7 +103,7 @@ def test_it_tries_again_now_and_then() -> None:
     ahead = measured(lambda _: 1.0, lambda _: 1.0)
     text = Hits()
     drafted = [ahead.choose([text], [8]) for _ in range(600)]
-    assert [number for number, each in enumerate(drafted) if any(each)] == [256, 513]
+    assert [number for number, each in enumerate(drafted) if any(each)] == [16, 49, 114, 243, 500]
     faster = measured(lambda _: 0.1, lambda _: 1.0)
     drafted = [faster.choose([text], [8]) for _ in range(200)]
     assert [number for number, each in enumerate(drafted) if not any(each)] == [64, 129, 194]
