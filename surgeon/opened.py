@@ -203,10 +203,15 @@ class EditedModel:
         """What runs."""
         return self.asked or self.model.program
 
-    def load(self, device: str = "auto") -> PreTrainedModel:
-        """The model, under its program, on the device; for cuda one GPU that has room for it, else all of them."""
+    def load(self, device: str = "auto", packed: bool = False) -> PreTrainedModel:
+        """The model, under its program, on the device; for cuda one GPU that has room for it, else all of them.
+
+        Args:
+            packed: as `surgeon.load` takes it.
+        """
         where = choose_device(device)
-        loaded = load(self.model, device_map=self.model.device_map(self.asked) if where == "cuda" else None)
+        places = self.model.device_map(self.asked) if where == "cuda" else None
+        loaded = load(self.model, device_map=places, packed=packed)
         return loaded if self.asked is None else edit(loaded, self.asked, factors=self.factors)
 
     def identity(self, device: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.edit import edit
 from surgeon.models.weights import take_experts_apart
+from surgeon.models.weights.quantised import PackedTensor
 from surgeon.words import first_few
 
 if TYPE_CHECKING:
@@ -44,13 +45,17 @@ def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
     return StoredModel(name, checkpoint, *read_config(checkpoint))
 
 
-def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, device_map: Any = None) -> PreTrainedModel:
+def load(
+    model: str | Path | StoredModel, dtype: torch.dtype | None = None, device_map: Any = None, packed: bool = False
+) -> PreTrainedModel:
     """Load a model for surgery, in evaluation mode; no code that lies in the folder is run.
 
     Args:
         model: a checkpoint folder (edited by surgeon or not), a hub name, or a model that is open (`surgeon.open`).
         dtype: to compute in; by default that of the stored embedding, but float32 for 16-bit weights on a CPU.
         device_map: as in `transformers`: "auto", a device, or a mapping of modules to devices.
+        packed: keep quantised matrices in memory as they are stored (`PackedTensor`), and make their numbers whenever
+            something is computed with them: less memory, more time, and they cannot be trained.
 
     Raises:
         FileNotFoundError: if there is no such model, or a file of it is missing.
@@ -64,10 +69,10 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
         dtype = stored.compute_dtype("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
     model_class = form_of(stored.checkpoint).model_class(stored)
     config = copy.deepcopy(stored.config)  # which becomes the loaded model's own
-    if note := stored.dequantised(str(dtype).removeprefix("torch.")):
+    if note := stored.dequantised(str(dtype).removeprefix("torch."), packed):
         warnings.warn(note, stacklevel=1)
     try:
-        loaded = from_files(model_class, stored, config=config, dtype=dtype, device_map=device_map)
+        loaded = from_files(model_class, stored, packed, config=config, dtype=dtype, device_map=device_map)
     except (ArithmeticError, AssertionError, LookupError, TypeError) as error:
         raise ValueError(
             f"{stored.folder / 'config.json'} describes no model that can be built ({type(error).__name__}: {error})"
@@ -79,10 +84,10 @@ def load(model: str | Path | StoredModel, dtype: torch.dtype | None = None, devi
     return ready
 
 
-def from_files(model_class: Any, stored: StoredModel, **options: Any) -> PreTrainedModel:
+def from_files(model_class: Any, stored: StoredModel, packed: bool = False, **options: Any) -> PreTrainedModel:
     """What `from_pretrained` makes of a model's folder, or of the text decoder in it.
 
-    Quantised matrices are read as the numbers that they stand for.
+    Quantised matrices are read as the numbers that they stand for, or stay `packed`, as `load` takes it.
 
     Raises:
         ValueError: if a tensor is missing or does not fit.
@@ -94,7 +99,7 @@ def from_files(model_class: Any, stored: StoredModel, **options: Any) -> PreTrai
         if model_class is AutoModelForCausalLM:  # which takes names only
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
         options["config"] = dense_config(copy.deepcopy(options["config"]))
-        tensors = {name: _Unread(stored.checkpoint, name) for name in stored.checkpoint.names()}
+        tensors = {name: _Unread(stored.checkpoint, name, packed) for name in stored.checkpoint.names()}
         loaded, report = model_class.from_pretrained(None, state_dict=tensors, **options)
         loaded.name_or_path = loaded.config._name_or_path = str(stored.folder)
         if (stored.folder / GENERATION).is_file():
@@ -114,10 +119,13 @@ def from_files(model_class: Any, stored: StoredModel, **options: Any) -> PreTrai
 class _Unread:
     """A tensor that `transformers` reads by indexing it with `...`, when it has a place for it."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self.checkpoint, self.name = checkpoint, name
+    def __init__(self, checkpoint: Checkpoint, name: str, packed: bool) -> None:
+        self.checkpoint, self.name, self.packed = checkpoint, name, packed
 
     def __getitem__(self, everything: Any) -> Tensor:
+        matrix = self.checkpoint.quantised.get(self.name) if self.packed else None
+        if matrix is not None and len(matrix.shape) == 2:  # others are stacked, and used in parts
+            return PackedTensor.of(matrix)
         return self.checkpoint.tensor(self.name)[everything]
 
 

@@ -139,14 +139,16 @@ class StoredModel:
         is_slow = torch.device(device).type == "cpu" and self.dtype in (torch.float16, torch.bfloat16)
         return torch.float32 if is_slow else self.dtype
 
-    def dequantised(self, dtype: str) -> str | None:
-        """That its quantised weights are computed with as numbers of a dtype, in a line; None where it has none."""
+    def dequantised(self, dtype: str, packed: bool = False) -> str | None:
+        """That its quantised weights are computed with as numbers of a dtype, in a line; None where it has none.
+
+        Args:
+            packed: whether they stay as they are stored in memory.
+        """
         if not self.schemes:
             return None
-        return (
-            f"the weights of {self.name} stored as {', '.join(self.schemes)} are dequantised as they are read, and "
-            f"computed with in {dtype}"
-        )
+        how = "stay so in memory, and are" if packed else "are dequantised as they are read, and"
+        return f"the weights of {self.name} stored as {', '.join(self.schemes)} {how} computed with in {dtype}"
 
     @property
     def schemes(self) -> list[str]:

@@ -111,7 +111,8 @@ def heal(
     announce(processes, where, settings.method, texts)
     runs = program_to_heal(edited)
     cut = None if racks is None else racks.cut(runs)
-    student = student_of(edited)
+    packed = settings.lora is not None  # of a base that stays as it is
+    student = student_of(edited, packed)
     if keep_adapter:
         check_adapter(student, settings, runs)
     found = train_model(
@@ -121,7 +122,7 @@ def heal(
         folder,
         program=runs,
         identity=identity_of(edited, original),
-        original=None if original is None else lambda: original.load("cpu").float(),
+        original=None if original is None else lambda: original.load("cpu", packed).float(),
         racks=cut,
         processes=None if racks is None else racks.process_options,
         by_hand=racks_by_hand,

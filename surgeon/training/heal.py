@@ -99,15 +99,18 @@ def program_to_heal(edited: EditedModel) -> Program:
     return edited.program if report is None else Program.parse(report["program"])
 
 
-def student_of(edited: EditedModel) -> PreTrainedModel:
+def student_of(edited: EditedModel, packed: bool = False) -> PreTrainedModel:
     """An edited model to be trained, on the CPU, its weights in 32 bits.
+
+    Args:
+        packed: keep quantised matrices that are not edited as they are stored, for adapters on them.
 
     Raises:
         NotProven: if it does not run the program that it is said to run.
         ValueError: if a fused checkpoint's layers cannot be told apart any more.
     """
     is_fused = edited.model.form is FUSED and edited.asked is None
-    model = unfused(edited.model) if is_fused else edited.load("cpu")
+    model = unfused(edited.model) if is_fused else edited.load("cpu", packed)
     if not isinstance(decoder_layers(model), EditedLayers):
         edit(model, edited.program)
     layers_by_recipe(program_to_heal(edited), stock_layers_of(model).program)  # before it is trained

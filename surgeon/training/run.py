@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
+from surgeon.models.weights.store import Packed
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
@@ -80,6 +83,10 @@ class Trained(RunFigures):
 
     def merged(self) -> PreTrainedModel:
         """The model with its adapters merged into its matrices; they are gone from it then."""
+        for module in self.model.modules():
+            base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else None
+            if isinstance(getattr(base, "weight", None), Packed):
+                base.weight = nn.Parameter(base.weight.numbers(), requires_grad=False)
         found: PreTrainedModel = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
         return found
 

@@ -157,10 +157,12 @@ def test_names_of_layers_follow_them(sources: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_an_adapter_beside_a_quantised_base(sources: Path, tmp_path: Path) -> None:
-    """What is trained over dequantised weights that stay frozen is an adapter for the quantised ones (QLoRA)."""
+@pytest.mark.parametrize("packed", [True, case(False, default=False)])
+def test_an_adapter_beside_a_quantised_base(packed: bool, sources: Path, tmp_path: Path) -> None:
+    """What is trained over weights that stay frozen is an adapter for the quantised ones (QLoRA)."""
     edited = open_edited(source(sources, "gptq"), "A0 F0 >A3 >F3", tokenizer=False)
-    model: Any = get_peft_model(edited.load("cpu"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(edited.load("cpu", packed), adapter)
     expected = logits_of(model.eval())
     export_with_adapter(model, tmp_path / "out", base_of=edited)
     base, stored = Checkpoint(tmp_path / "out" / "base"), Checkpoint(sources / "gptq")

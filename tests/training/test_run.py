@@ -12,13 +12,19 @@ import torch
 from torch.nn import functional
 
 from surgeon.models.edit import edit
+from surgeon.models.weights import ModuleStore
+from surgeon.models.weights.quantised import PackedTensor
+from surgeon.opened import open_edited
 from surgeon.quality.data import Windows, digest_of
 from surgeon.quality.text import logits_of, text_quality
 from surgeon.training.distill.distiller import Distillation
+from surgeon.training.heal import student_of
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder, TrainTexts
+from tests.checkpoint.helpers import save_source
+from tests.quantised import quantise_folder
 from tests.tiny_models import tiny_model
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2]"
@@ -37,6 +43,25 @@ def healed(folder: Path, settings: TrainSettings, texts: TrainTexts = TEXTS, **o
     found = train(student, texts, settings, folder, lambda: tiny_model("llama", 3, **options))
     assert found is not None
     return found
+
+
+@pytest.mark.filterwarnings("ignore:the weights of")
+def test_adapters_over_packed_weights_are_those_over_their_numbers(tmp_path: Path) -> None:
+    """Step by step and merged, bit for bit; of layers that are averaged, too."""
+    save_source(tmp_path / "model", num_layers=4)
+    folder, settings = quantise_folder(tmp_path / "model", "gptq"), TrainSettings(scope="all", lora=2, steps=2, batch=2)
+
+    def trained(packed: bool) -> dict[str, torch.Tensor]:
+        student = student_of(open_edited(folder, "A0 F0 >A1 >F1 A2~A3 F3", tokenizer=False), packed)
+        assert sum(isinstance(one, PackedTensor) for one in student.parameters()) == (28 if packed else 0)
+        found = train(student, TEXTS, settings, tmp_path / str(packed))
+        assert found is not None
+        store = ModuleStore(found.merged())
+        return {name: store.tensor(name) for name in store.names()}
+
+    ours, expected = trained(packed=True), trained(packed=False)
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
 def test_training_is_plain_adamw(tmp_path: Path) -> None:

@@ -39,6 +39,19 @@ class Store(Protocol):
         """Elements first..end-1 along one dimension of a tensor."""
 
 
+class Packed(Tensor):
+    """A matrix that a module holds in another way than as its numbers."""
+
+    def numbers(self) -> Tensor:
+        """What it stands for, in memory of its own."""
+        raise NotImplementedError
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor whose numbers are in memory: of a packed one these, any other as it is."""
+    return tensor.numbers() if isinstance(tensor, Packed) else tensor
+
+
 class NamedTensors:
     """Tensors that are given, by their names."""
 
@@ -102,12 +115,12 @@ class ModuleStore:
         return self._of(name).dtype
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter's values, without a copy where they are in memory; fetched where they are offloaded."""
+        """A parameter's values, without a copy where they are in memory as such; fetched where they are offloaded."""
         from accelerate.utils import align_module_device
 
         parameter, owner = self._of(name), self._owner(name)
         if owner is None or not hasattr(owner, "_hf_hook"):
-            return parameter.detach()
+            return dense(parameter.detach())
         with align_module_device(owner):
             fetched: Tensor = getattr(owner, name.rpartition(".")[2]).detach().clone()
         return fetched

@@ -2,6 +2,7 @@
 
 from surgeon.models.weights.quantised.find import quantised_matrices, rules_of
 from surgeon.models.weights.quantised.matrix import Quantised, Scheme
+from surgeon.models.weights.quantised.packed_tensor import PackedTensor
 from surgeon.models.weights.quantised.stack import StackedPart, stacked
 
-__all__ = ["Quantised", "Scheme", "StackedPart", "quantised_matrices", "rules_of", "stacked"]
+__all__ = ["PackedTensor", "Quantised", "Scheme", "StackedPart", "quantised_matrices", "rules_of", "stacked"]
