@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
-from surgeon.models.weights.store import Packed
+from surgeon.models.weights.store import Compact
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
@@ -85,7 +85,7 @@ class Trained(RunFigures):
         """The model with its adapters merged into its matrices; they are gone from it then."""
         for module in self.model.modules():
             base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else None
-            if isinstance(getattr(base, "weight", None), Packed):
+            if isinstance(getattr(base, "weight", None), Compact):
                 base.weight = nn.Parameter(base.weight.numbers(), requires_grad=False)
         found: PreTrainedModel = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
         return found

@@ -39,7 +39,7 @@ class Store(Protocol):
         """Elements first..end-1 along one dimension of a tensor."""
 
 
-class Packed(Tensor):
+class Compact(Tensor):
     """A matrix that a module holds in another way than as its numbers."""
 
     def numbers(self) -> Tensor:
@@ -49,7 +49,7 @@ class Packed(Tensor):
 
 def dense(tensor: Tensor) -> Tensor:
     """A tensor whose numbers are in memory: of a packed one these, any other as it is."""
-    return tensor.numbers() if isinstance(tensor, Packed) else tensor
+    return tensor.numbers() if isinstance(tensor, Compact) else tensor
 
 
 class NamedTensors:
