@@ -306,7 +306,14 @@ class Capabilities:
             choose_parameters(student, scope, program)
             return f"{TrainSettings(scope).method}, activations on top", training_bytes(student)
         adapted = add_adapters(student, scope, program, rank)
-        return f"{TrainSettings(scope, lora=rank).method}, activations on top", training_bytes(adapted)
+        return f"{TrainSettings(scope, lora=rank).method}, activations on top", training_bytes(adapted) - self._packed
+
+    @property
+    def _packed(self) -> int:
+        """How much less quantised matrices take under adapters, where they stay as they are stored."""
+        checkpoint = self.model.checkpoint
+        flat = {name: one.shape for name, one in checkpoint.quantised.items() if len(one.shape) == 2}
+        return sum(BYTES * math.prod(shape) - checkpoint.num_bytes(name) for name, shape in flat.items())
 
     def _racks(self, program: Program) -> str:
         cuts = allowed_cuts(program)

@@ -205,10 +205,13 @@ def test_show_says_it(sources: Path) -> None:
 
 @pytest.mark.thorough
 def test_check_says_it(sources: Path) -> None:
-    assert (
-        "GPTQ of 4 bits in groups of 16; dequantised"
-        in surgeon.check(source(sources, "gptq")).record["facts"]["quantised"]
-    )
+    found = surgeon.check(source(sources, "gptq"))
+    assert "GPTQ of 4 bits in groups of 16; dequantised" in found.record["facts"]["quantised"]
+    folders = [sources / "gptq, dense", sources / "gptq"]
+    dense, packed = (surgeon.check(one).of_area("train")["heal by adapters"].bytes for one in folders)
+    assert dense is not None
+    assert packed is not None
+    assert dense - packed == surgeon.open(folders[0]).size - surgeon.open(folders[1]).size
 
 
 @pytest.mark.thorough

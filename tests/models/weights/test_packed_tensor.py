@@ -62,6 +62,16 @@ def test_outputs_and_gradients_are_those_of_the_numbers(matrix: Quantised, dtype
 
 
 @pytest.mark.parametrize("scheme", ["awq"])
+def test_products_in_fewer_bits_keep_no_numbers_either(matrix: Quantised) -> None:
+    x, layers = torch.randn(4, matrix.shape[1]), (linear_of(matrix.whole()), linear_of(PackedTensor.of(matrix)))
+    with torch.autocast("cpu", torch.bfloat16):
+        (expected, _), (found, kept) = (run(layer, x) for layer in layers)
+    assert found[0].dtype == torch.bfloat16
+    assert all(map(torch.equal, found, expected))
+    assert [type(one) for one in kept if one.numel() == matrix.whole().numel()] == [PackedTensor]
+
+
+@pytest.mark.parametrize("scheme", ["awq"])
 def test_anything_else_is_done_with_the_numbers(matrix: Quantised) -> None:
     numbers, packed = matrix.whole(), PackedTensor.of(matrix)
     assert packed.packed_bytes < numbers.nbytes / 2
