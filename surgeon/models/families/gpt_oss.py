@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import MixtureSpec, Projection
+from surgeon.models.families.base import Projection
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.routing import Routing
 
 
@@ -16,10 +17,9 @@ def _clamped_gate(config: Any) -> tuple[float, float]:
     return float(config.swiglu_alpha), float(config.swiglu_limit)
 
 
-def _experts(role: str, name: str, reads_stream: bool = True) -> Projection:
-    return Projection(
-        role, f"mlp.experts.{name}", "neurons", reads_stream, interleaved=reads_stream, transposed=True, stacked=True
-    )
+def _stored_as_computed(one: Projection) -> Projection:
+    """Files have experts stacked, too, matrices (in, out), and rows of gate and up in turn."""
+    return replace(one, stored=None, transposed=True, interleaved=one.reads_stream)
 
 
 GPT_OSS = replace(
@@ -28,16 +28,12 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     attention=replace(LLAMA.attention, sinks="self_attn.sinks"),
     mlp=replace(
-        LLAMA.mlp,
-        projections=(
-            _experts("gate", "gate_up_proj"),
-            _experts("up", "gate_up_proj"),
-            _experts("down", "down_proj", False),
-        ),
+        MIXTURE,
+        projections=tuple(map(_stored_as_computed, MIXTURE.projections)),
         counts=("experts.intermediate_size",),
-        mixture=MixtureSpec(
+        mixture=replace(
+            ROUTED,
             router="mlp.router",
-            experts="mlp.experts",
             count="num_local_experts",
             routing=_routing,
             counts=("mlp.experts.num_experts", "mlp.router.num_experts"),

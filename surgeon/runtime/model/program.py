@@ -225,10 +225,9 @@ class RankProgram:
         tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
         if sublayer.kind == ATTENTION and plan.family.rotary_neighbours and plan.rotaries:
             tensors = in_halves(tensors, plan.rotaries[0].width, plan.head_dim)
-        if sublayer.kind == ATTENTION and spec.beside:
-            tensors = {path.removeprefix("self_attn."): tensor for path, tensor in tensors.items()}
         if sublayer.kind == ATTENTION and plan.latent is not None:
-            latent = LatentMaps(tensors, plan.latent, plan, sublayer.piece)
+            inside = {path.removeprefix(f"{spec.modules[0]}."): tensor for path, tensor in tensors.items()}
+            latent = LatentMaps(inside, plan.latent, plan, sublayer.piece)
             return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
         if sublayer.kind == ATTENTION:

@@ -233,7 +233,8 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
             if spec.mixture is not None:
                 shapes[f"{prefix}{spec.mixture.router}.weight"] = (None, hidden)
             if latent is not None and sublayer.kind == ATTENTION:
-                shapes |= {f"{prefix}self_attn.{name}.weight": size for name, size in latent.shapes(hidden).items()}
+                inside = f"{prefix}{spec.modules[0]}."
+                shapes |= {f"{inside}{name}.weight": size for name, size in latent.shapes(hidden).items()}
     return shapes
 
 
