@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
+import surgeon
 from surgeon.cli.app import main
 from surgeon.cli.options import DraftArguments
 from surgeon.runtime.batching.request import Sampling
@@ -81,6 +82,9 @@ def test_a_program_over_the_same_weights(with_codas: Path, tmp_path: Path, capfd
     two, _ = lines(capfd, str(with_codas), "--draft", PAIRS, "--tp", "2", "--max-batch", "2")
     for found in (one, two):
         assert [line["tokens"] for line in found] == [line["tokens"] for line in plain]
+    edited = surgeon.edit(surgeon.open(with_codas), PAIRS)
+    three = surgeon.generate(with_codas, PROMPTS, max_new_tokens=12, draft=edited, draft_tokens=2)
+    assert [text.tokens for text in three.texts] == [line["tokens"] for line in plain]
     drafted, accepted = (sum(int(str(line[name])) for line in one) for name in ("drafted", "accepted"))
     assert 0 < accepted <= drafted
     assert all(line["tokens_per_pass"] == round(12 / (12 - int(str(line["accepted"]))), 2) for line in one)
@@ -101,6 +105,7 @@ def test_a_stop_text_among_drafts_ends_the_text(with_codas: Path, capfd: pytest.
         ]
 
 
+@pytest.mark.thorough
 def test_a_seed_draws_the_same_whatever_else_is_drawn(with_codas: Path, capfd: pytest.CaptureFixture[str]) -> None:
     drawing = (str(with_codas), "--draft", PAIRS, "--temperature", "0.8", "--seed", "5")
     together, _ = lines(capfd, *drawing, "--draft-tokens", "2")

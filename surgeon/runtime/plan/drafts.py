@@ -20,6 +20,7 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import kv_heads
 from surgeon.runtime.plan.placement import computed_of, work_of
 from surgeon.runtime.plan.specification import DraftPlan, Plan
+from surgeon.words import plural
 
 Place = tuple[tuple[int, ...], int | None, int]  # layers, width, and which of the attentions of these in the program
 
@@ -80,7 +81,7 @@ def _nothing(plan: Plan, place: Place, attention: Sublayer) -> str:
         return f"the draft has it {number + 1} times, and the program that verifies {number}"
     where = "the average of these layers" if len(layers) > 1 else f"layer {layers[0]}"
     of = f" with {attention.width} KV groups" if attention.width else ""
-    return f"no attention of {where}{of} is computed there by the program that verifies on {plan.ranks} ranks"
+    return f"no attention of {where}{of} is computed there by the program that verifies on {plural(plan.ranks, 'rank')}"
 
 
 def _attentions(plan: Plan, source: ModelWeights, rank: int) -> Iterator[tuple[Place, Sublayer, tuple[int, int]]]:
