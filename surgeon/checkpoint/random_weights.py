@@ -19,11 +19,12 @@ from surgeon.checkpoint.imported import uniform
 from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
+from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import first_line
 from surgeon.language.program import Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import Factors, ModelWeights, WeightMatrix
-from surgeon.models.wrappers import text_entries
+from surgeon.models.wrappers import text_entries, wrapper_of
 
 SPREAD = 0.02  # the standard deviation of a matrix's numbers, and of those of the product of two factors
 
@@ -49,7 +50,10 @@ class RandomCheckpoint(Checkpoint):
         TensorFiles.__init__(self)
         self.raw = self
         self.folder, self.where = path, str(path)
-        self.config = uniform(text_entries(read_json(path))).entries if config is None else config.to_dict()
+        entries = read_json(path) if config is None else config.to_dict()
+        if (wrapper := wrapper_of(entries)) is not None:
+            self.wrapped = Wrapped(wrapper, TensorFiles(), entries)
+        self.config = uniform(text_entries(entries)).entries if config is None else entries
         self._device = torch.device(device)
         parsed = read_config_only(path)[0] if config is None else config
         try:

@@ -226,7 +226,9 @@ class Capabilities:
         return f"{layout_of(self.model, program).form} form"
 
     def _as_one_layer(self, program: Program) -> str:
-        FUSED.lay_out(program, self.model.family, self.model.config)
+        layout = FUSED.lay_out(program, self.model.family, self.model.config)
+        if self.model.wrapped is not None:
+            FUSED.inside(self.model.wrapped, layout, self.model.family)
         return ""
 
     # Where it runs.
@@ -237,7 +239,8 @@ class Capabilities:
             yield plural(count, "rank"), partial(self._shared, count)
         yield f"texts of {self.model.positions:,} tokens", partial(self._planned, self.ranks[0], None, True)
         if self.model.own is None:
-            yield from ((name, partial(self._variant, name)) for name in VARIANTS)
+            asked = (name for name in VARIANTS if max(self.ranks) > 1 or not _for_several(name))
+            yield from ((name, partial(self._variant, name)) for name in asked)
         if isinstance(places := self.maps[FACTORS], list):
             yield "two factors", partial(self._on_each, lambda _: places[0].program)
 
@@ -259,8 +262,8 @@ class Capabilities:
 
     def _variant(self, name: str) -> Verdict:
         every = range(self.model.num_layers)
-        sliced = VARIANTS[name].ranks is not None or (VARIANTS[name].over is not None)
-        return self._on_each(lambda ranks: variant(_with_number(name), self.model.program, every, ranks), sliced)
+        own = _for_several(name)
+        return self._on_each(lambda ranks: variant(_with_number(name), self.model.program, every, ranks), own)
 
     def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
         """A program on each number of ranks, of several if it has a slice for each."""
@@ -331,6 +334,11 @@ class Capabilities:
         if not isinstance(places, list):
             raise places
         return _together([(f"layers {one.layers}", one.times, partial(ask, one.program)) for one in places])
+
+
+def _for_several(name: str) -> bool:
+    """Whether a variant has a slice for each of several ranks."""
+    return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
 
 
 def _answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:

@@ -16,7 +16,6 @@ from surgeon.memory import show_size
 from surgeon.models.families import Unsupported
 from surgeon.models.unknown import mechanisms
 from surgeon.models.weights.quantised import rules_of
-from surgeon.models.wrappers import wrapper_of
 from surgeon.named import on_disk
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import make_folder
@@ -102,11 +101,8 @@ def _facts(model: Model) -> dict[str, str]:
     if (mixture := shapes.family.mixture) is not None:
         of = f"{getattr(model.config, mixture.count)} in a layer"
         facts["experts"] = f"{of}, {mixture.routing(model.config).top_k} of them for each token"
-    inside = None if model.wrapped is None else model.wrapped.wrapper
-    if model.folder.is_file():  # a config.json without weights
-        inside = wrapper_of(read_json(model.folder))
-    if inside is not None:
-        facts["inside"] = f"{inside.name}, of which the rest stays as it is"
+    if model.wrapped is not None:
+        facts["inside"] = f"{model.wrapped.wrapper.name}, of which the rest stays as it is"
     if quantised := model.checkpoint.config.get(QUANTIZATION):
         facts["quantised"] = _quantised(quantised)
     if model.own is not None:

@@ -11,6 +11,7 @@ import pytest
 
 import surgeon
 from surgeon.results.check import Check
+from tests.tiny_wrappers import tiny_wrapper
 
 SIZES = {
     "hidden_size": 32,
@@ -166,3 +167,15 @@ def test_an_open_model(checked: Callable[..., Check], tmp_path: Path) -> None:
     opened = surgeon.open(tmp_path / "config.json", weights=False)
     found = surgeon.check(opened, ranks=[2])
     assert works(found, "ranks")["2 ranks"] == "yes"
+
+
+def test_of_a_config_json_of_a_wrapper(tmp_path: Path) -> None:
+    """What stands inside it: programs, in its own class, and no layers that are several in one."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_wrapper("mistral3")[0].config.to_dict()))
+    found = surgeon.check(tmp_path / "config.json", ranks=(1,))
+    assert found.described["inside"] == "Mistral 3, of which the rest stays as it is"
+    forms, served = found.of_area("export"), found.of_area("vllm")
+    assert [forms[what].why for what in ("prune", "lp", "lowrank")] == ["plain form", "program form", "program form"]
+    assert "makes a language model alone" in forms["pairs as one layer"].why
+    assert served["prune"].works == "yes"
+    assert served["lp"].why == "vLLM runs no program of a text decoder inside a Mistral 3"
