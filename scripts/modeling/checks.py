@@ -85,7 +85,8 @@ def check_generation(case: Case) -> None:
     model = case.load()
     assert torch.equal(case.generate(model), case.tokens)
     assert torch.equal(case.generate(model, use_cache=False), case.tokens)
-    if not case.folder.name.startswith("gpt_neo-"):  # the stock class computes something else with a static cache
+    # Stock classes: GPT-Neo's computes something else with a static cache, Llama 4's of transformers 5.16 fails.
+    if not case.folder.name.startswith(("gpt_neo-", "llama4_text-")):
         assert torch.equal(case.generate(model, cache_implementation="static"), case.tokens), "static cache"
     for cached in (True, False):  # by their scores: which beam is kept of two that are equal may be either's
         options = {"return_dict_in_generate": True, "output_scores": True, "use_cache": cached}
@@ -139,7 +140,7 @@ def check_gradients(case: Case) -> None:
 def check_lora(case: Case) -> None:
     model = case.load()
     # By their whole names: what is one matrix in a layer may be two factors in another.
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    linear = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
     torch.manual_seed(0)
     options = LoraConfig(target_modules=sorted(linear - {"lm_head"}), r=2, init_lora_weights=False)
     lora = get_peft_model(copy.deepcopy(model), options)
