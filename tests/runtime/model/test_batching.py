@@ -51,10 +51,10 @@ CASES = [
     ("gpt_neo", "ladder"),
 ]
 MIXTURES = [(family, name) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3") for name in ("dense", "LP", "ladder")]
-ON_ONE = [*CASES, ("qwen3_moe", "dense")]
+ON_ONE = [*CASES, ("deepseek_v3", "dense")]
 CHUNKED = ("llama4_text", "dense")
 ON_TWO = [("llama", "dense"), ("llama", "fork"), ("mistral", "LP"), ("gemma2", "attention || MLP")]
-ON_TWO += [("gpt_oss", "dense"), ("deepseek_v3", "dense")]
+ON_TWO += [("qwen3_moe", "dense"), ("gpt_oss", "dense")]
 ON_RANKS = [
     *(case(1, *each, default=each in ON_ONE) for each in (*CASES, *MIXTURES)),
     *(case(2, *each, default=each in ON_TWO) for each in (*CASES, *MIXTURES)),
