@@ -358,6 +358,18 @@ class _Qwen3Next(_Qwen3Moe):
         return output + torch.sigmoid(self.linear(self.at(k, "mlp.shared_expert_gate"), normed)) * shared
 
 
+class _Qwen35(_Qwen3Next):
+    normalised = True
+
+    def mixed(self, k: int, x: Tensor) -> tuple[Tensor, ...]:
+        config = self.config
+        both, z, b, a = (self.linear(self.at(k, f"linear_attn.in_proj_{name}"), x) for name in ("qkv", "z", "b", "a"))
+        keys, wide = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_value_head_dim
+        q, key, v = both.split([keys, keys, config.linear_num_value_heads * wide], -1)
+        q, key = (part.unflatten(-1, (-1, config.linear_key_head_dim)) for part in (q, key))
+        return q, key, v.unflatten(-1, (-1, wide)), z.unflatten(-1, (-1, wide)), b, a
+
+
 class _GptOss(_Mixture):
     router = "mlp.router"
 
@@ -799,6 +811,8 @@ _CLASSES: dict[str, type[Reference]] = {
     "deepseek_v3": _DeepSeek,
     "qwen3_moe": _Qwen3Moe,
     "qwen3_next": _Qwen3Next,
+    "qwen3_5_text": _Qwen35,
+    "qwen3_5_moe_text": _Qwen35,
     "ministral3": _Ministral3,
     "smollm3": _SmolLM3,
     "granite": _Granite,

@@ -39,6 +39,8 @@ from transformers import (
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -83,17 +85,20 @@ _LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
-# Mixtures of four experts with a shared one, and linear attentions of another number of heads than the others.
-_LINEAR = {
+# Linear attentions of another number of heads than the others.
+_DELTA = {
     "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+}
+# Mixtures of four experts with a shared one beside them.
+_LINEAR = _DELTA | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
 }
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _GROUPED),
@@ -138,6 +143,19 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"head_dim": 16, "intermediate_size": 12, "intermediate_size_mlp": 48, "num_local_experts": 4}
         | {"num_experts_per_tok": 2, "moe_layers": [0, 1, 3], "no_rope_layer_interval": 3}
         | {"attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.5, "attention_bias": True},
+    ),
+    # Small numbers are not made large, with which linear attentions would round as far as tests look.
+    "qwen3_5_text": (
+        Qwen3_5TextConfig,
+        _GROUPED
+        | _DELTA
+        | {"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"], "rms_norm_eps": 0.1},
+    ),
+    "qwen3_5_moe_text": (
+        Qwen3_5MoeTextConfig,
+        _LINEAR
+        | {"num_key_value_heads": KV_HEADS, "moe_intermediate_size": 16, "rms_norm_eps": 0.1}
+        | {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
     ),
     "olmoe": (OlmoeConfig, _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     # Of which some values are clamped.

@@ -23,7 +23,7 @@ FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text", "cohere", "
 FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "olmo3"]
 FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2"]
 FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
-FAMILY_NAMES += ["qwen3_next", "llama4_text"]
+FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"]
 THOROUGH = (
     "glm",
     "cohere",
@@ -37,6 +37,8 @@ THOROUGH = (
     "olmoe",
     "deepseek_v2",
     "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "llama4_text",
 )  # whose mechanisms others have, too, or that have tests of their own
 

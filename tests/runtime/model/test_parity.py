@@ -182,7 +182,7 @@ def expected() -> dict[tuple[str, str], Tensor]:
 
 
 def test_every_supported_family_is_compared() -> None:
-    assert set(OVERRIDES) == set(FAMILIES)
+    assert set(OVERRIDES) == {*RANKED, "qwen3_next"}  # whose MLPs are those of the others that ranks have a part of
 
 
 def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> int:
