@@ -14,6 +14,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.models.weights import ModuleStore
 from surgeon.models.weights.quantised import PackedTensor, Quantised
 from tests.checkpoint.helpers import save_source
+from tests.pretended import pretended_gpus
 from tests.quantised import SCHEMES, quantise_folder
 from tests.selection import case
 
@@ -59,6 +60,16 @@ def test_outputs_and_gradients_are_those_of_the_numbers(matrix: Quantised, dtype
             assert len(found) == len(expected)
             assert all(map(torch.equal, found, expected))
             assert all(isinstance(one, PackedTensor) for one in kept if one.numel() == numbers.numel())
+
+
+@pytest.mark.parametrize("scheme", SOME)
+def test_numbers_are_made_where_the_codes_lie(matrix: Quantised) -> None:
+    packed = PackedTensor.of(matrix)
+    with pretended_gpus(1):
+        there = {ending: part.to("cuda") for ending, part in packed.parts.items()}
+        numbers = matrix.scheme.values(there, matrix.shape)
+        assert numbers.device.type == "cuda"
+        assert torch.equal(numbers.cpu(), packed.numbers())
 
 
 @pytest.mark.parametrize("scheme", ["awq"])
