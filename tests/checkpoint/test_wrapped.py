@@ -23,10 +23,12 @@ from surgeon.language.program import Program, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.models.wrappers import WRAPPERS
+from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from tests.runtime.on_ranks import logits_in_chunks
+from tests.runtime.on_ranks import chunked_logits, logits_in_chunks
 from tests.selection import case
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_wrappers import IMAGE, WRAPPED, save_wrapper, tiny_wrapper
@@ -175,18 +177,18 @@ def test_an_adapter_lies_on_the_decoder_inside(saved: Any, tmp_path: Path) -> No
     assert not torch.allclose(logits(both, **inputs), logits(base, input_ids=inputs["input_ids"]), atol=0.1)
 
 
-PROGRAMS = {
-    "A0 F0 [A2 A3] [F2 F3]": "late, paired or left out, as a plain form cannot be",
-    "A0@q4,o5 F0 A1 F1 A2 F2@down3 A3 F3": "one layer after the other, with factors",
-}
+PAIRED, FACTORED = "A0 F0 [A2 A3] [F2 F3]", "A0@q4,o5 F0 A1 F1 A2 F2@down3 A3 F3"
+INSIDE = {"mistral3": PAIRED, "qwen3_vl": FACTORED, "llama4": PAIRED}
 
 
-@all_wrappers
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("model_type", "program"),
+    [case(name, one, default=INSIDE.get(name) == one) for name in SUPPORTED for one in (PAIRED, FACTORED)],
+)
 def test_a_program_runs_inside(model_type: str, program: str, saved: Any, tmp_path: Path) -> None:
     """In the class that the modeling file makes of the wrapper's, with images, and as a decoder alone."""
     whole, inputs, folder = saved
-    if model_type == "qwen3_vl" and "[" in program:
+    if model_type == "qwen3_vl" and program == PAIRED:
         with pytest.raises(ValueError, match="adds features of images behind its first 2 layers, and the program is"):
             surgeon.export(folder, tmp_path / "out", program=program)
         return
@@ -210,6 +212,10 @@ def test_a_program_runs_inside(model_type: str, program: str, saved: Any, tmp_pa
     assert reopened.wrapped.wrapper.model_type == model_type
     assert str(reopened.program) == str(Program.parse(program).renamed(numbered_anew(program)))
     torch.testing.assert_close(logits(load(reopened), input_ids=TEXT), logits(edited, input_ids=TEXT))
+    engine = RankEngine(make_plan(tmp_path / "out", 1, TEXT.shape[1]), Alone(), torch.device("cpu"))
+    with torch.inference_mode():
+        on_a_rank = torch.cat(list(chunked_logits(engine, list(TEXT.split([13, 7], 1)))), 1)
+    torch.testing.assert_close(on_a_rank, logits(edited, input_ids=TEXT), rtol=1e-4, atol=1e-4)
     assert torch.equal(reopened.wrapped.files.tensor(reopened.wrapped.around[0]), around_of(folder))
 
 
