@@ -15,6 +15,8 @@ from transformers import (
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -65,6 +67,21 @@ def _qwen3_vl() -> tuple[PreTrainedModel, dict[str, Any]]:
     return Qwen3VLForConditionalGeneration(config), images
 
 
+def _qwen3_5() -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Layers 1 and 2 of its text decoder have linear attention."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    text = _TEXT | {"rope_parameters": rope | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}}
+    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+    text |= {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": HIDDEN, "num_position_embeddings": 16}
+    tokens = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
+    images = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return Qwen3_5ForConditionalGeneration(config), images
+
+
 def _llama4() -> tuple[PreTrainedModel, dict[str, Any]]:
     """Layer 1 of its text decoder looks at everything; layers 1 and 3 are mixtures."""
     text = _TEXT | {"intermediate_size": 12, "intermediate_size_mlp": 48, "num_local_experts": 4, "floor_scale": 3}
@@ -81,6 +98,7 @@ _MAKERS: dict[str, Callable[[], tuple[PreTrainedModel, dict[str, Any]]]] = {
     "mistral3": _mistral3,
     "gemma3": _gemma3,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
     "llama4": _llama4,
 }
 WRAPPED = tuple(_MAKERS)
@@ -94,8 +112,8 @@ def tiny_wrapper(model_type: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     text = torch.randint(9, VOCABULARY, (1, 12))
     text[:, 2:6] = IMAGE
     inputs = images | {"input_ids": text}
-    if model_type in ("gemma3", "qwen3_vl"):
-        inputs["mm_token_type_ids" if model_type == "qwen3_vl" else "token_type_ids"] = (text == IMAGE).int()
+    if model_type in ("gemma3", "qwen3_vl", "qwen3_5"):
+        inputs["token_type_ids" if model_type == "gemma3" else "mm_token_type_ids"] = (text == IMAGE).int()
     return model.eval(), inputs
 
 

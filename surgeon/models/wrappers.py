@@ -154,6 +154,8 @@ WRAPPERS = {
             alone=_plainly_rotary("qwen3"),
             fed_layers=_deepstack,
         ),
+        Wrapper("Qwen3.5", "qwen3_5", "qwen3_5_text", tied=False),
+        Wrapper("Qwen3.5-MoE", "qwen3_5_moe", "qwen3_5_moe_text", tied=False),
         Wrapper(
             "Llama 4",
             "llama4",
