@@ -181,9 +181,9 @@ def test_a_service_counts_what_it_drafts(with_codas: Path) -> None:
     """On two ranks, with memory for the coda, too; as /metrics shows it."""
     counted = counts_of(with_codas, ServiceOptions(RankOptions(2), max_batch=2, draft="coda", draft_tokens=4))
     assert counted["drafting_passes"] > 4
-    # Without a number nothing is known yet: some trials at least.
+    # Without a number nothing is known yet: two trials at least.
     found = counts_of(with_codas, ServiceOptions(max_batch=2, draft=PAIRS))
-    assert found["drafted"] >= found["drafting_passes"] >= 3
+    assert found["drafted"] >= found["drafting_passes"] >= 2
 
 
 def counts_of(folder: Path, options: ServiceOptions) -> dict[str, float]:
