@@ -75,8 +75,9 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
         by block, within a block track by track: of L layers, block b of track t has (b n + t) D to (b n + t) D + D - 1.
 
     Raises:
-        ValueError: if `count` is below 2 or `depth` below 1, heads or KV heads do not divide by `count`, the model is
-            too small for so many tracks, or its configuration cannot be that of narrower layers.
+        ValueError: if `count` is below 2 or `depth` below 1, heads or KV heads do not divide by `count`, layers have
+            attentions of different kinds, the model is too small for so many tracks, or its configuration cannot be
+            that of narrower layers.
     """
     family = family_of(config)
     _check_counts(config, family, count, depth)
@@ -136,6 +137,8 @@ def _check_counts(config: PreTrainedConfig, family: Family, count: int, depth: i
         raise ValueError(f"count must be at least 2 tracks, not {count}; a single track is the dense model")
     if depth < 1:
         raise ValueError(f"depth must be at least 1 layer, not {depth}")
+    for other in family.attentions[1:]:  # whose heads are counted elsewhere
+        raise ValueError(f"tracks have no narrower {family.attentions_like(other)}: {other.kept}")
     heads, kv_heads = (family.units(config)[unit] for unit in ("heads", "kv_heads"))
     if heads % count or kv_heads % count:
         shared = math.gcd(heads, kv_heads)

@@ -20,6 +20,7 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.searches.spaces import SPACES
+from surgeon.training.scratch.tracks import narrow
 from tests.reference import Reference
 from tests.tiny_models import tiny_model
 
@@ -107,6 +108,11 @@ def test_operations_leave_it_whole(source: Path) -> None:
         lowrank(dense, range(4), shapes, ranks={"g": [7, None, 7, None]})
 
 
+def test_native_tracks_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"tracks have no narrower {WHICH}: they are linear attention"):
+        narrow(tiny_model("qwen3_next", layer_types=KINDS).config, 2, 2)
+
+
 def test_its_parameters_are_counted() -> None:
     model = tiny_model("qwen3_next", layer_types=KINDS)
     shapes = ModelShapes.of("tiny", model.config).layer_shapes
@@ -118,6 +124,6 @@ def test_spaces_have_the_layers_whose_heads_stand_for_themselves(source: Path) -
     model = open_model(source)
     assert [edit.layers for edit in SPACES["tracks"](ranks=2).edits(model)] == [range(2, 3)]
     assert [edit.layers for edit in SPACES["desync"](ranks=2).edits(model)] == [range(2, 3)]
-    narrow = [str(edit) for edit in SPACES["width"](ranks=1).edits(model) if "attention" in edit.option]
-    assert narrow == ["width 2:3 attention:0.5"]
+    narrowed = [str(edit) for edit in SPACES["width"](ranks=1).edits(model) if "attention" in edit.option]
+    assert narrowed == ["width 2:3 attention:0.5"]
     assert {edit.layers for edits in SPACES["tracks"](ranks=2).stretches(model) for edit in edits} <= {range(2, 3)}
