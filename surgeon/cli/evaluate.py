@@ -103,7 +103,9 @@ def evaluate(
 ) -> None:
     """Measure perplexity and divergence on a text (--data), and accuracy on tasks with lm-eval (--tasks).
 
-    Of a checkpoint, of a recipe (its model after the operations, without an export), or of any --program.
+    Of a checkpoint, of a recipe (its model after the operations, without an export), or of any --program. Of one that
+    is compared with another model also how well it would draft for that (--draft of generate and serve): the share of
+    tokens that is accepted, greedy and sampled.
 
     The form of a .jsonl file follows from the keys of its rows: query, choices, gold (multiple choice);
     context_options, continuation, gold (one text after several contexts); context, continuation (LAMBADA); context,

@@ -54,7 +54,8 @@ class Evaluation:
 
     def __str__(self) -> str:
         tasks = "" if self.tasks is None else table(scores(self.tasks))
-        return "\n".join(filter(None, ["" if self.text is None else self.text.line(), tasks]))
+        text = [] if self.text is None else [self.text.line(), self.text.as_draft()]
+        return "\n".join(filter(None, [*text, tasks]))
 
 
 def evaluate(
@@ -76,7 +77,7 @@ def evaluate(
     output: str | Path | None = None,
     log_samples: bool = False,
 ) -> Evaluation:
-    """Measure perplexity and divergence on a text, and accuracy on tasks.
+    """Measure perplexity, divergence and acceptance as a draft on a text, and accuracy on tasks.
 
     Args:
         model: a checkpoint's folder, edited or not, a hub name, "demo", a recipe or its path (.yaml), or a model that
@@ -148,7 +149,7 @@ def _factors(candidate: EditedModel, output: Path | None) -> Iterator[EditedMode
 def _on_text(
     candidate: EditedModel, original: EditedModel | None, windows: Windows, device: str, output: Path | None
 ) -> TextQuality:
-    """Perplexity, and divergence where there is something to compare with; text.json."""
+    """Perplexity, and divergence and acceptance where there is something to compare with; text.json."""
     warn(windows.notes)
     loaded, program = candidate.load(device), candidate.asked
     model, compared = logits_of(loaded), None

@@ -44,6 +44,12 @@ def known_interval(values: Values) -> tuple[float, float] | None:
     return (low, high) if math.isfinite(high) else None
 
 
+def known_share(values: Values) -> tuple[float, float] | None:
+    """The same of shares, whose mean is between 0 and 1."""
+    ends = known_interval(values)
+    return None if ends is None else (max(0.0, ends[0]), min(1.0, ends[1]))
+
+
 def perplexity_interval(nll: Values) -> tuple[float, float] | None:
     """The 95% interval of the perplexity, if it can be told."""
     ends = known_interval(nll)

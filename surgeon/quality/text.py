@@ -1,4 +1,4 @@
-"""How well a whole model predicts a text: perplexity, and divergence from another model, by their full logits."""
+"""How well a whole model predicts a text, and how near another model's its predictions are, by their full logits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from transformers import PreTrainedModel
 
 from surgeon.models.edit import input_device
 from surgeon.progress import progress
-from surgeon.quality.head import Quality
-from surgeon.quality.summary import Values, known_interval, mean_divergence, perplexity, perplexity_interval
+from surgeon.quality.summary import (
+    Values,
+    known_interval,
+    known_share,
+    mean_divergence,
+    perplexity,
+    perplexity_interval,
+)
 
+COMPARED = ("divergence", "greedy_acceptance", "sampled_acceptance")  # what is told of two models
 Logits = Callable[[Tensor], Tensor]  # token ids, (windows, tokens), to logits, (windows, tokens, vocabulary)
 
 
@@ -29,6 +36,10 @@ class TextQuality:
     Attributes:
         divergence: KL(original || model) in nats per token; None where there is nothing to compare with.
         tokens: how many were predicted.
+        greedy_acceptance: the share of tokens at which both models find the same one likeliest: how often a token that
+            the model drafts is the original's own; None as for divergence, and of what was stored without it.
+        sampled_acceptance: the mean over tokens of sum_v min(p_v, q_v), the chance that a token which is drawn from
+            the model is accepted as one of the original's (Leviathan et al. 2023, corollary 3.6); None likewise.
     """
 
     perplexity: float
@@ -36,11 +47,15 @@ class TextQuality:
     divergence: float | None
     divergence_interval: tuple[float, float] | None
     tokens: int
+    greedy_acceptance: float | None = None
+    greedy_acceptance_interval: tuple[float, float] | None = None
+    sampled_acceptance: float | None = None
+    sampled_acceptance_interval: tuple[float, float] | None = None
 
     def table(self) -> pd.DataFrame:
         """A row for each number that there is, with the ends of its interval."""
         rows = []
-        for metric in ("perplexity", "divergence"):
+        for metric in ("perplexity", *COMPARED):
             if (value := getattr(self, metric)) is not None:
                 low, high = getattr(self, f"{metric}_interval") or (None, None)
                 rows.append({"metric": metric, "value": value, "low": low, "high": high})
@@ -52,6 +67,14 @@ class TextQuality:
         if self.divergence is not None:
             text += f", divergence {self.divergence:.3g}{_in_brackets(self.divergence_interval, 3)}"
         return f"{text} over {self.tokens:,} tokens"
+
+    def as_draft(self) -> str:
+        """For people, in one line: how well the model would draft for the original; nothing where that is not known."""
+        if self.greedy_acceptance is None or self.sampled_acceptance is None:
+            return ""
+        greedy = f"{self.greedy_acceptance:.3f}{_in_brackets(self.greedy_acceptance_interval, 3)}"
+        sampled = f"{self.sampled_acceptance:.3f}{_in_brackets(self.sampled_acceptance_interval, 3)}"
+        return f"as a draft: acceptance {greedy} greedy, {sampled} sampled"
 
     def to_json(self) -> dict[str, object]:
         """As JSON values."""
@@ -93,23 +116,44 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 
 def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True) -> TextQuality:
     """Measure a model on windows of text, one window at a time; arguments and errors as `text_values`."""
-    nll, divergence = text_values(model, ids, original, bar)
+    found = text_values(model, ids, original, bar)
     tokens = ids.shape[0] * (ids.shape[1] - 1)
-    found = perplexity(nll), perplexity_interval(nll)
-    if divergence is None:
-        return TextQuality(*found, None, None, tokens)
-    return TextQuality(*found, mean_divergence(divergence), known_interval(divergence), tokens)
+    own = perplexity(found.nll), perplexity_interval(found.nll)
+    if found.divergence is None or found.greedy_acceptance is None or found.sampled_acceptance is None:
+        return TextQuality(*own, None, None, tokens)
+    return TextQuality(
+        *own,
+        mean_divergence(found.divergence),
+        known_interval(found.divergence),
+        tokens,
+        float(found.greedy_acceptance.mean()),
+        known_share(found.greedy_acceptance),
+        float(found.sampled_acceptance.mean()),
+        known_share(found.sampled_acceptance),
+    )
+
+
+@dataclass(frozen=True)
+class TextValues:
+    """Per window: means over its predicted tokens, (windows,); what they are is said in `TextQuality`.
+
+    Attributes:
+        nll: negative log-likelihood, nats.
+    """
+
+    nll: Values
+    divergence: Values | None = None
+    greedy_acceptance: Values | None = None
+    sampled_acceptance: Values | None = None
 
 
 @torch.inference_mode()
-def text_values(
-    model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True
-) -> tuple[Values, Values | None]:
-    """The negative log-likelihood of each window, and the divergence, (windows,) each, means over its tokens in nats.
+def text_values(model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True) -> TextValues:
+    """Measure each window.
 
     Args:
         ids: (windows, tokens); every token but a window's first is predicted.
-        original: what the divergence is from, a model with the same vocabulary.
+        original: what it is compared with, a model with the same vocabulary.
         bar: whether a progress bar says how far it is.
 
     Raises:
@@ -120,18 +164,19 @@ def text_values(
         for window in ids.split(1):
             parts.append(_window(model, window, original))
             advance(1)
-    nll = np.array([float(part.nll) for part in parts])
-    if not np.isfinite(nll).all():
-        where = int(np.flatnonzero(~np.isfinite(nll))[0])
+    found = TextValues(*np.array(parts).T)
+    if not np.isfinite(found.nll).all():
+        where = int(np.flatnonzero(~np.isfinite(found.nll))[0])
         raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
-    return nll, None if original is None else np.array([float(part.divergence) for part in parts])
+    return found
 
 
-def _window(model: Logits, window: Tensor, original: Logits | None) -> Quality:
+def _window(model: Logits, window: Tensor, original: Logits | None) -> tuple[float, ...]:
+    """The means over a window's tokens, in the order of `TextValues`."""
     logits = model(window)[0, :-1].float()
-    nll = functional.cross_entropy(logits, window[0, 1:].to(logits.device))
+    nll = float(functional.cross_entropy(logits, window[0, 1:].to(logits.device)))
     if original is None:
-        return Quality(nll, torch.full_like(nll, torch.nan))
+        return (nll,)
     wanted = original(window)[0, :-1].float().to(logits.device)
     if wanted.shape != logits.shape:
         raise ValueError(
@@ -139,4 +184,10 @@ def _window(model: Logits, window: Tensor, original: Logits | None) -> Quality:
             "told between models of one vocabulary"
         )
     log_p, log_q = wanted.log_softmax(-1).double(), logits.log_softmax(-1).double()
-    return Quality(nll, (log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    p = log_p.exp()
+    by_token = (
+        (p * (log_p - log_q)).sum(-1),
+        (wanted.argmax(-1) == logits.argmax(-1)).double(),
+        torch.minimum(p, log_q.exp()).sum(-1).clamp(max=1),  # rounding can make it more
+    )
+    return nll, *(float(values.mean()) for values in by_token)

@@ -215,7 +215,8 @@ class CandidateHealer:
             student, self.texts, self.settings, place, lambda: self.original, identity=identity, device=device
         )
         assert found is not None, "a search heals in one process"
-        nll, divergence = self._held_out.values(found.model)
+        values = self._held_out.values(found.model)
+        nll, divergence = values.nll, values.divergence
         assert divergence is not None
         predicted = self.texts.held_out.predicted
         measured = MeasuredProgram.of(estimate(nll, divergence), predicted, nll, divergence)

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
-from surgeon.quality.summary import Values
-from surgeon.quality.text import Logits, TextQuality, evaluated, logits_of, text_quality, text_values
+from surgeon.quality.text import Logits, TextQuality, TextValues, evaluated, logits_of, text_quality, text_values
 
 
 class Measure(Protocol):
@@ -64,7 +63,7 @@ class HeldOutQuality:
         with evaluated(model):
             return text_quality(logits, self.ids, self._reference, bar=False)
 
-    def values(self, model: nn.Module) -> tuple[Values, Values | None]:
+    def values(self, model: nn.Module) -> TextValues:
         """The same window by window, as `text_values` gives it."""
         with evaluated(model):
             return text_values(logits_of(model), self.ids, self._reference, bar=False)

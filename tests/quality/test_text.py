@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.nn import functional
@@ -10,7 +12,7 @@ import surgeon
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
-from surgeon.quality.text import logits_of, text_quality, text_values
+from surgeon.quality.text import TextQuality, logits_of, text_quality, text_values
 from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -40,21 +42,56 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
     low, high = found.perplexity_interval
     assert low < found.perplexity < high
     assert found.tokens == 24
-    nll, divergence = text_values(logits_of(edited), IDS, logits_of(original))
-    assert nll == pytest.approx(by_scan.quality.nll.numpy(), rel=1e-5)
-    assert divergence == pytest.approx(by_scan.quality.divergence.numpy(), rel=1e-4)
+    by_window = text_values(logits_of(edited), IDS, logits_of(original))
+    assert by_window.nll == pytest.approx(by_scan.quality.nll.numpy(), rel=1e-5)
+    assert by_window.divergence == pytest.approx(by_scan.quality.divergence.numpy(), rel=1e-4)
+
+
+def test_acceptance_is_the_share_of_equal_choices_and_what_distributions_share() -> None:
+    model, other = tiny_model("llama", 1), tiny_model("llama", 1)
+    weight = other.lm_head.weight.data  # changed by so little that some choices stay the same
+    weight += 0.5 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    found = text_quality(logits_of(model), IDS, logits_of(other))
+    equal, common = [], []
+    for window in IDS:  # token by token, by the definitions
+        with torch.no_grad():
+            q, p = (one(window[None]).logits[0, :-1].double().softmax(-1) for one in (model, other))
+        equal += [int(p[place].argmax()) == int(q[place].argmax()) for place in range(len(p))]
+        # Corollary 3.6: the chance of acceptance, of a token drawn from q, accepted with min(1, p / q).
+        for rows in zip(p.tolist(), q.tolist(), strict=True):
+            common.append(sum(b * min(1.0, a / b) for a, b in zip(*rows, strict=True)))
+    assert 0 < sum(equal) < len(equal)
+    assert found.greedy_acceptance == pytest.approx(sum(equal) / len(equal))
+    assert found.sampled_acceptance == pytest.approx(sum(common) / len(common), rel=1e-6)
+    assert found.sampled_acceptance_interval is not None
+    low, high = found.sampled_acceptance_interval
+    assert 0 <= low < found.sampled_acceptance < high <= 1
+    assert TextQuality.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_model_accepts_all_that_it_drafts_itself() -> None:
+    model = logits_of(tiny_model("llama", 1))
+    found = text_quality(model, IDS, model)
+    assert found.greedy_acceptance == 1
+    assert found.sampled_acceptance == pytest.approx(1, abs=1e-6)
 
 
 def test_without_an_original_there_is_no_divergence() -> None:
     found = text_quality(logits_of(tiny_model("llama", 1)), IDS)
     assert (found.divergence, found.divergence_interval) == (None, None)
+    assert (found.greedy_acceptance, found.sampled_acceptance) == (None, None)
     assert "divergence" not in found.line()
+    assert not found.as_draft()
 
 
 def test_one_window_has_no_interval() -> None:
     found = text_quality(logits_of(tiny_model("llama", 1)), IDS[:1], logits_of(tiny_model("llama", 1, seed=1)))
     assert (found.perplexity_interval, found.divergence_interval) == (None, None)
     assert found.line() == f"perplexity {found.perplexity:.4g}, divergence {found.divergence:.3g} over 8 tokens"
+    assert (
+        found.as_draft()
+        == f"as a draft: acceptance {found.greedy_acceptance:.3f} greedy, {found.sampled_acceptance:.3f} sampled"
+    )
 
 
 def test_other_vocabularies_and_broken_models_are_refused() -> None:
