@@ -59,7 +59,7 @@ def test_acceptance_is_the_share_of_equal_choices_and_what_distributions_share()
         equal += [int(p[place].argmax()) == int(q[place].argmax()) for place in range(len(p))]
         # Corollary 3.6: the chance of acceptance, of a token drawn from q, accepted with min(1, p / q).
         for rows in zip(p.tolist(), q.tolist(), strict=True):
-            common.append(sum(b * min(1.0, a / b) for a, b in zip(*rows, strict=True)))
+            common += [sum(b * min(1.0, a / b) for a, b in zip(*rows, strict=True))]
     assert 0 < sum(equal) < len(equal)
     assert found.greedy_acceptance == pytest.approx(sum(equal) / len(equal))
     assert found.sampled_acceptance == pytest.approx(sum(common) / len(common), rel=1e-6)
