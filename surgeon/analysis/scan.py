@@ -132,7 +132,7 @@ def scan(
         if earlier:
             record["earlier"] = earlier
         base, predicted = journal.values(program, range(len(windows.ids)))[0], windows.ids.shape[1] - 1
-        table = cells_table(outcomes, base, predicted, run.values)
+        table = cells_table(outcomes, base, predicted, run.values, run.acceptance)
         record |= {"base_perplexity": perplexity(base), "base_interval": perplexity_interval(base)}
         record |= work.counts(table)
         permutations = permutations_table(outcomes, base, predicted, run.values)
@@ -217,6 +217,10 @@ class _Run:
     def values(self, program: Program, windows: Sequence[int]) -> tuple[Values, Values]:
         """Negative log-likelihood and divergence of a cell's program, (windows,) each."""
         return self.journal.values(self.work.programs[program], windows)
+
+    def acceptance(self, program: Program, windows: Sequence[int]) -> Values:
+        """Its greedy acceptance, (windows,)."""
+        return self.journal.acceptance(self.work.programs[program], windows)
 
     def outcomes(self, screened: bool) -> Iterator[Outcome]:
         """Every cell, with the windows that its numbers rest on, once all of them are measured."""

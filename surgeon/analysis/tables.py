@@ -13,7 +13,7 @@ from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import ATTENTION, Program
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate
 
-COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, "tokens", "sublayers_run"]
+COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, "greedy_acceptance", "tokens", "sublayers_run"]
 PERMUTATION_COLUMNS = ["operation", "first", "last", "seed", "order", "perplexity", "divergence", "tokens"]
 
 Lookup = Callable[[Program, Sequence[int]], tuple[Values, Values]]  # nll and divergence of a program on some windows
@@ -34,19 +34,28 @@ def cell_values(cell: Cell, windows: Sequence[int], lookup: Lookup) -> tuple[Val
     return np.mean(nll, axis=0), np.mean(divergence, axis=0)
 
 
-def cells_table(outcomes: Iterable[Outcome], base: Values, predicted: int, lookup: Lookup) -> pd.DataFrame:
+def cells_table(
+    outcomes: Iterable[Outcome],
+    base: Values,
+    predicted: int,
+    lookup: Lookup,
+    acceptance: Callable[[Program, Sequence[int]], Values],
+) -> pd.DataFrame:
     """One row per cell, with the columns of `cells.csv`; a parameter that maps vary has a column behind the layers.
 
     Args:
         base: the unedited model's negative log-likelihood on every window.
         predicted: how many tokens of a window are predicted.
+        acceptance: of a program on some windows, the share of tokens that it would draft as the original chooses them.
     """
     rows, values = [], []
     for one in outcomes:
         cell, windows = one.cell, one.windows
         nll, divergence = cell_values(cell, windows, lookup)
         numbers = estimate(nll, divergence, base, windows).numbers
-        rows.append((cell.operation, cell.first, cell.last, *numbers, len(windows) * predicted, one.sublayers_run))
+        accepted = float(np.mean([acceptance(program, windows) for program in cell.programs]))
+        known = len(windows) * predicted, one.sublayers_run
+        rows.append((cell.operation, cell.first, cell.last, *numbers, accepted, *known))
         values.append((HEATMAPS[cell.operation].varied, cell.value))
     table = pd.DataFrame(rows, columns=COLUMNS)
     for place, name in enumerate(sorted({varied for varied, _ in values if varied is not None}), start=3):

@@ -2,7 +2,7 @@
 
 A file holds the head's rows averaged by the original's probabilities (`ReferencePredictions.kept`), a vector of the
 stream's size for each token, and not logits, nor the largest of them: with it the divergence over the full vocabulary
-is exact, in a fraction of the room.
+is exact, in a fraction of the room. Of the largest it holds which token has it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from surgeon.quality.head import Quality, ReferencePredictions
 from surgeon.quality.identified import UNREADABLE, open_identified, write_identified
 
 REFERENCE_FILE = "reference.safetensors"
+_NAMES = ("kept", "constant", "likeliest", "nll")
 _WORDS = {
     "model_hash": "another model",
     "data": "another text",
@@ -42,13 +43,14 @@ class TextReferences:
     def __getitem__(self, windows: range) -> ReferencePredictions:
         if not all(self.known[windows.start : windows.stop]):
             raise KeyError(windows)
-        kept, constant, nll = (self.tensors[name][windows.start : windows.stop] for name in ("kept", "constant", "nll"))
+        kept, constant, likeliest, nll = (self.tensors[name][windows.start : windows.stop] for name in _NAMES)
         ids = self.ids[windows.start : windows.stop].to(kept.device)
-        return ReferencePredictions(ids, kept.flatten(0, 1), constant.flatten(), Quality(nll, torch.zeros_like(nll)))
+        by_token = kept.flatten(0, 1), constant.flatten(), likeliest.flatten()
+        return ReferencePredictions(ids, *by_token, Quality.of_original(nll))
 
     def __setitem__(self, windows: range, reference: ReferencePredictions) -> None:
-        given = {"kept": reference.kept, "constant": reference.constant, "nll": reference.quality.nll}
-        for name, tensor in given.items():
+        given = (reference.kept, reference.constant, reference.likeliest, reference.quality.nll)
+        for name, tensor in zip(_NAMES, given, strict=True):
             shaped = tensor if name == "nll" else tensor.unflatten(0, (len(windows), -1))
             if name not in self.tensors:
                 self.tensors[name] = shaped.new_empty((len(self.ids), *shaped.shape[1:]))
@@ -90,16 +92,18 @@ class TextReferences:
     def load(self, path: Path, identity: Mapping[str, str]) -> bool:
         """Take them from a file, if it is there; a damaged file is left aside with a warning.
 
+        So is, without one, a file of before the likeliest tokens were kept.
+
         Returns:
             whether they were taken.
 
         Raises:
             ValueError: if the file is another model's or another text's, saying in what it differs.
         """
-        names, otherwise = ("kept", "constant", "nll"), "the original is run again"
+        otherwise = "the original is run again"
         with open_identified(path, identity, _WORDS, "predictions", otherwise, str(self.device)) as file:
-            if file is None:
+            if file is None or set(file.keys()) < set(_NAMES):
                 return False
-            tensors = {name: file.get_tensor(name) for name in names}
+            tensors = {name: file.get_tensor(name) for name in _NAMES}
         self.tensors, self.known = tensors, [True] * len(self.ids)
         return True

@@ -281,7 +281,7 @@ def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
     Scan.read(folder, model.hash)
     identity, values = read_programs(folder / JOURNAL, "scan")
     programs, divergence = {}, {}
-    for text, (nll, diverged, done) in values.items():
+    for text, (nll, diverged, done, _) in values.items():
         seen = ~np.isnan(done)
         divergence[text] = mean_divergence(diverged[seen])
         if seen.all() and identity.get("data") == windows.digest:

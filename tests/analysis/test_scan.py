@@ -88,7 +88,7 @@ def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
     header = (folder / "cells.csv").read_text().splitlines()[0]
     assert header == (
         "operation,first,last,perplexity,perplexity_low,perplexity_high,divergence,divergence_low,divergence_high,"
-        "tokens,sublayers_run"
+        "greedy_acceptance,tokens,sublayers_run"
     )
     assert header == ",".join(COLUMNS)
     assert (table["tokens"] == WINDOWS * (TOKENS - 1)).all()

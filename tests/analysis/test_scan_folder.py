@@ -20,6 +20,7 @@ import surgeon
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.scan import JOURNAL
 from surgeon.quality.data import Windows
+from surgeon.results.scan import Scan
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, run, stopping
 from tests.selection import one_in
@@ -150,6 +151,20 @@ def test_a_folder_of_another_scan_is_refused(
     with pytest.raises(ValueError, match=message):
         run(tmp_path, **({"windows": windows} | change))
     assert (tmp_path / "cells.csv").read_bytes() == before
+
+
+def test_a_journal_of_before_acceptance_was_measured_is_gone_on_with(windows: Windows, tmp_path: Path) -> None:
+    whole = run(tmp_path, windows, operations=["prune"]).cells
+    journal = tmp_path / JOURNAL
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    older = [{name: value for name, value in line.items() if name != "greedy_acceptance"} for line in lines]
+    assert older != lines
+    journal.write_text("".join(json.dumps(line) + "\n" for line in older))
+    again = run(tmp_path, windows, operations=["prune"]).cells
+    assert whole["greedy_acceptance"].between(0, 1).all()
+    assert again["greedy_acceptance"].isna().all()
+    pd.testing.assert_series_equal(again["divergence"], whole["divergence"])
+    assert Scan.read(tmp_path).cells["greedy_acceptance"].isna().all()
 
 
 def test_a_damaged_journal_is_said_to_be(windows: Windows, tmp_path: Path) -> None:

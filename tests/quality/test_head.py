@@ -36,19 +36,25 @@ def test_quality_equals_full_logits(model: Any, block: int, monkeypatch: pytest.
     monkeypatch.setattr(head_module, "BLOCK_BYTES", {"cpu": block * 4 * VOCABULARY})
     monkeypatch.setattr(head_module, "LEAST_ROWS", 1)
     ids = torch.randint(VOCABULARY, (3, 9))
-    original, changed = torch.randn(3, 9, HIDDEN), torch.randn(3, 9, HIDDEN)
+    original = torch.randn(3, 9, HIDDEN)
+    changed = original + torch.randn(3, 9, HIDDEN)  # so near that some of the likeliest tokens are the same
     head = OutputHead(model)
     reference = head.reference(original, ids)
     quality = head.compare(changed, reference)
     log_p, log_q = (logits(model, stream).log_softmax(-1) for stream in (original, changed))
+    assert 0 < quality.greedy_acceptance.mean() < 1
     for window in range(3):
         nll = functional.cross_entropy(logits(model, changed)[window], ids[window, 1:])
         kl = functional.kl_div(log_q[window], log_p[window], reduction="batchmean", log_target=True)
         base = functional.cross_entropy(logits(model, original)[window], ids[window, 1:])
         assert float(quality.nll[window]) == pytest.approx(float(nll), rel=1e-5)
         assert float(quality.divergence[window]) == pytest.approx(float(kl), rel=1e-4)
+        chosen, wanted = (logits(model, stream)[window].argmax(-1) for stream in (changed, original))
+        same = (chosen == wanted).double().mean()
+        assert float(quality.greedy_acceptance[window]) == pytest.approx(float(same))
         assert float(reference.quality.nll[window]) == pytest.approx(float(base), rel=1e-5)
     assert not reference.quality.divergence.any()
+    assert (reference.quality.greedy_acceptance == 1).all()
 
 
 def test_blocks_are_means_over_parts_of_windows(model: Any) -> None:

@@ -35,6 +35,7 @@ def test_any_range_of_known_windows_is_known(family: str) -> None:
         found = head.compare(CHANGED[chosen], references[windows])
         torch.testing.assert_close(found.divergence, plain.divergence, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(found.nll, plain.nll)
+        torch.testing.assert_close(found.greedy_acceptance, plain.greedy_acceptance)
     assert references.whole
 
 
@@ -93,3 +94,13 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     with pytest.warns(UserWarning, match="could not be kept .*No space left"):
         assert not filled(OutputHead(tiny_model("llama", num_layers=1))).save(tmp_path / "r.safetensors", IDENTITY)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_without_the_likeliest_tokens_is_made_again(tmp_path: Path) -> None:
+    references, path = filled(OutputHead(tiny_model("llama", num_layers=1))), tmp_path / "reference.safetensors"
+    older = {name: tensor for name, tensor in references.tensors.items() if name != "likeliest"}
+    identified.write_identified(path, older, IDENTITY)
+    again = TextReferences(IDS)
+    assert not again.load(path, IDENTITY)
+    assert references.save(path, IDENTITY)
+    assert again.load(path, IDENTITY)

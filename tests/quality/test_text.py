@@ -44,6 +44,7 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
     assert found.tokens == 24
     by_window = text_values(logits_of(edited), IDS, logits_of(original))
     assert by_window.nll == pytest.approx(by_scan.quality.nll.numpy(), rel=1e-5)
+    assert by_window.greedy_acceptance == pytest.approx(by_scan.quality.greedy_acceptance.numpy())
     assert by_window.divergence == pytest.approx(by_scan.quality.divergence.numpy(), rel=1e-4)
 
 

@@ -13,6 +13,8 @@ from surgeon.analysis.engine.measure import MeasuredWindows
 from surgeon.language.program import Program
 from surgeon.processes.journal import Journal, read_journal
 
+ACCEPTANCE = "greedy_acceptance"
+
 
 class ProgramJournal(Journal):
     """Per-window numbers of programs.
@@ -38,7 +40,7 @@ class ProgramJournal(Journal):
         for one in measured:
             part = windows[one.start : one.start + len(one.quality.nll)]
             if not self.is_done(one.program, part):
-                numbers = {"nll": one.quality.nll.tolist(), "divergence": one.quality.divergence.tolist()}
+                numbers = {name: getattr(one.quality, name).tolist() for name in ("nll", "divergence", ACCEPTANCE)}
                 self.keep({"program": str(one.program), "windows": list(part)} | numbers)
 
     def is_done(self, program: Program, windows: Sequence[int]) -> bool:
@@ -46,9 +48,13 @@ class ProgramJournal(Journal):
         values = self._values.get(str(program))
         return values is not None and not np.isnan(values[2, list(windows)]).any()
 
+    def acceptance(self, program: Program, windows: Sequence[int]) -> NDArray[np.float64]:
+        """A program's greedy acceptance on windows, (windows,); NaN where that was not yet measured."""
+        return self._values[str(program)][3, list(windows)]
+
     def values(self, program: Program, windows: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Negative log-likelihood and divergence of a program on windows it was measured on, each (windows,)."""
-        nll, divergence, done = self._values[str(program)][:, list(windows)]
+        nll, divergence, done, _ = self._values[str(program)][:, list(windows)]
         assert not np.isnan(done).any(), "asked for a program on windows that it was not measured on"
         return nll, divergence
 
@@ -57,11 +63,15 @@ class ProgramJournal(Journal):
 
 
 def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int) -> None:
-    """Take in what a line says of a program: rows of its nll, its divergence, and 1 where it was measured, else NaN."""
+    """Take in what a line says of a program.
+
+    Rows of its nll, its divergence, 1 where it was measured, else NaN, and its greedy acceptance, NaN in older lines.
+    """
     # The third row, so that a NaN that was measured is not taken for a gap.
-    found = values.setdefault(line["program"], np.full((3, windows), np.nan))
+    found = values.setdefault(line["program"], np.full((4, windows), np.nan))
     here = line["windows"]
     found[0, here], found[1, here], found[2, here] = line["nll"], line["divergence"], 1.0
+    found[3, here] = line.get(ACCEPTANCE, np.nan)
 
 
 def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:

@@ -131,8 +131,8 @@ def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[flo
             _check_alive(processes)
             continue
         match message:
-            case ("measured", program, start, nll, divergence):
-                quality = Quality(torch.from_numpy(nll), torch.from_numpy(divergence))
+            case ("measured", program, start, *numbers):
+                quality = Quality(*map(torch.from_numpy, numbers))
                 yield MeasuredWindows(Program.parse(program), start, quality)
             case ("ran", amount):
                 ran(amount)
@@ -176,7 +176,7 @@ def _work(job: Job, messages: Any) -> None:
         )
         for measured in measure(model, job.ids, plan, options):
             quality = measured.quality
-            numbers = quality.nll.numpy(), quality.divergence.numpy()
+            numbers = quality.nll.numpy(), quality.divergence.numpy(), quality.greedy_acceptance.numpy()
             messages.put(("measured", str(measured.program), measured.start, *numbers))
         messages.put(("ended",))
     except Exception as error:  # noqa: BLE001 - the first process raises it
