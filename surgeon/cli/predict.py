@@ -188,6 +188,39 @@ class BestArguments:
 
 
 @dataclass(frozen=True)
+class PredictedDraftsArguments:
+    """Which program drafts for the model, in the user's words; a group of options (see grouped.py)."""
+
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE|PROGRAM|VARIANT",
+            help="Where it pays that this program over the same weights drafts and the model verifies, as surgeon "
+            "generate does it, with the best number of tokens ahead; beside no drafts, and beside the draft alone.",
+            show_default=False,
+        ),
+    ] = None
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            help="With --draft: the chance of a drafted token to be right; several as 0.6,0.8. Default: 0.8.",
+            show_default=False,
+        ),
+    ] = None
+
+    def chances(self) -> list[float]:
+        """The acceptances.
+
+        Raises:
+            ValueError: if they are no numbers.
+        """
+        try:
+            return [float(part) for part in (self.acceptance or "0.8").split(",")]
+        except ValueError:
+            raise ValueError(f"--acceptance {self.acceptance!r} is no list of chances; write e.g. 0.6,0.8") from None
+
+
+@dataclass(frozen=True)
 class RacksArguments:
     """A training over racks, in the user's words; a group of options (see grouped.py)."""
 
@@ -227,6 +260,7 @@ def predict(
     load: PredictedLoad,
     on: PredictedRanksArguments,
     best: BestArguments,
+    drafts: PredictedDraftsArguments,
     training: RacksArguments,
     over: Annotated[
         str | None,
@@ -259,11 +293,16 @@ def predict(
     collectives behind computing. Launch: waiting for the host, or between kernels. Memory: weights, cache and
     activations of the rank that needs most.
     """
-    from surgeon.library.predict import best_programs
+    from surgeon.library.predict import best_programs, predict_drafts
     from surgeon.library.predict import predict as run
 
     _refuse_together({"--racks": training.racks, "--best": best.best}, ("--compare", programs.compare))
     _refuse_together({"--racks": training.racks}, ("--sweep", over), ("--output", output), ("--best", best.best))
+    drafted = {"--draft": drafts.draft}
+    _refuse_together(drafted, ("--compare", programs.compare), ("--output", output), ("--best", best.best))
+    _refuse_together({"--racks": training.racks}, *drafted.items())
+    if drafts.acceptance is not None and drafts.draft is None:
+        raise ValueError("--acceptance is for --draft; give --draft, too")
     if training.racks is not None:
         _train_on_racks(training, model, hardware)
         return
@@ -273,7 +312,16 @@ def predict(
         "new": load.new,
         "ranks": on.deployment(),
     }
-    common |= {"sweep": over, "output": output}
+    common |= {"sweep": over}
+    if drafts.draft is not None:
+        given: dict[str, Any] = {
+            "program": programs.program,
+            "batch": parse_batches(load.batch),
+            "acceptance": drafts.chances(),
+        }
+        typer.echo(str(predict_drafts(model, hardware, drafts.draft, **given, **common)))
+        return
+    common |= {"output": output}
     found: Any
     if best.best:
         found = best_programs(model, hardware, allowance=best.allowance(), by=cast("Any", best.by), **common)

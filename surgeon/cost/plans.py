@@ -16,9 +16,19 @@ from surgeon.runtime.plan.specification import Plan
 
 
 def plan_on_paper(
-    shapes: ModelShapes, program: Program, ranks: int, max_tokens: int, dtype: str, low_rank: Any, kv: Any
+    shapes: ModelShapes,
+    program: Program,
+    ranks: int,
+    max_tokens: int,
+    dtype: str,
+    low_rank: Any,
+    kv: Any,
+    sliced: bool = False,
 ) -> Plan:
     """What ranks would be told of a model; what decides about numbers and not about costs is left out.
+
+    Args:
+        sliced: as `Plan.sliced`.
 
     Raises:
         ValueError: if the program names what the model does not have, heads or neurons do not divide among the
@@ -34,7 +44,7 @@ def plan_on_paper(
             spec.projection(role)  # a gate that the model lacks, say
         replace(sublayer, piece=None).parameters(shapes.layer_shapes)  # refuses ranks above those of the matrices
     mixtures, units = mixtures_of(shapes), shared_units(shapes.units, shapes.latent)
-    check_division(different(program, units, mixtures), units, ranks, mixtures)
+    check_division(different(program, units, mixtures), units, ranks, mixtures, sliced)
     if max_tokens > shapes.positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and {shapes.name} has {shapes.positions} positions; "
@@ -61,6 +71,7 @@ def plan_on_paper(
         kv=kv,
         mixtures=mixtures,
         latent=cached_latent(shapes.latent),
+        sliced=sliced,
         described=shapes.family,
     )
 

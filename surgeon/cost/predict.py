@@ -170,7 +170,7 @@ def predict(
         plan = replace(plan, mixtures=replace(plan.mixtures, dividing=experts.dividing))
     ranks = PredictedRanks(shapes, plan, hardware, deployment)
     prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)
-    decode = _mean_decode(ranks, workload) if workload.new > 1 else None
+    decode = mean_decode(ranks, workload) if workload.new > 1 else None
     memory = room(shapes, plan, hardware, workload.batch, workload.prompt)
     return Prediction(plan, workload, prefill, decode, memory, experts)
 
@@ -184,7 +184,7 @@ def _expert_times(shapes: ModelShapes, plan: Plan, hardware: Hardware, deploymen
     return ExpertTimes(*(one.forward(Forward(1, 1), one.captured).seconds for one in ranks))
 
 
-def _mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
+def mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
     """The mean of all decoding passes, by Simpson's rule of the first, the middle and the last one."""
     first, last = workload.prompt, workload.prompt + workload.new - 2
     weights = {first: 1 / 6, (first + last) // 2: 4 / 6, last: 1 / 6}
@@ -258,7 +258,7 @@ class PredictedRanks:
 def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     """A plan's program, and every rank's work: with a number that is the same of steps that differ in layers only."""
     program = Program.parse(plan.program)
-    by_rank = [rank_work(program, rank, plan.ranks) for rank in range(plan.ranks)]
+    by_rank = [rank_work(program, rank, plan.ranks, plan.sliced) for rank in range(plan.ranks)]
     numbers: dict[object, int] = {}
 
     def number(work: Work) -> int:
@@ -316,10 +316,10 @@ class PassCosts(Costs):
         return items
 
     def part(self, node: Step | Fork, group: Group) -> Tensor:
-        return self._operand(self.rank_work.reduced(node, isinstance(node, Fork) or _whole(node, group)))
+        return self._operand(self.rank_work.reduced(node, isinstance(node, Fork) or self._whole(node, group)))
 
     def finish(self, step: Step, group: Group) -> Burst | None:
-        kernels = [] if _whole(step, group) else self.rank_work.finish(step, self.forward)
+        kernels = [] if self._whole(step, group) else self.rank_work.finish(step, self.forward)
         return self._burst(kernels) if kernels else None
 
     def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
@@ -408,7 +408,7 @@ class PassCosts(Costs):
         counts.bytes += size
         return self.wires.transfer(operation, size, group)
 
-
-def _whole(step: Step, group: Group) -> bool:
-    """Whether each rank of a group computes whole sublayers of a step."""
-    return all(part == step.sublayers[index] for index, part in step_parts(step, 0, len(group)))
+    def _whole(self, step: Step, group: Group) -> bool:
+        """Whether each rank of a group computes whole sublayers of a step."""
+        alone = len(group) == 1 or not self.plan.sliced
+        return alone and all(part == step.sublayers[index] for index, part in step_parts(step, 0, len(group)))

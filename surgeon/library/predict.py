@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from surgeon.cost.best import (
     METRICS,
     Allowance,
@@ -20,6 +22,7 @@ from surgeon.cost.best import (
     survey,
 )
 from surgeon.cost.candidates import Candidate, open_candidates
+from surgeon.cost.drafts import DRAFT_COLUMNS, check_chances, draft_cells
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware, write_hardware
 from surgeon.cost.predict import Deployment
@@ -35,6 +38,7 @@ from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.results.best import BestRun
 from surgeon.results.prediction import AXES, PredictRun, words_of
+from surgeon.words import aligned, three_digits
 
 _SHORT: dict[Metric, str] = {
     "token": "time per token",
@@ -211,6 +215,82 @@ def best_programs(
         return found
     programs = {one.name: str(one.program(2)) for one in known}
     return replace(found, record=provenance(name, "", heading=heading, programs_on_2_ranks=programs)).save(folder)
+
+
+@dataclass(frozen=True, repr=False)
+class DraftPredictions:
+    """Where lossless drafting pays.
+
+    Attributes:
+        heading: what all predictions have in common.
+        speeds: one row per ranks, load and acceptance: times in ms, tokens per second without drafts (`dense`), with
+            them (`drafted`) and of the draft alone (`alone`), and how often the first is in the others.
+        refused: why there are none for some ranks or loads.
+    """
+
+    heading: str
+    speeds: pd.DataFrame
+    refused: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        """A table of at most 80 columns, and below it what was refused."""
+        lines = [["ranks", "batch", "accepted", "ahead", "draft", "verify", "tokens/s", "dense", "times", "alone"]]
+        lines.append(["", "", "", "", "ms", "ms", "", "", "", "times"])
+        for _, row in self.speeds.iterrows():
+            begin = [f"{row[name]:g}" for name in ("ranks", "batch", "acceptance", "ahead")]
+            spent = [three_digits(row[name]) for name in ("draft_ms", "verify_ms", "drafted", "dense")]
+            speedups = [f"{row[name]:.2f}" for name in ("speedup", "alone_speedup")]
+            lines.append([*begin, *spent, *speedups])
+        return "\n".join([self.heading, "", aligned(lines, ()), *(f"refused: {reason}" for reason in self.refused)])
+
+
+def predict_drafts(
+    model: str | Path | Model | EditedModel,
+    hardware: str | Path | Hardware,
+    draft: str | Path | Program,
+    *,
+    acceptance: float | Sequence[float] = 0.8,
+    layers: range | str | None = None,
+    program: Program | str | None = None,
+    batch: int | Sequence[int] = 1,
+    prompt: int = 1024,
+    new: int = 512,
+    ranks: int | Deployment = 1,
+    sweep: str | Mapping[str, Sequence[int]] | None = None,
+) -> DraftPredictions:
+    """Predict where it pays that an edited program drafts and the model verifies, whose text it stays.
+
+    Args:
+        draft: a recipe, a program, or a variant of the model by name, over the same weights.
+        acceptance: the chance of a drafted token to be right, given that those before it are; or several.
+        model, hardware, layers, program, batch, prompt, new, ranks, sweep: as `predict` takes them.
+
+    Raises:
+        FileNotFoundError: as `predict`.
+        ValueError: as `predict`; and if the draft is of another model, an acceptance is no chance, or the draft cannot
+            run beside the model; in a sweep the latter is told below the table.
+    """
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    first, drafting = open_candidates(model, [str(draft)], program, as_range(layers))
+    if drafting.model.shapes != first.model.shapes or not drafting.connected:
+        raise ValueError(f"{draft} is no program over the weights of {first.model.label}; draft with an edit of it")
+    deployment = _deployment(ranks, machine, first)
+    chances = check_chances([acceptance] if isinstance(acceptance, int | float) else acceptance)
+    cells = _sweep(
+        [first, drafting], machine, deployment, Workload(1, prompt, new), {**_axes({"batch": batch}), **_axes(sweep)}
+    )
+    rows, refused = list[dict[str, float]](), list[str]()
+    for plain, alone in zip(cells[::2], cells[1::2], strict=True):
+        try:
+            found = draft_cells(plain, alone, machine, chances)
+        except ValueError as error:
+            if sweep is None:
+                raise
+            refused.append(f"{words_of('ranks', plain.deployment.ranks)}, batch {plain.workload.batch}: {error}")
+        else:
+            rows += found
+    heading = f"{_heading(machine, cells)}; drafts of {drafting.name}"
+    return DraftPredictions(heading, pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), list(dict.fromkeys(refused)))
 
 
 def _deployment(ranks: int | Deployment, hardware: Hardware, first: Candidate) -> Deployment:

@@ -78,6 +78,20 @@ def test_a_sweep_tells_what_cannot_be(model: Path, tmp_path: Path, surgeon_says:
     assert imread(tmp_path / "results" / "predict.png").std() > 0.05
 
 
+def test_drafts_are_predicted_where_they_can_run(model: Path, file: Path, surgeon_says: Run) -> None:
+    asked = ["--draft", "tracks:2", "--layers", "0:4", "--acceptance", "0,0.9", "--sweep", "ranks=1..2,batch=1..2"]
+    code, out, _ = surgeon_says("predict", model, "--hardware", file, *asked, *LOAD)
+    assert code == 0
+    assert out.startswith("small on round: wire, float32, prompt 20, 8 new; drafts of tracks:2\n")
+    rows = [line.split() for line in out.splitlines()[4:8]]
+    assert [row[:3] for row in rows] == [["2", batch, chance] for batch in "12" for chance in ("0", "0.9")]
+    assert [row[3] for row in rows[::2]] == ["0", "0"]
+    assert all(int(row[3]) > 0 for row in rows[1::2])
+    assert [row[8] for row in rows[::2]] == ["1.00", "1.00"]
+    assert all(1.05 < float(row[8]) < float(row[9]) for row in rows[1::2])
+    assert "refused: 1 rank, batch 1: tracks:2 has a slice of the layers for each rank" in out
+
+
 def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path, surgeon_says: Run) -> None:
     sweep = ["--sweep", "prompt=8..32,new=2..4,ranks=2", "--compare", "ladder", "--layers", "0:4"]
     code, out, _ = surgeon_says("predict", model, "--hardware", file, *sweep, "-o", tmp_path / "results")
@@ -114,6 +128,12 @@ def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path,
         (["--prompt", "5000"], "prompt and output together are 5008 tokens, and small has 4096 positions"),
         (["--low-rank", "all"], "there is no way 'all' of sharing factors"),
         (["--best", "--compare", "lp"], "--best does not look at --compare; leave one of them out"),
+        (["--draft", "lp", "--compare", "lp"], "--draft does not look at --compare; leave one of them out"),
+        (["--draft", "lp", "--layers", "0:4", "--acceptance", "1.5"], "an acceptance is a chance from 0 to 1, not 1.5"),
+        (["--draft", "lp", "--acceptance", "most"], "--acceptance 'most' is no list of chances; write e.g. 0.6,0.8"),
+        (["--draft", "upper-bound"], "upper-bound is no program over the weights of small"),
+        (["--draft", "A0 F0 A0"], "A0 has no keys and values to read"),
+        (["--acceptance", "0.8"], "--acceptance is for --draft; give --draft, too"),
         (["--racks", "2", "--sweep", "ranks=1..4", "--best"], "--racks does not look at --sweep and --best; leave one"),
     ],
 )

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -40,6 +41,41 @@ OWN_FADE, ALL_FADE = 0.9, 0.99  # of what was seen, with each round
 IDLE_FADE = 0.99  # with each pass in which nothing is drafted for a text
 NEWEST, NEWEST_SHORTER = 1 / 8, 1 / 2  # the weight of the newest time: it is no accident if a pass was fast
 LONGEST = 2.0  # a pass that takes longer than so many times what is usual was interrupted
+
+
+def best_ahead(
+    chances: Several[float],
+    most: Several[int],
+    drafting: Callable[[int], float],
+    verifying: Callable[[int], float],
+) -> tuple[list[int], float]:
+    """How many tokens to draft for each of some texts that are continued together, and the tokens per second then.
+
+    Args:
+        chances: of each text's next drafted token to be right.
+        most: that may be drafted for each.
+        drafting: seconds of a pass of the draft, by its texts.
+        verifying: seconds of a pass of the model, by its tokens.
+    """
+    count = len(chances)
+    further = [
+        (chance**place, place, text) for text, chance in enumerate(chances) for place in range(1, most[text] + 1)
+    ]
+    further.sort(key=lambda each: (-each[0], each[1]))
+    tokens, drafted, taken = float(count), 0.0, 0
+    plain = count / verifying(count)
+    fastest = LEAST_GAIN * plain
+    of_pass = Counter[int]()  # texts in each of the draft's passes
+    for number, (chance, place, _) in enumerate(further, start=1):
+        before = drafting(of_pass[place]) if of_pass[place] else 0.0
+        of_pass[place] += 1
+        drafted += drafting(of_pass[place]) - before
+        tokens += chance
+        rate = tokens / (drafted + verifying(count + number))
+        if rate > fastest:
+            fastest, taken = rate, number
+    best = Counter(text for _, _, text in further[:taken])
+    return [best[text] for text in range(count)], fastest if taken else plain
 
 
 @dataclass
@@ -149,26 +185,11 @@ class Ahead:
 
     def _best(self, texts: Several[Hits], most: Several[int]) -> list[int]:
         """Those with the most tokens per second."""
-        count = len(texts)
+        if not self.drafting.known:
+            return [0] * len(texts)
         prior = self._all.chance(FIRST_CHANCE)
         chances = [text.chance(prior) for text in texts]
-        further = [
-            (chance**place, place, text) for text, chance in enumerate(chances) for place in range(1, most[text] + 1)
-        ]
-        further.sort(key=lambda each: (-each[0], each[1]))
-        tokens, drafted, taken = float(count), 0.0, 0
-        fastest = LEAST_GAIN * count / self.verifying.of(count)
-        of_pass = Counter[int]()  # texts in each of the draft's passes
-        for number, (chance, place, _) in enumerate(further if self.drafting.known else (), start=1):
-            before = self.drafting.of(of_pass[place]) if of_pass[place] else 0.0
-            of_pass[place] += 1
-            drafted += self.drafting.of(of_pass[place]) - before
-            tokens += chance
-            rate = tokens / (drafted + self.verifying.of(count + number))
-            if rate > fastest:
-                fastest, taken = rate, number
-        best = Counter(text for _, _, text in further[:taken])
-        return [best[text] for text in range(count)]
+        return best_ahead(chances, most, self.drafting.of, self.verifying.of)[0]
 
     def verified(self, text: Hits, drafted: int, right: int) -> None:
         """Note how many drafted tokens of a text were right; of those behind a wrong one nothing is known."""

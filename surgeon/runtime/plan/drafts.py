@@ -8,16 +8,15 @@ model's program has there, too: those of the same layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Program, Sublayer
-from surgeon.models.weights import ModelWeights
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.memory import kv_heads
+from surgeon.runtime.plan.memory import Sizes, kv_heads
 from surgeon.runtime.plan.placement import computed_of, work_of
 from surgeon.runtime.plan.specification import DraftPlan, Plan
 from surgeon.words import plural
@@ -39,19 +38,34 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
         raise ValueError("drafts read the keys and values of the model's own program; use kv full or auto, not lowrank")
     stored = open_stored(model)
     ways = plan.dtype, plan.decoding, plan.low_rank, "full", plan.mixtures.mode
+
+    def make(sliced: bool) -> Plan:
+        return make_plan(stored, plan.ranks, plan.max_tokens, draft, "cpu", *ways, sliced=sliced)
+
+    return replace(plan, kv="full", draft=draft_beside(plan, stored.weights, make))
+
+
+def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> DraftPlan:
+    """A draft whose steps lie on ranks as those of the model's plan do.
+
+    Args:
+        source: how large the model's matrices are.
+        make: the draft's own plan, given whether it is sliced (`Plan.sliced`).
+
+    Raises:
+        ValueError: as `with_draft`.
+    """
     reasons = []
     for sliced in (True, False):
         try:
-            own = make_plan(stored, plan.ranks, plan.max_tokens, draft, "cpu", *ways, sliced=sliced)
-            slots = tuple(_slots(plan, own, stored.weights, rank) for rank in range(plan.ranks))
+            own = make(sliced)
+            return DraftPlan(own, tuple(_slots(plan, own, source, rank) for rank in range(plan.ranks)))
         except ValueError as error:
             reasons.append(error)
-        else:
-            return replace(plan, kv="full", draft=DraftPlan(own, slots))
     raise ValueError(f"the draft cannot run beside its model: {reasons[0]}")
 
 
-def _slots(plan: Plan, draft: Plan, source: ModelWeights, rank: int) -> tuple[int, ...]:
+def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[int, ...]:
     """The slots of the model's cache that a draft's attentions use on a rank.
 
     Raises:
@@ -84,7 +98,7 @@ def _nothing(plan: Plan, place: Place, attention: Sublayer) -> str:
     return f"no attention of {where}{of} is computed there by the program that verifies on {plural(plan.ranks, 'rank')}"
 
 
-def _attentions(plan: Plan, source: ModelWeights, rank: int) -> Iterator[tuple[Place, Sublayer, tuple[int, int]]]:
+def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, Sublayer, tuple[int, int]]]:
     """A rank's attentions by slot: their place in the program, what it computes, and the KV heads of these."""
     seen: Counter[tuple[tuple[int, ...], int | None]] = Counter()
     for work in work_of(plan, rank):
