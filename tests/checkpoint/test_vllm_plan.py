@@ -23,7 +23,10 @@ from tests.tiny_models import tiny_model
 DIVIDED = sorted(
     name
     for name, family in FAMILIES.items()
-    if family.mixture is None and not family.attention.counts and not family.attention.norms_all_heads
+    if family.mixture is None
+    and not family.attention.counts
+    and not family.attention.norms_all_heads
+    and not family.attention.apart  # gated, which ranks do not run
 )
 EVERYWHERE = "A0@q5,k3,v4,o6 F0@gate7,up9,down9 A1@q5,k3,v4,o6 F1@gate7,up9,down9"
 MIXED = "A0 F0@gate9 A1@q5,k3,o6 F1@gate7,down9"

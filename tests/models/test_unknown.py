@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import ArceeConfig, FalconConfig, MambaConfig, Qwen3NextConfig
+from transformers import ArceeConfig, FalconConfig, Lfm2Config, MambaConfig
 
 from surgeon.models.unknown import mechanisms
 
@@ -29,9 +29,9 @@ def test_what_no_family_has_is_named() -> None:
 
 
 def test_layers_that_differ_are_counted() -> None:
-    kinds = ["linear_attention", "linear_attention", "full_attention"]
-    config = Qwen3NextConfig(**TINY | {"num_hidden_layers": 3}, layer_types=kinds, num_experts=2)
-    assert "linear_attn.A_log in 2 of 3 layers" in mechanisms(config.to_dict())["modules"]
+    kinds = ["conv", "conv", "full_attention"]
+    config = Lfm2Config(**TINY | {"num_hidden_layers": 3}, layer_types=kinds)
+    assert "conv.conv in 2 of 3 layers" in mechanisms(config.to_dict())["modules"]
 
 
 def test_what_transformers_does_not_know_either() -> None:

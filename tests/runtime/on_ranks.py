@@ -48,7 +48,7 @@ def logits_as_timed(
         seconds: of each rank, in the order in which they are asked for.
     """
     said = iter(seconds[rank.rank])
-    with patch.object(low_rank, "_time_of", lambda *_: next(said)):
+    with patch.object(low_rank, "time_of", lambda *_: next(said)):
         found = logits_in_chunks(rank, plan, chunks)
     assert next(said, None) is None, "something was not measured"
     return found
