@@ -18,16 +18,26 @@ right are taken first, as long as tokens per second become more.
 
 D, V and a are measured while texts are written: times by the number of tokens in a pass, chances by text, where the
 mean of all texts counts as much as a few tokens. Where nothing pays, nothing is drafted, but for a round now and then,
-in case that has changed; and where drafts pay, a pass now and then has none. No tensors here.
+in case that has changed; and where drafts pay, a pass now and then has none.
+
+Estimates may be wrong, so that what drafts can lose is bounded by an account in seconds. Each drafted token that was
+right earns V(n) / n with n texts; passes of the draft cost what they took, and one of the model what it took beyond
+V(n). V(n) is a mean of the latest passes without drafts here, and drafts wait until there are five of these; a pass
+that was interrupted, with drafts or without, counts as twice what is usual. A round is drafted, as a trial or
+otherwise, only if what it costs where no draft is right is covered by what drafts have won, less what they have lost,
+and two passes, and 1.5% of the time of the latest thousand passes. So of a thousand passes' time at most 1.5% and two
+passes are lost, but for what a round takes beyond what was expected: passes of more tokens than any before are taken to
+need time in proportion to tokens, and a draft whose time is not known as long as the model. No tensors here.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from statistics import median
 
 MOST_AHEAD = 8
 FIRST_WAIT, LONGEST_WAIT = 16, 256  # passes without drafts until they are tried again; twice as many each time
@@ -40,6 +50,9 @@ FIRST_CHANCE, OWN_WEIGHT = (
 OWN_FADE, ALL_FADE = 0.9, 0.99  # of what was seen, with each round
 IDLE_FADE = 0.99  # with each pass in which nothing is drafted for a text
 NEWEST, NEWEST_SHORTER = 1 / 8, 1 / 2  # the weight of the newest time: it is no accident if a pass was fast
+LATEST, FEWEST = 64, 5  # passes without drafts that say what these take, at most and at least
+MAY_LOSE, MAY_LOSE_PASSES = 0.015, 2  # of the time of passes, and whole ones besides
+ACCOUNT_FADE = 0.999  # with each pass
 LONGEST = 2.0  # a pass that takes longer than so many times what is usual was interrupted
 
 
@@ -48,6 +61,7 @@ def best_ahead(
     most: Several[int],
     drafting: Callable[[int], float],
     verifying: Callable[[int], float],
+    covered: Callable[[float, int], bool] = lambda *_: True,
 ) -> tuple[list[int], float]:
     """How many tokens to draft for each of some texts that are continued together, and the tokens per second then.
 
@@ -56,6 +70,7 @@ def best_ahead(
         most: that may be drafted for each.
         drafting: seconds of a pass of the draft, by its texts.
         verifying: seconds of a pass of the model, by its tokens.
+        covered: whether the loss may be risked, by the seconds of the draft's passes and the tokens of the model's.
     """
     count = len(chances)
     further = [
@@ -71,6 +86,8 @@ def best_ahead(
         of_pass[place] += 1
         drafted += drafting(of_pass[place]) - before
         tokens += chance
+        if not covered(drafted, count + number):
+            break
         rate = tokens / (drafted + verifying(count + number))
         if rate > fastest:
             fastest, taken = rate, number
@@ -110,12 +127,17 @@ class PassTimes:
         self._begun = set[int]()
         self._sizes = list[int]()
         self._seconds = dict[int, float]()
+        self._first = defaultdict[int, list[float]](list)
+        self._means = dict[int, float]()
+        self._counts = Counter[int]()
 
     def note(self, tokens: int, seconds: float) -> None:
         """Add what a pass took; the first of a size may have been recorded, and does not count."""
         if tokens not in self._begun:
             self._begun.add(tokens)
-        elif tokens not in self._seconds:
+            return
+        self._average(tokens, seconds)
+        if tokens not in self._seconds:
             insort(self._sizes, tokens)
             self._seconds[tokens] = seconds
         else:
@@ -123,14 +145,31 @@ class PassTimes:
             weight = NEWEST if seconds > before else NEWEST_SHORTER
             self._seconds[tokens] += (min(seconds, LONGEST * before) - before) * weight
 
+    def _average(self, tokens: int, seconds: float) -> None:
+        self._counts[tokens] += 1
+        if self._counts[tokens] <= FEWEST:
+            self._first[tokens].append(seconds)
+            self._means[tokens] = median(self._first[tokens])
+        else:
+            mean = self._means[tokens]
+            self._means[tokens] += (min(seconds, LONGEST * mean) - mean) / min(self._counts[tokens], LATEST)
+
     @property
     def known(self) -> bool:
         """Whether any was measured."""
         return bool(self._sizes)
 
     def knows(self, tokens: int) -> bool:
-        """Whether passes of just this size were measured."""
-        return tokens in self._seconds
+        """Whether a few passes of just this size were measured."""
+        return self._counts[tokens] >= FEWEST
+
+    def mean(self, tokens: int) -> float:
+        """What the latest passes of just this size took, of which one that was interrupted says little."""
+        return self._means[tokens]
+
+    def at_most(self, tokens: int) -> float:
+        """As `of`, but beyond what was measured in proportion to tokens."""
+        return self.of(tokens) * max(1.0, tokens / self._sizes[-1])
 
     def of(self, tokens: int) -> float:
         """What a pass takes: between sizes that were measured in proportion, beyond them as the nearest.
@@ -161,6 +200,8 @@ class Ahead:
         self._all = Hits()
         self._wait = FIRST_WAIT
         self._drafted, self._alike = False, 0  # whether the last pass had drafts, and how many before it were so, too
+        self._texts, self._plain = 0, 0.0  # of this round, and what a pass takes without drafts
+        self._spent, self._won = 0.0, 0.0  # the account, in seconds
 
     def choose(self, texts: Several[Hits], most: Several[int]) -> list[int]:
         """How many tokens to draft for each of some texts that are continued together.
@@ -170,30 +211,54 @@ class Ahead:
             most: that may be drafted for it.
         """
         found = [0] * len(texts)
+        self._texts, self._plain = len(texts), 0.0
         if self.verifying.knows(len(texts)) and any(most):
-            found = self._best(texts, most)
+            self._plain = self.verifying.mean(len(texts))
+            to_lose = self._won + MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
+            found = self._best(texts, most, to_lose)
             if any(found):
                 self._wait = FIRST_WAIT
                 if self._drafted and self._alike == PLAIN_AFTER:
                     found = [0] * len(texts)
-            elif not self.drafting.known or (self._alike >= self._wait and not self._drafted):
+            elif to_lose >= (self.drafting.of(len(texts)) if self.drafting.known else self._plain) and (
+                not self.drafting.known or (self._alike >= self._wait and not self._drafted)
+            ):
                 found = [min(1, each) for each in most]
                 self._wait = min(2 * self._wait, LONGEST_WAIT) if self.drafting.known else FIRST_WAIT
         self._alike = self._alike + 1 if any(found) == self._drafted else 1
         self._drafted = any(found)
         return found
 
-    def _best(self, texts: Several[Hits], most: Several[int]) -> list[int]:
-        """Those with the most tokens per second."""
+    def _best(self, texts: Several[Hits], most: Several[int], to_lose: float) -> list[int]:
+        """Those with the most tokens per second, of those that lose no more seconds where no draft is right."""
         if not self.drafting.known:
             return [0] * len(texts)
         prior = self._all.chance(FIRST_CHANCE)
         chances = [text.chance(prior) for text in texts]
-        return best_ahead(chances, most, self.drafting.of, self.verifying.of)[0]
+        most_seconds = self.verifying.of(len(texts)) + to_lose
+
+        def covered(drafted: float, tokens: int) -> bool:
+            return drafted + self.verifying.at_most(tokens) <= most_seconds
+
+        return best_ahead(chances, most, self.drafting.of, self.verifying.of, covered)[0]
+
+    def note_draft(self, texts: int, seconds: float) -> None:
+        """Note what a pass of the draft took."""
+        longest = LONGEST * (self.drafting.of(texts) if self.drafting.known else self._plain)
+        self.drafting.note(texts, seconds)
+        self._spent, self._won = self._spent + seconds, self._won - min(seconds, longest)
+
+    def note_pass(self, tokens: int, seconds: float) -> None:
+        """Note what a pass of the model took."""
+        self._spent, self._won = ACCOUNT_FADE * self._spent + seconds, ACCOUNT_FADE * self._won
+        if self._drafted and tokens > self._texts:
+            self._won += self._plain - min(seconds, LONGEST * self.verifying.at_most(tokens))
+        self.verifying.note(tokens, seconds)
 
     def verified(self, text: Hits, drafted: int, right: int) -> None:
         """Note how many drafted tokens of a text were right; of those behind a wrong one nothing is known."""
         if drafted:
+            self._won += right * self._plain / self._texts
             tried = min(drafted, right + 1)
             text.note(tried, right, OWN_FADE)
             self._all.note(tried, right, ALL_FADE)

@@ -241,7 +241,7 @@ class Leader:
         results = self.engine.step(rows, self.cache)
         chosen = self._choose(chunks, drafts, results)
         if self.scheduler.ahead is not None and all(row.start and len(row.tokens) == 1 for row in rows):
-            self.scheduler.ahead.verifying.note(len(rows), time.perf_counter() - began)
+            self.scheduler.ahead.note_pass(len(rows), time.perf_counter() - began)
         outputs = self.scheduler.advance(chunks, chosen, results.scores)
         self.engine.counts.new += sum(output.token is not None for output in outputs)
         for output in outputs:
@@ -273,7 +273,7 @@ class Leader:
                 if row.wanted != Wanted.NOTHING:
                     drafts[place].append(next(tokens[row.wanted]))
             if self.scheduler.ahead is not None:
-                self.scheduler.ahead.drafting.note(len(rows), time.perf_counter() - began)
+                self.scheduler.ahead.note_draft(len(rows), time.perf_counter() - began)
         return drafts
 
     def _look_up(self, chunks: list[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[list[int]]]:
@@ -287,7 +287,7 @@ class Leader:
             if chunk.wanted == Wanted.LOGITS:
                 self._sampler.offer(chunk.sequence.request.id, found)
         if self.scheduler.ahead is not None and any(drafts):
-            self.scheduler.ahead.drafting.note(len(chunks), time.perf_counter() - began)
+            self.scheduler.ahead.note_draft(len(chunks), time.perf_counter() - began)
         return [chunk._replace(drafts=len(found)) for chunk, found in zip(chunks, drafts, strict=True)], drafts
 
     def _choose(self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results) -> list[list[Choice]]:
