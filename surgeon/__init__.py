@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from surgeon.demo import demo_data, demo_model
     from surgeon.exports.saving import load
-    from surgeon.language.program import Fork, Program, Step, Sublayer
+    from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
+    from surgeon.language.sublayer import Sublayer
     from surgeon.library.bench import bench
     from surgeon.library.calibrate import calibrate
     from surgeon.library.check import check

@@ -146,7 +146,7 @@ class Model(StoredModel):
             ValueError: naming the first one.
         """
         check_layers(program, self.num_layers)
-        self.family.layer_shapes(self.config).check_experts(program)
+        self.family.layer_shapes(self.config).check_experts(program.sublayers())
 
 
 def open_model(name: str | Path | Model, weights: bool = True) -> Model:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from surgeon.language.program import KINDS, Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import Fork, Node, Program, Step
+from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.families import FAMILIES, Family
 from tests.tiny_models import tiny_model
 

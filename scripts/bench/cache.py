@@ -12,7 +12,8 @@ import argparse
 from dataclasses import replace
 
 from surgeon.checkpoint.load import open_stored
-from surgeon.language.program import ATTENTION, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.memory import parse_size
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan

@@ -32,7 +32,8 @@ from scripts.bench.runtime import Way, measure_plans, parse_way
 from surgeon.benchmarks.measure import Result
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.operations import OPERATIONS
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan

@@ -38,7 +38,8 @@ from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ra
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.language.operations.lowrank import Calibration, Method
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import program_of
 from surgeon.models.weights import Factors, FactorSource
 from surgeon.models.weights.decompose import truncation_loss

@@ -24,7 +24,8 @@ from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Deployment, PassCost, PredictedRanks, predict
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 from surgeon.models.shapes import ModelShapes
 
 Values = Mapping[str, float]

@@ -9,7 +9,8 @@ from surgeon.language.operations.ladder import ladder
 from surgeon.language.operations.lowrank import lowrank
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.tracks import tracks
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 
 KEEP = 0.6  # DeInfer's compression of 40%, read as the share of parameters that every matrix's factors keep
 LOW_RANK = {"base": "base", "deinfer": "gather"}

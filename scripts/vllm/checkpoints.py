@@ -17,7 +17,8 @@ from surgeon.checkpoint.forms.program import needs_plugin
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
 from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, repeat, tracks, width
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family, family_of
 from surgeon.opened import Model, open_model
 from surgeon.training.scratch.tracks import narrow

@@ -17,7 +17,8 @@ from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, Heatmap
 from surgeon.language.operations.within import changed_within
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 
 SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)  # unless others are asked for
 ALL = "all"

@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import EXPERTS, ProgramRun, matrices_in
-from surgeon.language.program import FEED_FORWARD, Node, Program, Sublayer
+from surgeon.language.program import Node, Program
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of

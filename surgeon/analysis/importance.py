@@ -25,7 +25,8 @@ from surgeon.analysis.factors.gradients import summed_gradients
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, matrices_in
 from surgeon.language.operations.width import USUAL, Criterion
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, WRITING, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, WRITING, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of

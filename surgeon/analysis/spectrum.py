@@ -28,7 +28,8 @@ from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, value
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown
 from surgeon.language.operations.base import show_range
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import Decomposition, decompose, truncate

@@ -10,7 +10,8 @@ import pandas as pd
 
 from surgeon.analysis.cells import Cell
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.language.program import ATTENTION, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate
 
 COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, "greedy_acceptance", "tokens", "sublayers_run"]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.benchmarks.timing import Exchange, PassTiming, RankRun
-from surgeon.language.program import ATTENTION, Step
+from surgeon.language.program import Step
+from surgeon.language.sublayer import ATTENTION
 from surgeon.runtime.comm.link import Link
 
 PASSES, COMPUTE, WAITING, COMMUNICATION = 0, 1, 2, 3  # rows; what is in flight at the same time takes further rows

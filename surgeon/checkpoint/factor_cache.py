@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from surgeon.checkpoint.header import read_header
-from surgeon.language.program import Sublayer
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, FactorSource, WeightMatrix, unit_source
 from surgeon.models.weights.units import LayerWeights
 from surgeon.processes.files import whole_file

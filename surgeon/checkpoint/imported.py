@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import shown
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.weights.layout import modules_of

@@ -21,7 +21,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import first_line
-from surgeon.language.program import Sublayer
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import Factors, ModelWeights, WeightMatrix
 from surgeon.models.wrappers import text_entries, wrapper_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from surgeon.language.program import EXPERTS, FEED_FORWARD, ROLES, UNITS, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import EXPERTS, FEED_FORWARD, ROLES, UNITS
 
 Layer = tuple[tuple[int, ...], int]  # the layers of the unedited model that one comes from, and which copy it is
 WHOLE, ABSENT = "whole", "not there"

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from surgeon.errors import NotProven, shown
-from surgeon.language.program import Fork, Node, Program, Sublayer
+from surgeon.language.program import Fork, Node, Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.named import public
 from surgeon.processes.files import finite
 

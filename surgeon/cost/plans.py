@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from surgeon.language.program import FEED_FORWARD, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.edit import check_layers
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import require_sliceable

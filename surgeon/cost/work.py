@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
 from surgeon.cost.mixtures import ExpertLoad, divided_load, sliced_load
-from surgeon.language.program import ATTENTION, Fork, Step, Sublayer
+from surgeon.language.program import Fork, Step
+from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.latent import Latent
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space

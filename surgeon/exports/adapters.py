@@ -29,7 +29,7 @@ from surgeon.exports.in_memory import export, logits_of
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
 from surgeon.exports.staging import staged
 from surgeon.exports.stock import stock_layers_of, stock_model
-from surgeon.language.program import KINDS
+from surgeon.language.sublayer import KINDS
 from surgeon.models.families import Family, family_of
 from surgeon.opened import EditedModel
 

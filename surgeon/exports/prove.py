@@ -33,7 +33,8 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import NotProven
 from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match_names, shape_of
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.weights import FactorSource, leave_out, make_room

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHARED, WRITING, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHARED, WRITING, Sublayer
 from surgeon.models.edit import decoder_layers, decoder_parent, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of

@@ -27,7 +27,8 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import NotProven
-from surgeon.language.program import ATTENTION, KINDS, WRITING, Program, Step, Sublayer
+from surgeon.language.program import Program, Step
+from surgeon.language.sublayer import ATTENTION, KINDS, WRITING, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.families.base import Factor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from surgeon.language.program import ATTENTION, Node, Program, Step
+from surgeon.language.program import Node, Program, Step
+from surgeon.language.sublayer import ATTENTION
 
 _COLOURS = {True: "#cfe2f3", False: "#fce5cd"}  # attentions, and MLPs
 _BOX = "border:1px solid #888;border-radius:3px;padding:1px 5px;margin:1px;color:#000;white-space:nowrap;"

@@ -28,7 +28,8 @@ from surgeon.language.checked import Checked, checked
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.operations.base import parse_range
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 from surgeon.language.yaml import LONGEST, YamlError, read_yaml
 from surgeon.named import on_disk
 
@@ -114,7 +115,7 @@ class Recipe:
             try:
                 program = operation.apply(program, shapes, own)
                 if shapes is not None:
-                    shapes.check_experts(program)
+                    shapes.check_experts(program.sublayers())
             except ValueError as error:
                 raise ValueError(f"{self.source}:{operation.line}: {operation.name}: {error}") from error
             yield operation, program

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import Fork, Node, Program, Step
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import Family, SublayerSpec
 from surgeon.models.routing import check_kept
 from surgeon.models.weights import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from surgeon.language.program import LayerShapes, Sublayer
+from surgeon.language.sublayer import LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.families.base import NEURONS
 from surgeon.models.latent import Latent

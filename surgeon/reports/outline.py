@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from surgeon.language.program import ATTENTION, UNITS, Fork, Node, Program, Step, Sublayer, layer_nodes, steps_of
+from surgeon.language.program import Fork, Node, Program, Step, layer_nodes, steps_of
+from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
 
 FEWEST_IN_A_STRETCH = 3  # layers
 

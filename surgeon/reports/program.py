@@ -20,7 +20,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
 from surgeon.checkpoint.sizes import sizes_text
-from surgeon.language.program import ATTENTION, UNITS, Fork, Node, Program, Step, Sublayer, steps_of
+from surgeon.language.program import Fork, Node, Program, Step, steps_of
+from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
 from surgeon.processes.files import whole_file
 from surgeon.reports.outline import Item, LayersInOrder, LeftOut, Same, outline
 

@@ -23,8 +23,9 @@ from surgeon.checkpoint.sizes import size_lines
 from surgeon.checkpoint.training import STAGES
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import Fork, Program, Sublayer, steps_of
+from surgeon.language.program import Fork, Program, steps_of
 from surgeon.language.recipe import operations_in
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import indivisible
 from surgeon.processes.files import write_text
 from surgeon.results.measured import DIVERGENCE, PERPLEXITY, Bench, CardScore, Identity, Measured, Speed

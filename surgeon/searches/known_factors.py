@@ -14,7 +14,8 @@ from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import ranked
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, FactorSource, TruncatedSVD, WeightMatrix
 from surgeon.searches.spaces.measured_ranks import MeasuredRanks
 

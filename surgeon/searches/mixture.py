@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.operations.within import require_whole_layers
-from surgeon.language.program import ATTENTION, Program
+from surgeon.language.program import Program
 from surgeon.language.recipe import Expect, Recipe
+from surgeon.language.sublayer import ATTENTION
 from surgeon.opened import Model
 from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.spaces.base import Claim, Space

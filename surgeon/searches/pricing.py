@@ -22,7 +22,8 @@ from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.work import Forward, RankWork, Sent
 from surgeon.cost.workload import Workload
-from surgeon.language.program import FEED_FORWARD, Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import Fork, Node, Program, Step
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model

@@ -18,7 +18,8 @@ from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
-from surgeon.language.program import KINDS, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.edit import decoder_layers, program_of, restore
 from surgeon.models.families import family_of
 from surgeon.models.routing import route

@@ -15,8 +15,9 @@ from surgeon.language.operations.declare import VARIANTS
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.prune import prune
 from surgeon.language.operations.variants import variant
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.language.sublayer import LayerShapes
 
 LAYERS = 8
 STRETCHES = (range(2, 6), range(0, 8), range(1, 3), range(3, 4), range(2, 7))

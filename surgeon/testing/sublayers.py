@@ -21,7 +21,8 @@ from surgeon.language.operations.merge import merge
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.parallel import parallel
 from surgeon.language.operations.prune import prune
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Projection, SublayerSpec, family_of
 from surgeon.models.weights import ModelWeights, ModuleStore
 

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from surgeon.language.program import FEED_FORWARD, Program, Sublayer, steps_of
+from surgeon.language.program import Program, steps_of
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.edit import edited_layers
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.training.balance import routers_of

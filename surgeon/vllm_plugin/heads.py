@@ -10,7 +10,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from surgeon.language.program import ATTENTION, Node, Program, Step
+from surgeon.language.program import Node, Program, Step
+from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.base import Unit

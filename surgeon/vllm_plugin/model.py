@@ -31,7 +31,8 @@ from vllm.sequence import IntermediateTensors
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.execute import State, land
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import ModelWeights, unit_bounds
 from surgeon.runtime.kernels.triton.functions import Placing
 from surgeon.runtime.model.ends import Ends, embedded_among, read

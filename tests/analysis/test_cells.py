@@ -18,7 +18,8 @@ from surgeon.analysis.cells import (
     selected_cells,
 )
 from surgeon.language.operations import shuffle
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 
 DENSE = "A0 F0 A1 F1 A2 F2 A3 F3"
 

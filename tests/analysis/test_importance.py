@@ -17,7 +17,8 @@ from surgeon.analysis.importance import unit_importance
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.language.operations.width import Criterion
-from surgeon.language.program import ROLES, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ROLES
 from surgeon.models.edit import edit
 from surgeon.opened import open_model
 from tests.analysis.spectra import inputs_of, matrix_of, places, text

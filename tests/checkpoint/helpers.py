@@ -14,7 +14,8 @@ from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.prove import Proof
-from surgeon.language.program import Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import Fork, Node, Program, Step
+from surgeon.language.sublayer import Sublayer
 from surgeon.opened import open_model
 from tests.reference import Reference
 from tests.tiny_models import VOCABULARY, tiny_model

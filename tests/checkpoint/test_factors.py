@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 import surgeon
 from surgeon.checkpoint.factor_cache import FactorCache, file_name
 from surgeon.exports.export import plan_export, write_export
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, Groups, ModelWeights, TruncatedSVD, WeightMatrix
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source

@@ -19,7 +19,8 @@ from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.checkpoint.texts import open_tokenizer
-from surgeon.language.program import KINDS, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.models.weights import ModelWeights, ModuleStore
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.random_weights import RandomCheckpoint, open_random, open_weights
-from surgeon.language.program import Sublayer
+from surgeon.language.sublayer import Sublayer
 from surgeon.runtime.comm.collectives import Alone, Unconnected
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention

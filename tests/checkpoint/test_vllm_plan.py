@@ -15,7 +15,8 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES, family_of
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.tiny_models import tiny_model

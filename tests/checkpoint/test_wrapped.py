@@ -19,7 +19,8 @@ import surgeon
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.random_weights import open_random
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.models.wrappers import WRAPPERS

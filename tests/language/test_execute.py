@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land, run
-from surgeon.language.program import Fork, Program, Step, Sublayer
+from surgeon.language.program import Fork, Program, Step
+from surgeon.language.sublayer import Sublayer
 
 torch.manual_seed(0)
 MATRICES = {(kind, k): torch.randn(6, 6, dtype=torch.float64) / 4 for kind in "AF" for k in range(4)}

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.language.program import ROLES, Fork, LayerShapes, MixtureShapes, Node, Program, Step, Sublayer, layer_nodes
+from surgeon.language.program import Fork, Node, Program, Step, layer_nodes
+from surgeon.language.sublayer import ROLES, LayerShapes, MixtureShapes, Sublayer
 
 
 @st.composite

@@ -9,7 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, shuffle, tracks
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 from surgeon.reports.outline import LayersInOrder, LeftOut, Same, outline, outline_text
 from surgeon.reports.program import draw_program
 

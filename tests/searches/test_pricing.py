@@ -12,7 +12,8 @@ from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.opened import Model
 from surgeon.runtime.comm.link import Link
 from surgeon.searches.pricing import Pricing, open_pricing

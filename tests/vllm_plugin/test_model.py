@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.language.program import FEED_FORWARD
+from surgeon.language.sublayer import FEED_FORWARD
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.kernels import functions
 from surgeon.training.scratch.tracks import track_program

@@ -17,7 +17,8 @@ from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, Shared
 from surgeon.analysis.engine.states import Register, States
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.execute import Partial, State, advance, fork_output, land
-from surgeon.language.program import KINDS, Fork, Program, Sublayer
+from surgeon.language.program import Fork, Program
+from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.edit import decoder_inputs, decoder_layers
 from surgeon.models.edited_layers import EditedLayers, ModelMachine
 from surgeon.models.families import family_of

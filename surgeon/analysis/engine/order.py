@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from itertools import count
 
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
-from surgeon.language.program import FEED_FORWARD, Program, Sublayer, steps_of
+from surgeon.language.program import Program, steps_of
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 
 _AT_ONCE = -1  # the turn of a task that needs no weights
 

@@ -22,7 +22,8 @@ from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.errors import shown
 from surgeon.language.execute import Branch, State, advance, land
 from surgeon.language.operations.within import parts_of, whole_runs
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Fork, Program, Sublayer
+from surgeon.language.program import Fork, Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
 

@@ -23,7 +23,7 @@ from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import rank_for, saves
-from surgeon.language.program import WRITING
+from surgeon.language.sublayer import WRITING
 
 Allocation = Literal["uniform", "energy", "damage"]
 Ranks = dict[Matrix, int | None]  # None: the matrix stays whole

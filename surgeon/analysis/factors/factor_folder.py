@@ -11,7 +11,8 @@ from typing import Any
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.checkpoint.factor_cache import FactorCache, file_name
 from surgeon.checkpoint.header import read_header
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.processes.journal import Journal
 

@@ -10,8 +10,9 @@ from typing import Any
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.operations.width import CRITERIA, Criterion, chosen_by
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
+from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.weights import ListedUnits, Magnitude, RandomUnits, UnitsByLayer, UnitSource, Untold
 from surgeon.models.weights.decompose import ALPHA, NEEDS
 from surgeon.opened import Model

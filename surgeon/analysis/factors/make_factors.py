@@ -32,7 +32,8 @@ from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, Renaming, matrices_in
 from surgeon.checkpoint.factor_cache import FactorCache, write_factors
 from surgeon.language.execute import State
-from surgeon.language.program import WRITING, Node, Step, Sublayer
+from surgeon.language.program import Node, Step
+from surgeon.language.sublayer import WRITING, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, check_layers, program_of
 from surgeon.models.families import family_of

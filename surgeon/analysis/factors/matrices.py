@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.base import show_range
-from surgeon.language.program import KINDS, ROLES, WRITING, Sublayer
+from surgeon.language.sublayer import KINDS, ROLES, WRITING, Sublayer
 from surgeon.models.edit import decoder_layers
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore

@@ -22,7 +22,8 @@ from surgeon.analysis.engine.memory import windows_in_a_walk
 from surgeon.analysis.engine.walk import not_finite, walks
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.execute import State, advance, land
-from surgeon.language.program import Node, Program, Sublayer
+from surgeon.language.program import Node, Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.edited_layers import ModelMachine
 from surgeon.models.weights import FactorSource
 from surgeon.quality.head import OutputHead, joined

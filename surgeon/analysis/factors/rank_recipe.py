@@ -34,8 +34,9 @@ from surgeon.analysis.subject import Subject
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration, Method
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
+from surgeon.language.sublayer import Sublayer
 from surgeon.memory import parse_size
 from surgeon.models.edit import as_stored
 from surgeon.processes.files import write_text

@@ -21,7 +21,8 @@ from surgeon.checkpoint.forms.stored_layers import (
 )
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Program, Step, steps_of
+from surgeon.language.program import Program, Step, steps_of
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family
 from surgeon.models.families.base import Unit

@@ -28,7 +28,7 @@ from surgeon.checkpoint.forms.planning import (
 )
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Sublayer
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.families.fused import FUSED, POSITIONS, PROJECTIONS
 from surgeon.models.weights import Dense, FactorSource, ModelWeights

@@ -17,7 +17,7 @@ from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
-from surgeon.language.program import Sublayer
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.weights import (
     Factored,

@@ -19,7 +19,8 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.wrapped import Wrapped
-from surgeon.language.program import KINDS, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_room, unstored

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import Fork, Node, Program, Step
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import indivisible
 from surgeon.models.weights.layout import narrowed, require_parts

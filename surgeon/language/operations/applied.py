@@ -9,7 +9,8 @@ from typing import Any
 
 from surgeon.language.operations.base import OPERATIONS, show_range
 from surgeon.language.operations.within import applied_within
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from surgeon.errors import shown
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, apply, check_free, declare
-from surgeon.language.program import (
-    ATTENTION,
-    FEED_FORWARD,
-    KINDS,
-    LayerShapes,
-    Node,
-    Program,
-    Step,
-    Sublayer,
-    layer_nodes,
-)
+from surgeon.language.program import Node, Program, Step, layer_nodes
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Sublayer
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -8,7 +8,8 @@ from random import Random
 
 from surgeon.language.operations.base import operation, require_present, show_range
 from surgeon.language.operations.declare import Heatmap
-from surgeon.language.program import FEED_FORWARD, LayerShapes, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import FEED_FORWARD, LayerShapes, Sublayer
 
 
 def _each_expert(shapes: LayerShapes, layer: int) -> tuple[float, ...]:

@@ -12,7 +12,8 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.base import operation, require_present, show_range
 from surgeon.language.operations.declare import Heatmap
-from surgeon.language.program import ROLES, LayerShapes, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ROLES, LayerShapes, Sublayer
 
 Role = Literal["q", "g", "k", "v", "o", "gate", "up", "down"]
 Method = Literal["plain", "activation", "fisher", "whitened", "features"]

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 from surgeon.language.operations.base import operation, require_present, show_range
 from surgeon.language.operations.declare import Heatmap
 from surgeon.language.operations.lowrank import Calibration
-from surgeon.language.program import ATTENTION, FEED_FORWARD, UNITS, LayerShapes, Program, Sublayer, require_width
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, UNITS, LayerShapes, Sublayer, require_width
 from surgeon.words import layer_list
 
 Criterion = Literal["activation", "wanda", "taylor"]  # what goes by text: surgeon.analysis.importance describes them

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes
 from surgeon.models.latent import Latent
 from surgeon.models.routing import Routing
 from surgeon.words import layer_list

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import Method
-from surgeon.language.program import Sublayer
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights.factors import Factors
 from surgeon.models.weights.matrix import WeightMatrix
 from surgeon.models.weights.whitening import SecondMoment, whiten

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgeon.language.program import Sublayer
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Projection, SublayerSpec
 from surgeon.models.weights.layout import (
     holds_output_bias,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from surgeon.language.program import KINDS, Sublayer
+from surgeon.language.sublayer import KINDS, Sublayer
 
 
 @dataclass(frozen=True)

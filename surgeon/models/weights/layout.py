@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from surgeon.language.program import FEED_FORWARD, Sublayer, require_width
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer, require_width
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.families.base import Unit
 

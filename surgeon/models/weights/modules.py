@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgeon.language.program import FEED_FORWARD, KINDS, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import Projection, SublayerSpec
 from surgeon.models.weights.layout import modules_of, own_path, units_in
 from surgeon.models.weights.store import Tensors

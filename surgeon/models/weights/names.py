@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from surgeon.language.program import FEED_FORWARD
+from surgeon.language.sublayer import FEED_FORWARD
 from surgeon.models.families import Family
 from surgeon.models.weights.store import Store
 

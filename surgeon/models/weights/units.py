@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from surgeon.language.program import ATTENTION, KINDS, Sublayer
+from surgeon.language.sublayer import ATTENTION, KINDS, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factors, FactorSource

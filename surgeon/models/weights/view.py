@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgeon.language.program import ATTENTION, FEED_FORWARD, NO_WIDTH, ROLES, Sublayer, require_experts
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, NO_WIDTH, ROLES, Sublayer, require_experts
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factored, Factorised, FactorSource

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from surgeon.language.execute import Partial
-from surgeon.language.program import WRITING, Step
+from surgeon.language.program import Step
+from surgeon.language.sublayer import WRITING
 from surgeon.runtime.model.layers import Norm
 from surgeon.runtime.model.linear import LinearMap
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
-from surgeon.language.program import ATTENTION, WRITING, Fork, Node, Program, Step, Sublayer
+from surgeon.language.program import Fork, Node, Program, Step
+from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts

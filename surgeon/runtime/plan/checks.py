@@ -19,7 +19,8 @@ from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, first_line, shown
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.edit import check_layers
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.shapes import attention_windows

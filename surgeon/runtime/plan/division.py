@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from surgeon.language.program import ATTENTION, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.latent import Latent
 from surgeon.models.weights import indivisible
 from surgeon.models.weights.layout import Units

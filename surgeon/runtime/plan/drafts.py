@@ -14,7 +14,8 @@ from pathlib import Path
 
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import Sizes, kv_heads
 from surgeon.runtime.plan.placement import computed_of, work_of

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
-from surgeon.language.program import ATTENTION, Sublayer
+from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, unit_bounds

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from surgeon.language.program import FEED_FORWARD, Sublayer
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.words import three_digits
 
 ExpertsMode = Literal["auto", "divided", "sliced"]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from surgeon.language.program import ATTENTION, Fork, Node, Program, Step, Sublayer, ranks_per_branch
+from surgeon.language.program import Fork, Node, Program, Step, ranks_per_branch
+from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.runtime.plan.mixtures import WholeExperts
 from surgeon.runtime.plan.specification import Plan
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from surgeon.language.program import ATTENTION, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.base import Growth
 from surgeon.models.latent import Latent

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration
-from surgeon.language.program import ATTENTION, FEED_FORWARD, KINDS, ROLES, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES
 from surgeon.results.edit import Edit
 
 if TYPE_CHECKING:  # who lists the spaces does without torch, which takes seconds

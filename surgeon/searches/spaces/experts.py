@@ -7,7 +7,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import FEED_FORWARD, Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import (
     TIMES,

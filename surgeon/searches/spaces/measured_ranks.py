@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration, Method
-from surgeon.language.program import KINDS, ROLES, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import KINDS, ROLES
 from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import Claim, Space, claims_of_ranks, from_every_layer, joined
 from surgeon.searches.spaces.rank import LowRanks

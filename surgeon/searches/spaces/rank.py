@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import rank_for
-from surgeon.language.program import ROLES
+from surgeon.language.sublayer import ROLES
 from surgeon.searches.spaces.base import HALVES, TIMES, WEIGHTS, register
 from surgeon.searches.spaces.shares import ShareSpace
 

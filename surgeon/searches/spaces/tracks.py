@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import KINDS, Sublayer
+from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import Claim, SizedSpace, Space, claims_of_shape, claims_of_slices, register
 

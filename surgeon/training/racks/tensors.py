@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.exports.stock import stock_layers_of, stock_model
-from surgeon.language.program import Node, Program, Sublayer
+from surgeon.language.program import Node, Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family, family_of
 from surgeon.training.racks.partition import layers_in
 

@@ -41,7 +41,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from surgeon.language.program import FEED_FORWARD, Fork, Program, layer_nodes
+from surgeon.language.program import Fork, Program, layer_nodes
+from surgeon.language.sublayer import FEED_FORWARD
 from surgeon.models.families import Family, family_of
 
 WIDTH_STEP = 8  # widths of streams, or of heads that fill one, are multiples of it

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgeon.analysis.engine.machine import RunningAverages
-from surgeon.language.program import ATTENTION, FEED_FORWARD, Sublayer
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import family_of
 from surgeon.models.weights import ModelWeights, ModuleStore, stored_tensors
 from tests.tiny_models import tiny_model

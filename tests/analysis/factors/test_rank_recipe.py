@@ -14,8 +14,8 @@ from surgeon.analysis.factors.calibration import load_calibration, load_recorded
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import RankBudget, as_operation, parse_budget
 from surgeon.language.operations.lowrank import Calibration
-from surgeon.language.program import LayerShapes
 from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.language.sublayer import LayerShapes
 from surgeon.opened import open_model
 
 SHAPES = LayerShapes({"q": (8, 8), "o": (8, 8), "down": (8, 12)})

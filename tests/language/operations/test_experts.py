@@ -10,8 +10,9 @@ import pytest
 from surgeon.language.operations.experts import experts
 from surgeon.language.operations.lowrank import lowrank
 from surgeon.language.operations.pair import pair
-from surgeon.language.program import LayerShapes, MixtureShapes, Program
+from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
+from surgeon.language.sublayer import LayerShapes, MixtureShapes
 
 _DENSE = LayerShapes({"gate": (40, 16), "up": (40, 16), "down": (16, 40)}, units={"F": 40})
 _MIXTURE = replace(_DENSE, matrices={"gate": (12, 16), "up": (12, 16), "down": (16, 12)}, units={"F": 12})

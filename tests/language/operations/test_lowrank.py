@@ -14,8 +14,9 @@ from surgeon.language.operations.merge import merge
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.prune import prune
 from surgeon.language.operations.tracks import tracks
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
+from surgeon.language.sublayer import LayerShapes
 
 SHAPES = LayerShapes({"q": (64, 64), "k": (16, 64), "v": (16, 64), "o": (64, 64), "up": (96, 64), "down": (64, 96)})
 DENSE = Program.dense(3)

@@ -23,8 +23,9 @@ from surgeon.language.operations import (
     tracks,
 )
 from surgeon.language.operations.shuffle import permutation
-from surgeon.language.program import MixtureShapes, Program
+from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
+from surgeon.language.sublayer import MixtureShapes
 from surgeon.testing import OperationContract
 from surgeon.testing.operations import SHAPES
 

@@ -11,8 +11,9 @@ from surgeon.language.operations.merge import merge
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.tracks import tracks
 from surgeon.language.operations.width import width
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
+from surgeon.language.sublayer import LayerShapes
 
 DENSE = Program.dense(3)
 SHAPES = LayerShapes(

@@ -9,7 +9,8 @@ import pytest
 from surgeon.language.operations import ladder, prune, repeat
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.within import changed_within, require_whole_layers, runs_whole_layers
-from surgeon.language.program import LayerShapes, Program
+from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 
 TRACKS = "{A0 F0 A1 F1 | A2 F2 A3 F3} A4 F4 {{A5 F5 | A6 F6} A7 F7 | A8 F8}"
 

@@ -14,7 +14,8 @@ from surgeon.cost.plans import plan_on_paper
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.operations.lowrank import lowrank
 from surgeon.language.operations.width import width
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import open_model

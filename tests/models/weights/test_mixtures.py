@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit, restore
 from surgeon.models.families import family_of
 from surgeon.models.weights import ModelWeights, ModuleStore

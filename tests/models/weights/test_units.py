@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import family_of
 from surgeon.models.weights import (

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.models.weights import ModelWeights, ModuleStore, NamedTensors, indivisible, stored_tensors, unit_bounds
 

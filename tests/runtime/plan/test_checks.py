@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.language.operations import desync, tracks
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.model.layers import ACTIVATIONS

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgeon.language.program import Program, Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
 from surgeon.runtime.model import program as rank_programs

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from surgeon.language.program import Program, Step, Sublayer, steps_of
+from surgeon.language.program import Program, Step, steps_of
+from surgeon.language.sublayer import Sublayer
 from surgeon.runtime.plan.placement import assigned_branches, groups_within, rank_work, step_parts
 
 

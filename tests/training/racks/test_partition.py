@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.language.program import Fork, Node, Program, Step, Sublayer, steps_of
+from surgeon.language.program import Fork, Node, Program, Step, steps_of
+from surgeon.language.sublayer import Sublayer
 from surgeon.training.racks.partition import Racks, allowed_cuts
 
 LAYERS = 6

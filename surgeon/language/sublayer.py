@@ -1,0 +1,301 @@
+"""One sublayer of a program, and the shapes of a model's layers, from which its parameters follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+ATTENTION = "A"
+FEED_FORWARD = "F"
+KINDS = (ATTENTION, FEED_FORWARD)
+# What each kind's matrices are called, in the order in which a program's text names them.
+ROLES = {ATTENTION: ("q", "g", "k", "v", "o"), FEED_FORWARD: ("gate", "up", "down")}
+SHARED = ("shared_gate", "shared_up", "shared_down")  # of experts beside a mixture's, which every token goes through
+NO_AVERAGE = (
+    "experts of different layers are not averaged, as each layer's router numbers them by itself; leave some of them "
+    "out (F4!e0,e3), or average attentions alone"
+)
+NO_WIDTH = "the neurons of a mixture's experts stay; leave out whole experts (F4!e0,e3)"
+UNITS = {ATTENTION: "KV groups", FEED_FORWARD: "neurons"}  # what a narrowed sublayer has fewer of
+EXPERTS = "experts"  # what a mixture may have fewer of, too
+WRITING = (
+    "o",
+    "down",
+    "shared_down",
+)  # these write to the stream: a slice has some of their inputs, of the others some outputs
+
+
+@dataclass(frozen=True, order=True)
+class Sublayer:
+    """One sublayer: its kind, layer (or the layers whose weights are averaged), experts, width, slice, and ranks.
+
+    Attributes:
+        kind: "A" for attention, "F" for feed-forward.
+        layers: the layers whose weights it has; more than one means their plain average.
+        piece: (index, count), the slice of the heads or neurons, or None for the whole.
+        ranks: (role, rank) of every matrix that is the product of two factors, of the whole sublayer's before it is
+            sliced, in the order of ROLES; a role that is not named is a whole matrix.
+        width: how many of its layer's KV groups (each a KV head with all heads that share it), or of its neurons, it
+            has; None for all. A slice is of these, and factors are of what they leave of a matrix. Which they are is
+            not said: as the values of factors, that is weights.
+        experts: the numbers of those it has of a mixture's experts, ascending, among those that its layer is stored
+            with; None for all. Its router has their rows only, and takes as many of them for a token as the layer's
+            does, or all. Shared experts, which no router chooses, stay.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    piece: tuple[int, int] | None = None
+    ranks: tuple[tuple[str, int], ...] = ()
+    width: int | None = None
+    experts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"a sublayer is of kind A (attention) or F (feed-forward), not {self.kind!r}")
+        if not self.layers or min(self.layers) < 0 or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"a sublayer needs one or more distinct layers from 0, not {self.layers}")
+        if self.piece is not None and not 0 <= self.piece[0] < self.piece[1]:
+            raise ValueError(f"slice index {self.piece[0]} must lie in 0..{self.piece[1] - 1} (slices count from 0)")
+        if self.width is not None and self.width < 1:
+            raise ValueError(f"a narrowed sublayer keeps at least 1 of its {UNITS[self.kind]}, not {self.width}")
+        if self.width is not None and len(self.layers) > 1:
+            raise ValueError(
+                f"{self} cannot be: {UNITS[self.kind]} are chosen in each layer by itself, and an average would mix "
+                "some that have nothing to do with each other; narrow single layers"
+            )
+        self._check_experts()
+        self._check_ranks()
+        in_order = sorted(self.ranks, key=lambda entry: ROLES[self.kind].index(entry[0]))
+        object.__setattr__(self, "ranks", tuple(in_order))  # one text, and one hash, for equal sublayers
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        if self.kind != FEED_FORWARD:
+            raise ValueError(f"attention has no experts: A{self.layers[0]} cannot keep some of them")
+        if not self.experts or min(self.experts) < 0 or list(self.experts) != sorted(set(self.experts)):
+            raise ValueError(f"a mixture keeps one or more of its experts, in ascending order, not {self.experts}")
+        if len(self.layers) > 1:
+            raise ValueError(f"{self} cannot be: {NO_AVERAGE}")
+
+    def _check_ranks(self) -> None:
+        roles = [role for role, _ in self.ranks]
+        for role, rank in self.ranks:
+            if role not in ROLES[self.kind]:
+                known = ", ".join(ROLES[self.kind])
+                raise ValueError(f"sublayers of kind {self.kind} have no matrix {role!r}; name some of {known}")
+            if rank < 1:
+                raise ValueError(f"the rank of {role} must be at least 1, not {rank}")
+            if roles.count(role) > 1:
+                raise ValueError(f"the rank of {role} is given twice")
+
+    def __str__(self) -> str:
+        text = "~".join(f"{self.kind}{layer}" for layer in self.layers)
+        if self.experts is not None:
+            text += "!" + ",".join(f"e{expert}" for expert in self.experts)
+        if self.width is not None:
+            text += f"#{self.width}"
+        if self.piece is not None:
+            text += f"/{self.piece[1]}:{self.piece[0]}"
+        if self.ranks:
+            text += "@" + ",".join(f"{role}{rank}" for role, rank in self.ranks)
+        return text
+
+    def __repr__(self) -> str:
+        return f"Sublayer({str(self)!r})"
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Whose weights it has: (kind, layer), of each of its layers."""
+        return tuple((self.kind, layer) for layer in self.layers)
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """What it has less of than its layer: how many experts, KV groups or neurons, and its ranks, by name."""
+        experts = () if self.experts is None else ((EXPERTS, len(self.experts)),)
+        width = () if self.width is None else ((UNITS[self.kind], self.width),)
+        return (*experts, *width, *self.ranks)
+
+    def stored_in(self, place: int) -> Sublayer:
+        """The same as part of a stored layer of this number, whose experts count from 0."""
+        experts = None if self.experts is None else tuple(range(len(self.experts)))
+        return replace(self, layers=(place,), experts=experts)
+
+    def rank(self, role: str) -> int | None:
+        """The rank of a matrix that is the product of two factors; None for a whole one."""
+        return dict(self.ranks).get(role)
+
+    def parameters(self, shapes: LayerShapes) -> int:
+        """How many parameters it has in a model whose layers have these shapes.
+
+        Norms and routers stay whole in slices; a bias that is added to the stream belongs to slice 0.
+
+        Raises:
+            ValueError: if features do not divide into the slices, a rank is above that of its matrix, it has more
+                KV groups or neurons than the layers, or experts that its layer does not have.
+        """
+        return self._parameters(shapes, shapes.experts(self))
+
+    def active_parameters(self, shapes: LayerShapes) -> int:
+        """How many of them take part in what is computed for one token: of a mixture, those of `top_k` experts.
+
+        Raises:
+            ValueError: as `parameters`.
+        """
+        mixture = shapes.of(self).mixture
+        experts = shapes.experts(self)
+        return self._parameters(shapes, experts if mixture is None else min(experts, mixture.top_k))
+
+    def _parameters(self, shapes: LayerShapes, counted: int) -> int:
+        """Those of so many experts, and of all else."""
+        own = shapes.of(self)
+        one = sum(self._matrix_parameters(role, own) for role in ROLES[self.kind] if role in own.matrices)
+        beside = own.norms.get(self.kind, 0)
+        if own.mixture is not None and self.kind == FEED_FORWARD:
+            beside += own.mixture.router * shapes.experts(self) + own.mixture.shared_router
+            beside += sum(self._matrix_parameters(role, own) for role in SHARED if role in own.matrices)
+        return beside + counted * one
+
+    def weight_bytes(self, shapes: LayerShapes, number_bytes: int) -> int:
+        """How much room its parameters take, at so many bytes each; errors as `parameters`."""
+        return self.parameters(shapes) * number_bytes
+
+    def _matrix_parameters(self, role: str, shapes: LayerShapes) -> int:
+        outputs, inputs = shapes.matrix(self, role)
+        rank, bias = self.rank(role), shapes.biases.get(role, 0)
+        if role not in WRITING:
+            bias = bias * outputs // shapes.matrices[role][0]  # of what is left of its outputs
+        if rank is not None and rank > min(outputs, inputs):
+            raise ValueError(f"{self}: rank {rank} of {role} is above that of a matrix of {outputs} x {inputs}")
+        if self.piece is not None:
+            index, count = self.piece
+            divided = inputs if role in WRITING else outputs
+            if divided % count:
+                raise ValueError(f"{self}: {divided} features of {role} do not divide into {count} slices")
+            if role in WRITING:
+                inputs, bias = inputs // count, 0 if index else bias
+            else:
+                outputs, bias = outputs // count, bias // count
+        return bias + (outputs * inputs if rank is None else rank * (outputs + inputs))
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """The shapes of a model's layers, from which a program's parameters follow.
+
+    Attributes:
+        matrices: (out_features, in_features) by role; of a mixture, those of one expert.
+        biases: how many numbers a bias has, by role; a role without one may be left out.
+        norms: parameters of the norms of a sublayer, by kind.
+        units: how many KV groups an attention has, and neurons a feed-forward, by kind; what may be narrowed needs it.
+        mixture: what else a feed-forward of experts has.
+        others: those of layers that differ (dense ones among mixtures), by their numbers.
+    """
+
+    matrices: Mapping[str, tuple[int, int]]
+    biases: Mapping[str, int] = field(default_factory=dict)
+    norms: Mapping[str, int] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
+    mixture: MixtureShapes | None = None
+    others: Mapping[int, LayerShapes] = field(default_factory=dict)
+
+    def of(self, sublayer: Sublayer) -> LayerShapes:
+        """Those of a sublayer's (first) layer."""
+        return self.others.get(sublayer.layers[0], self)
+
+    def experts(self, sublayer: Sublayer) -> int:
+        """How many experts a sublayer has; 1 where it is no mixture.
+
+        Raises:
+            ValueError: if it is to have experts that its layer does not have, or is an average of mixtures.
+        """
+        if sublayer.kind != FEED_FORWARD:
+            return 1
+        each = (self.others.get(layer, self).mixture for layer in sublayer.layers)
+        mixture = next((one for one in each if one is not None), None)
+        require_experts(sublayer, None if mixture is None else mixture.experts)
+        if mixture is None:
+            return 1
+        return mixture.experts if sublayer.experts is None else len(sublayer.experts)
+
+    def check_experts(self, sublayers: Iterable[Sublayer]) -> None:
+        """Refuse sublayers with experts that their layers do not have, and averages of mixtures.
+
+        Raises:
+            ValueError: as `experts`.
+        """
+        for sublayer in dict.fromkeys(sublayers):
+            self.experts(sublayer)
+
+    def matrix(self, sublayer: Sublayer, role: str) -> tuple[int, int]:
+        """(out_features, in_features) of a matrix of a sublayer before it is sliced.
+
+        Raises:
+            ValueError: if it has more KV groups or neurons than the layers, or is a mixture and narrowed.
+        """
+        outputs, inputs = self.matrices[role]
+        if sublayer.width is None:
+            return outputs, inputs
+        width, units = sublayer.width, self.units[sublayer.kind]
+        require_width(sublayer, units)
+        if sublayer.kind == FEED_FORWARD and self.mixture is not None:
+            raise ValueError(f"{sublayer}: {NO_WIDTH}")
+        return (outputs, inputs * width // units) if role in WRITING else (outputs * width // units, inputs)
+
+    def narrowed(self, kind: str, width: int) -> LayerShapes:
+        """Those of layers whose sublayers of a kind have so many KV groups or neurons; without biases."""
+        like = Sublayer(kind, (0,), width=width)
+        left = {role: self.matrix(like, role) for role in ROLES[kind] if role in self.matrices}
+        return LayerShapes({**self.matrices, **left}, norms=self.norms, units={**self.units, kind: width})
+
+
+@dataclass(frozen=True)
+class MixtureShapes:
+    """What a feed-forward of experts has besides the matrices of each of them.
+
+    Attributes:
+        experts: how many the router chooses among.
+        top_k: how many of them it takes for a token.
+        router: how many numbers the router has for each of them.
+        shared_router: how many numbers weigh what the shared experts give, if any do.
+    """
+
+    experts: int
+    top_k: int
+    router: int
+    shared_router: int = 0
+
+
+def require_experts(sublayer: Sublayer, experts: int | None) -> None:
+    """Refuse experts that a layer does not have, and averages of mixtures.
+
+    Args:
+        experts: how many its layer has; None where it is no mixture.
+
+    Raises:
+        ValueError: with what the layer has.
+    """
+    if experts is not None and len(sublayer.layers) > 1:
+        raise ValueError(f"{sublayer} cannot be: {NO_AVERAGE}")
+    if sublayer.experts is None:
+        return
+    if experts is None:
+        raise ValueError(f"{sublayer}: the feed-forward of layer {sublayer.layers[0]} is no mixture of experts")
+    if sublayer.experts[-1] >= experts:
+        raise ValueError(
+            f"{sublayer}: the experts of layer {sublayer.layers[0]} are 0 to {experts - 1}, so that it has no "
+            f"{sublayer.experts[-1]}"
+        )
+
+
+def require_width(sublayer: Sublayer, units: int) -> None:
+    """Refuse more KV groups or neurons than there are.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if sublayer.width is not None and sublayer.width > units:
+        raise ValueError(
+            f"{sublayer} has more {UNITS[sublayer.kind]} than the {units} of its layer; use at most {units}"
+        )
