@@ -207,6 +207,9 @@ def prove(
         NotProven: if the logits differ by more than rounding can explain.
     """
     checkpoint = Checkpoint(folder)
+    # What shape a quantised matrix has may stand in one of its tensors.
+    for name in sorted({part for matrix in checkpoint.quantised.values() for part in matrix.parts.values()}):
+        wait(checkpoint.files[name].name)
     model, match = _written_model(open_stored(checkpoint), form)
     rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
     versions = _Versions(checkpoint, rounded, wait)

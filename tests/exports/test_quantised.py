@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import surgeon
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.write import Writing
 from surgeon.cli.show import facts
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.opened import open_edited
@@ -98,6 +101,29 @@ def test_programs_keep_what_they_do_not_touch(scheme: str, sources: Path, tmp_pa
     assert "model.layers.2.self_attn.q_proj.weight" not in found.quantised
     expected = plain_logits(load(sources / f"{scheme}, dense"), program)
     assert relative_error(logits_of(load(tmp_path / "out")), expected) < 1e-4
+
+
+def test_the_proof_waits_for_what_says_the_shape(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are begun at once and proven while they are written, and bitsandbytes has shapes in tensors.
+
+    Here nothing is written before the proof waits for it.
+    """
+    write, wait, waiting = Writing._write, Writing.wait, Event()
+
+    def late(self: Writing, go_on: Callable[[], None]) -> None:
+        waiting.wait(5)
+        write(self, go_on)
+
+    def noted(self: Writing, name: str) -> None:
+        if current_thread() is main_thread():
+            waiting.set()
+        wait(self, name)
+
+    monkeypatch.setattr(Writing, "_write", late)
+    monkeypatch.setattr(Writing, "wait", noted)
+    run_export(source(sources, "nf4"), tmp_path / "out", "A0 F0 A1 F1 A2 F2 A3 >F3")
 
 
 def test_another_dtype_dequantises_everything(sources: Path, tmp_path: Path) -> None:
