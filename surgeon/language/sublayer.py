@@ -18,11 +18,8 @@ NO_AVERAGE = (
 NO_WIDTH = "the neurons of a mixture's experts stay; leave out whole experts (F4!e0,e3)"
 UNITS = {ATTENTION: "KV groups", FEED_FORWARD: "neurons"}  # what a narrowed sublayer has fewer of
 EXPERTS = "experts"  # what a mixture may have fewer of, too
-WRITING = (
-    "o",
-    "down",
-    "shared_down",
-)  # these write to the stream: a slice has some of their inputs, of the others some outputs
+# These write to the stream: a slice has some of their inputs, of the others some outputs.
+WRITING = ("o", "down", "shared_down")
 
 
 @dataclass(frozen=True, order=True)

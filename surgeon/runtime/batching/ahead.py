@@ -43,10 +43,8 @@ MOST_AHEAD = 8
 FIRST_WAIT, LONGEST_WAIT = 16, 256  # passes without drafts until they are tried again; twice as many each time
 PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change
 LEAST_GAIN = 1.05  # in tokens per second, that drafts are to promise
-FIRST_CHANCE, OWN_WEIGHT = (
-    0.8,
-    4.0,
-)  # what is taken for a before anything is known, and as how many tokens a mean counts
+FIRST_CHANCE = 0.8  # what is taken for a before anything is known
+OWN_WEIGHT = 4.0  # as how many tokens a mean counts
 OWN_FADE, ALL_FADE = 0.9, 0.99  # of what was seen, with each round
 IDLE_FADE = 0.99  # with each pass in which nothing is drafted for a text
 NEWEST, NEWEST_SHORTER = 1 / 8, 1 / 2  # the weight of the newest time: it is no accident if a pass was fast
