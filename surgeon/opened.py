@@ -22,6 +22,7 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import family_of
+from surgeon.models.families.positions import longest_text
 from surgeon.models.recipe_program import recipe_program
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import FactorSource
@@ -109,7 +110,7 @@ class Model(StoredModel):
     @property
     def positions(self) -> int:
         """How many tokens it can read at once."""
-        return self.family.longest_text(self.config)
+        return longest_text(self.family, self.config)
 
     @property
     def hash(self) -> str:

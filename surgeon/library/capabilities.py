@@ -32,6 +32,7 @@ from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.memory import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
+from surgeon.models.families.positions import rotated_layers, windowed_layers
 from surgeon.opened import Model
 from surgeon.results.check import AREAS, NO, PARTLY, YES, Verdict
 from surgeon.runtime.batching.windows import PASS_TOKENS
@@ -120,7 +121,7 @@ class Capabilities:
         """What each layer has that others may not: entries of lists in the configuration, and the shapes of weights."""
         model, family = self.model, self.model.family
         lists = per_layer_lists(family, model.config, model.checkpoint.config).values()
-        said = [*lists, family.windowed(model.config), family.rotates(model.config)]
+        said = [*lists, windowed_layers(family, model.config), rotated_layers(family, model.config)]
         layers = decoder_layers(restore(self.skeleton))
         shapes = [[(name, one.shape) for name, one in layer.named_parameters()] for layer in layers]
         return [str((*(entries[k] for entries in said), own)) for k, own in enumerate(shapes)]

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from surgeon.language.sublayer import LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
-from surgeon.models.families.base import NEURONS
+from surgeon.models.families.positions import attention_windows, longest_text
+from surgeon.models.families.specs import NEURONS
 from surgeon.models.latent import Latent
 from surgeon.models.weights import unit_bounds
 from surgeon.models.weights.layout import Units, narrowed
@@ -78,9 +79,9 @@ class ModelShapes:
             vocabulary=int(config.vocab_size),
             tied=bool(config.tie_word_embeddings),
             layers=int(config.num_hidden_layers),
-            positions=family.longest_text(config),
+            positions=longest_text(family, config),
             layer_shapes=family.layer_shapes(config),
-            windows=attention_windows(config, family, int(config.num_hidden_layers)),
+            windows=attention_windows(family, config, int(config.num_hidden_layers)),
             dtype=str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch."),
             latent=latent,
         )
@@ -127,26 +128,3 @@ class ModelShapes:
     def outside_layers(self) -> int:
         """How many numbers the embeddings and the head hold, a shared matrix counted once."""
         return (self.vocabulary * (1 if self.tied else 2) + self.position_rows) * self.hidden
-
-
-def attention_windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
-    """How many tokens each layer's attention looks at; nothing if all of them look at everything.
-
-    Raises:
-        ValueError: if the configuration does not say which layers have a window, or it is below 1.
-    """
-    window = None if family.window is None else getattr(config, family.window)
-    if window is None:
-        return ()
-    if window < 1:
-        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
-    if family.window_layers is None:
-        return (window,) * layers
-    windowed = family.windowed(config)
-    if len(windowed) != layers:
-        raise ValueError(
-            f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "
-            f"checkpoint holds {layers}; attention windows need one for each"
-        )
-    windows = tuple(window if here else None for here in windowed)
-    return windows if any(windows) else ()

@@ -25,9 +25,10 @@ from surgeon.language.program import Program, Step, steps_of
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family
-from surgeon.models.families.base import Unit
 from surgeon.models.families.fused import FUSED as FUSED_FAMILY
 from surgeon.models.families.fused import POSITIONS, PROJECTIONS
+from surgeon.models.families.positions import long_rotary_angles, rotated_layers, windowed_layers
+from surgeon.models.families.specs import Unit
 
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
@@ -66,7 +67,10 @@ class Fused(Form):
             raise Inexpressible(f"{family.name} norms queries and keys of all heads together")
         if why_not := family.unfusable(config):
             raise Inexpressible(why_not)
-        lists = {family.window_layers: family.windowed(config), family.rotary_layers: family.rotates(config)}
+        lists = {
+            family.window_layers: windowed_layers(family, config),
+            family.rotary_layers: rotated_layers(family, config),
+        }
         require_uniform(layers, family, {name: values for name, values in lists.items() if name is not None})
         require_divisible(program.sublayers(), family, config)
         wide = sum(not layer.is_single and not layer.lacks for layer in layers)
@@ -132,7 +136,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     def dropped(attribute: str | None) -> Any:
         return 0.0 if attribute is None else getattr(config, attribute)
 
-    windowed, rotates, rope = family.windowed(config), family.rotates(config), None
+    windowed, rotates, rope = windowed_layers(family, config), rotated_layers(family, config), None
     some_rotate = family.rotary_layers is not None or family.rotary_in_windows
     if family.rotary:
         rope = dict(config.rope_parameters)
@@ -185,7 +189,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
 
 def _anew_beyond(family: Family, config: Any) -> int | None:
     """Beyond how many tokens generation computes a text again, if it does."""
-    longer = family.longer_angles(config) if family.computes_anew else None
+    longer = long_rotary_angles(family, config) if family.computes_anew else None
     return None if longer is None else longer[0]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from surgeon.models.families.base import Family, Projection, SublayerSpec
+from surgeon.models.families.base import Family
 from surgeon.models.families.fused import FUSED
 from surgeon.models.families.registry import FAMILIES
+from surgeon.models.families.specs import Projection, SublayerSpec
 
 __all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "Unsupported", "family_named", "family_of"]
 

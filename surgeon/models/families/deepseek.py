@@ -11,9 +11,10 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from surgeon.models.families.base import Family, Projection, SublayerSpec
+from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
+from surgeon.models.families.specs import Projection, SublayerSpec
 from surgeon.models.latent import Latent
 from surgeon.models.routing import Routing
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from surgeon.models.families.base import Factor, Family, Growth, Projection
+from surgeon.models.families.base import Factor, Family, Growth
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.registry import FAMILIES
+from surgeon.models.families.specs import Projection
 
 POSITIONS = "model.embed_positions"  # where positions are learned
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from surgeon.models.families.base import Family, Projection, SublayerSpec
+from surgeon.models.families.base import Family
+from surgeon.models.families.specs import Projection, SublayerSpec
 
 
 def _follow(config: Any, sources: Sequence[int]) -> dict[str, Any]:

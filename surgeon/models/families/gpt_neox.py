@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family, Projection, SublayerSpec
+from surgeon.models.families.base import Family
+from surgeon.models.families.specs import Projection, SublayerSpec
 
 
 def _variant(family: Family, config: Any) -> Family:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Projection
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
+from surgeon.models.families.specs import Projection
 from surgeon.models.routing import Routing
 
 

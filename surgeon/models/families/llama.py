@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from surgeon.models.families.base import Family, Projection, SublayerSpec
+from surgeon.models.families.base import Family
+from surgeon.models.families.specs import Projection, SublayerSpec
 
 
 def _unfused(fused: Any) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family, Growth, MixtureSpec, Projection, SublayerSpec
+from surgeon.models.families.base import Family, Growth
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec
 from surgeon.models.routing import Routing
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import MixtureSpec, Projection, SublayerSpec
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec
 from surgeon.models.routing import Routing
 
 

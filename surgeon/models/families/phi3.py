@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from surgeon.models.families.base import Projection
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.specs import Projection
 
 PHI3 = replace(
     LLAMA,

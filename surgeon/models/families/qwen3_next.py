@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family, Projection, SublayerSpec
+from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.families.qwen3_moe import QWEN3_MOE
+from surgeon.models.families.specs import Projection, SublayerSpec
 
 GATED = replace(
     LLAMA.attention,

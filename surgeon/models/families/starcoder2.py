@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Projection
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.specs import Projection
 
 
 def _unfused(fused: Any) -> dict[str, Any]:

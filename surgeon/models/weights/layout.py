@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer, require_width
 from surgeon.models.families import Family, Projection, SublayerSpec
-from surgeon.models.families.base import Unit
+from surgeon.models.families.specs import Unit
 
 Bounds = tuple[int, int]
 Units = dict[Unit, int]

@@ -23,7 +23,14 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.edit import check_layers
 from surgeon.models.families import FAMILIES, Family
-from surgeon.models.shapes import attention_windows
+from surgeon.models.families.positions import (
+    attention_windows,
+    long_rotary_angles,
+    longest_text,
+    rope_kinds,
+    rotary_angles,
+    rotated_layers,
+)
 from surgeon.models.weights import ModelWeights, require_sliceable
 from surgeon.runtime.plan.division import cached_latent, check_division, shared_units
 from surgeon.runtime.plan.mixtures import ExpertsMode, Mixtures, MixtureSize
@@ -95,7 +102,7 @@ def make_plan(
     latent = cached_latent(family.latent(config))
     check_division(parsed, shared_units(source.units, latent), ranks, mixtures, sliced)
 
-    positions = family.longest_text(config)
+    positions = longest_text(family, config)
     if family.position_embedding is not None:
         positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
     max_tokens = positions if max_tokens is None else max_tokens
@@ -139,7 +146,7 @@ def make_plan(
         ends=_end_tokens(stored.folder, config),
         attention_scale=family.attention_scale(config),
         attention_softcap=_softcap(config, family.attention_softcap),
-        windows=attention_windows(config, family, layers),
+        windows=attention_windows(family, config, layers),
         embedding_scale=family.embedding_scale(config),
         output_scale=family.output_scale(config),
         logit_scale=family.logit_scale(config),
@@ -280,10 +287,10 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
             )
         return listed
 
-    rotates = of_each(family.rotary_layers, family.rotates(config))
+    rotates = of_each(family.rotary_layers, rotated_layers(family, config))
     if not any(rotates):
         return [None] * layers
-    kinds = of_each("layer_types", family.rope_kinds(config))
+    kinds = of_each("layer_types", rope_kinds(config))
     found = {kind: _rotary(config, family, max_tokens, kind) for kind in set(kinds)}
     return [found[kind] if turns else None for kind, turns in zip(kinds, rotates, strict=True)]
 
@@ -313,8 +320,8 @@ def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> R
         )
     described = f"config.json describes no rotary positions: rope_parameters are {shown(rope, 200)}"
     try:
-        rotary = Rotary(*family.angles(config, kind))
-        longer = family.longer_angles(config, kind)
+        rotary = Rotary(*rotary_angles(family, config, kind))
+        longer = long_rotary_angles(family, config, kind)
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{described} ({type(error).__name__}: {first_line(error)})") from error
     if longer is not None and longer[0] < max_tokens:

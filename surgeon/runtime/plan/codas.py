@@ -13,7 +13,7 @@ from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program, Step
 from surgeon.models.edit import check_layers
 from surgeon.models.families import FAMILIES, family_of
-from surgeon.models.shapes import attention_windows
+from surgeon.models.families.positions import attention_windows
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.plan.checks import mixture_size, places_among, rotaries_by_layer
 from surgeon.runtime.plan.division import check_division
@@ -61,7 +61,7 @@ def with_coda(plan: Plan) -> Plan:
         mixtures=mixtures,
         program=str(program),
         layers=layers,
-        windows=attention_windows(stored.config, family, layers) if layers else (),
+        windows=attention_windows(family, stored.config, layers) if layers else (),
         rotaries=rotaries,
         rotary_layers=places_among(rotaries, by_layer),
     )

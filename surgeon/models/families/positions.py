@@ -1,0 +1,112 @@
+"""What a configuration says of positions: which layers see a window, which turn, how far; how long a text may be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from surgeon.models.families.base import Family
+
+# What configs call layers whose attention has a window.
+LOCAL = ("sliding_attention", "local", "chunked_attention")
+
+
+def windowed_layers(family: Family, config: Any) -> list[bool]:
+    """Which layers' attentions look at a window only."""
+    layers = int(config.num_hidden_layers)
+    if family.window is None or getattr(config, family.window) is None:
+        return [False] * layers
+    if family.window_layers is None:
+        return [True] * layers
+    return [kind in LOCAL for kind in getattr(config, family.window_layers)]
+
+
+def attention_windows(family: Family, config: Any, layers: int) -> tuple[int | None, ...]:
+    """How many tokens each layer's attention looks at; nothing if all of them look at everything.
+
+    Raises:
+        ValueError: if the configuration does not say which layers have a window, or it is below 1.
+    """
+    window = None if family.window is None else getattr(config, family.window)
+    if window is None:
+        return ()
+    if window < 1:
+        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
+    if family.window_layers is None:
+        return (window,) * layers
+    windowed = windowed_layers(family, config)
+    if len(windowed) != layers:
+        raise ValueError(
+            f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "
+            f"checkpoint holds {layers}; attention windows need one for each"
+        )
+    windows = tuple(window if here else None for here in windowed)
+    return windows if any(windows) else ()
+
+
+def rotated_layers(family: Family, config: Any) -> list[bool]:
+    """Which layers' attentions have rotary positions."""
+    if family.rotary_in_windows:
+        return windowed_layers(family, config)
+    if family.rotary_layers is None or getattr(config, family.rotary_layers) is None:
+        return [family.rotary] * int(config.num_hidden_layers)
+    return list(map(bool, getattr(config, family.rotary_layers)))
+
+
+def rope_kinds(config: Any) -> list[str | None]:
+    """What `rope_parameters` calls each layer's rotary positions, where not all layers have the same; else None."""
+    kinds = getattr(config, "layer_types", None) or []
+    if any(kind in config.rope_parameters for kind in kinds):
+        return list(kinds)
+    return [None] * int(config.num_hidden_layers)
+
+
+def rotary_angles(family: Family, config: Any, kind: str | None = None) -> tuple[tuple[float, ...], float]:
+    """Of rotary positions: how far each pair of features turns per position, and the factor on cosine and sine.
+
+    Args:
+        kind: of `rope_kinds`.
+    """
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    if rope["rope_type"] in ROPE_INIT_FUNCTIONS:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
+        return tuple(frequencies.tolist()), float(scale)
+    # Plain ones, in float32 as `transformers` has them: its own stand in modeling files, which take long to import.
+    width = family.head_dim(config)
+    if family.partly_rotary:
+        width = int(width * rope.get("partial_rotary_factor", 1.0))
+    powers = torch.arange(0, width, 2, dtype=torch.float32) / width
+    return tuple((1.0 / rope["rope_theta"] ** powers).tolist()), 1.0
+
+
+def long_rotary_angles(
+    family: Family, config: Any, kind: str | None = None
+) -> tuple[int, tuple[float, ...], float] | None:
+    """Of rotary positions that depend on the length of a text: how far pairs turn in long ones, as of `Longer`.
+
+    Returns:
+        The length beyond which they do so, how far each pair of features turns per position, and by how much of
+        the length that is stretched; None where texts of all lengths turn alike.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    if rope["rope_type"] == "dynamic":
+        return int(config.max_position_embeddings), rotary_angles(family, config, kind)[0], float(rope["factor"])
+    if rope["rope_type"] != "longrope":
+        return None
+    beyond = rope["original_max_position_embeddings"]
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=beyond + 1, layer_type=kind)
+    return beyond, tuple(frequencies.tolist()), 0.0
+
+
+def longest_text(family: Family, config: Any) -> int:
+    """How many tokens a text may have under this config; learned positions are counted where they are stored."""
+    rope = (getattr(config, "rope_parameters", None) or {}) if family.rotary else {}
+    times = rope.get("factor") if rope.get("rope_type") == "dynamic" else 1
+    if not isinstance(times, int | float) or not 1 <= times < math.inf:  # `rotary_angles` cannot be had then
+        times = 1
+    return int(config.max_position_embeddings * times)

@@ -1,0 +1,187 @@
+"""Where a layer keeps one of its sublayers: its norms, the modules that are called, its matrices, its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from surgeon.models.latent import Latent
+from surgeon.models.routing import Routing
+
+Unit = Literal["heads", "kv_heads", "neurons", "shared_neurons"]
+NEURONS = ("neurons", "shared_neurons")  # units of one feature each
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear map of a sublayer.
+
+    Projections of a sublayer that have the same path are packed into one module, one after the other in the order of
+    the description.
+
+    Attributes:
+        role: q, k, v, o, gate, up or down; g where what heads give is gated (Qwen3-Next); of a mixture's shared experts
+            shared_gate, shared_up or shared_down.
+        path: of the module, from the layer ("self_attn.q_proj").
+        unit: what its divided dimension consists of.
+        reads_stream: True where it reads the normed stream (its output features are divided among slices, by rows of
+            the weight), False where it writes to the stream (its input features are divided, by columns, and its bias
+            belongs to one slice only).
+        interleaved: packed head by head (GPT-NeoX: q, k and v of head 0, then of head 1), not as whole projections.
+        transposed: the weight is stored as (in_features, out_features), as in GPT-2's Conv1D.
+        stacked: it is one matrix for each expert of a mixture; `path` is that of a parameter, (experts, ...), and its
+            bias is at `path` with "_bias" behind it.
+        stored: where files have the matrices of experts one by one, the path of one, "{}" standing for its number.
+    """
+
+    role: str
+    path: str
+    unit: Unit
+    reads_stream: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    stacked: bool = False
+    stored: str | None = None
+
+    @property
+    def divided_dim(self) -> int:
+        """The dimension of the stored weight, of one expert's where they are stacked, along which units lie."""
+        return int(self.reads_stream == self.transposed)
+
+    @property
+    def weight(self) -> str:
+        """The path of the parameter."""
+        return self.path if self.stacked else f"{self.path}.weight"
+
+    @property
+    def bias(self) -> str:
+        """The path of its bias, if it has one."""
+        return f"{self.path}_bias" if self.stacked else f"{self.path}.bias"
+
+
+@dataclass(frozen=True)
+class MixtureSpec:
+    """What a feed-forward that is a mixture of experts has beside their matrices.
+
+    Attributes:
+        router: path of the module whose weight has a row for each expert.
+        experts: path of the module whose parameters are the experts' stacked matrices.
+        count: the config attribute with how many experts a layer has.
+        routing: of a config: how the router chooses.
+        counts: attributes (from the layer) that count experts.
+        top_k: attributes (from the layer) that say how many a token goes to.
+        correction: path of the vector that is added to scores where experts are chosen (`route`), if any.
+        shared_router: path of the module whose sigmoid weighs what the shared experts give, if any.
+        clamped_gate: of a config: alpha and limit, where an expert's gate is clamped (gpt-oss), not only activated.
+        shared: of a config: how many neurons the shared experts have together, if there are any.
+        weighs_inputs: whether weights are multiplied with what an expert reads (Llama 4), not with what it gives; its
+            module gets a copy of all tokens for each expert then, those of one behind those of the other.
+        logits: which of the router's outputs are its logits, where it has several.
+    """
+
+    router: str
+    experts: str
+    count: str
+    routing: Callable[[Any], Routing]
+    counts: tuple[str, ...]
+    top_k: tuple[str, ...]
+    correction: str | None = None
+    shared_router: str | None = None
+    shared: Callable[[Any], int] | None = None
+    clamped_gate: Callable[[Any], tuple[float, float]] | None = None
+    weighs_inputs: bool = False
+    logits: int = 0
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """Paths of the parameters that every slice has the whole of, by name: a row, or a number, for each expert."""
+        found = {"router.weight": f"{self.router}.weight", "router.bias": f"{self.router}.bias"}
+        if self.correction is not None:
+            found["router.correction"] = self.correction
+        return found if self.shared_router is None else found | {"shared_router.weight": f"{self.shared_router}.weight"}
+
+
+@dataclass(frozen=True)
+class SublayerSpec:
+    """Where a layer keeps one of its sublayers.
+
+    Attributes:
+        norm: path of the norm that it reads the stream through; None where it reads the stream as it is (OLMo2).
+        modules: paths of the modules called one after the other on the normed stream; the first one of an attention
+            gets the decoder's keyword arguments (mask, positions, cache).
+        projections: its linear maps.
+        head_norms: paths of the norms of queries and of keys, of each head by itself (Qwen3's q_norm and k_norm).
+        norms_all_heads: whether these norm all heads together, with a gain for each of their features (OLMo2). Parts of
+            such an attention need to know of each other, so that it is never sliced or fused either.
+        post_norm: path of a norm that the output goes through before it is added (Gemma2); among `modules` too. The
+            parts of a sublayer that has one cannot be added, so it is never sliced or fused.
+        counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
+        cache_slot: path of the attribute that says which slot of the cache the attention uses.
+        renamed: keyword arguments of the decoder that an attention calls otherwise, by pairs; None for what it lacks.
+        counted_by: of an attention whose slot of the cache holds a state and counts no tokens: what per-layer lists of
+            the config have for one that counts them, by pairs.
+        beside: paths of parameters that are no projection's and no norm's, as far as they are there.
+        sinks: path of a parameter with a number for each head: one more score, whose weight no value has (gpt-oss).
+        kept: why programs take no part of it by itself, in words about all such attentions: they are neither sliced nor
+            narrowed, while ranks may share their heads.
+        apart: why ranks, predictions and vLLM have none of it in programs, in such words; `transformers` computes it.
+        latent: of a config: the sizes of attentions that make keys and values of a latent, which have no projections.
+        numbers: of a config: how many parameters it has beside its projections, where it is not a latent one.
+        width: the config attribute with how many neurons it has, where that is not the family's `intermediate`.
+        mixture: what else it has where its feed-forward is a mixture of experts.
+    """
+
+    norm: str | None
+    modules: tuple[str, ...]
+    projections: tuple[Projection, ...]
+    head_norms: tuple[str, ...] = ()
+    norms_all_heads: bool = False
+    post_norm: str | None = None
+    counts: tuple[str, ...] = ()
+    cache_slot: str = "self_attn.layer_idx"
+    renamed: tuple[tuple[str, str | None], ...] = ()
+    counted_by: tuple[tuple[str, Any], ...] = ()
+    beside: tuple[str, ...] = ()
+    sinks: str | None = None
+    kept: str | None = None
+    latent: Callable[[Any], Latent] | None = None
+    apart: str | None = None
+    numbers: Callable[[Any], int] | None = None
+    width: str | None = None
+    mixture: MixtureSpec | None = None
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Paths of the modules that are called one after the other on the stream, its norm among them."""
+        return self.modules if self.norm is None else (self.norm, *self.modules)
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Paths of parameters that are no projection's and no norm's, by name."""
+        found = {path: path for path in self.beside} | ({} if self.mixture is None else self.mixture.whole)
+        return found if self.sinks is None else found | {"sinks": self.sinks}
+
+    @property
+    def feature_norms(self) -> dict[str, str]:
+        """Paths of norms that have a gain for each feature of a projection, with its role."""
+        return dict(zip(self.head_norms, "qk", strict=True)) if self.norms_all_heads else {}
+
+    def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What its first module is called with, of the keyword arguments that the decoder has for a layer."""
+        names = dict(self.renamed)
+        called = {names.get(name, name): value for name, value in arguments.items()}
+        return {name: value for name, value in called.items() if name is not None}
+
+    def projection(self, role: str) -> Projection:
+        """The linear map with this role.
+
+        Raises:
+            ValueError: if there is none, naming those there are.
+        """
+        for projection in self.projections:
+            if projection.role == role:
+                return projection
+        if not self.projections:
+            raise ValueError(f"there is no matrix {role!r} of attentions that are kept as they are: {self.kept}")
+        raise ValueError(f"there is no projection {role!r} here; use {', '.join(p.role for p in self.projections)}")
