@@ -1,13 +1,11 @@
 """A model's weights by layer and role, wherever they are and however their architecture stores them.
 
-Heads and neurons are counted from the shapes of the weights, never from the configuration: layers may differ in width
-(a fused LP pair is one layer of twice the heads and neurons). However an architecture packs or transposes its
-projections, what comes out are matrices by role ("q"), (out_features, in_features), of a layer, an average or a slice.
+However an architecture packs or transposes its projections, what comes out are matrices by role ("q"), (out_features,
+in_features), of a layer, an average or a slice.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import torch
@@ -17,6 +15,7 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, NO_WIDTH, ROLES, 
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factored, Factorised, FactorSource
+from surgeon.models.weights.layers import Kept, StoredWeights
 from surgeon.models.weights.layout import (
     Bounds,
     Units,
@@ -26,60 +25,25 @@ from surgeon.models.weights.layout import (
     own_path,
     require_parts,
     unit_bounds,
-    unit_features,
     units_in,
 )
-from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean, read_features
-from surgeon.models.weights.names import Names
+from surgeon.models.weights.matrix import Averaged, WeightMatrix, mean, read_features
 from surgeon.models.weights.store import Store, Tensors
 from surgeon.models.weights.units import unit_source
 
-Kept = slice | Tensor  # of features, to be indexed with
 
-
-class ModelWeights:
-    """What a store holds, seen through its family's description.
+class ModelWeights(StoredWeights):
+    """What a store holds, by sublayers: of single layers and their averages, narrowed, sliced and factorised.
 
     Attributes:
-        head_dim: the width of one head.
         factors: where factors come from that a sublayer has and its layer does not; which heads and neurons a narrowed
             one has it says, too, if it is a `UnitSource`, else the weights do.
     """
 
     def __init__(self, store: Store, family: Family, head_dim: int, factors: FactorSource | None = None) -> None:
-        self.store = store
-        self.family = family
-        self.names = Names(store, family)
-        self.head_dim = head_dim
+        super().__init__(store, family, head_dim)
         self.factors = factors or TruncatedSVD()
-        # How layers are stored is found out once: what derives many sublayers asks for it again and again.
-        self._known_units: dict[tuple[str, int], Units] = {}
-        self._known_own: dict[tuple[int, str, int], Dense | Factored | None] = {}
-        self._known_places: dict[tuple[int, str], Tensor] = {}
         self._known_orders: dict[tuple[str, int], Tensor] = {}
-
-    def __contains__(self, path: str) -> bool:
-        return self.names.of(path) in self.store
-
-    def shape(self, path: str) -> tuple[int, ...]:
-        """The shape of a tensor, by its path from the causal language model."""
-        return self.store.shape(self.names.of(path))
-
-    def tensor(self, path: str, bounds: Bounds | None = None, dim: int = 0) -> Tensor:
-        """A tensor, or a part of it along one dimension."""
-        name = self.names.of(path)
-        return self.store.tensor(name) if bounds is None else self.store.part(name, dim, *bounds)
-
-    def count_layers(self) -> int:
-        """How many layers are stored; the configuration of an edited model may count attentions of its program."""
-        pattern = re.compile(rf"{re.escape(self.names.layers)}(\d+)\.")
-        return 1 + max(int(match[1]) for name in self.store.names() if (match := pattern.match(name)))
-
-    @property
-    def position_rows(self) -> int:
-        """Rows of a learned position embedding, 0 without one."""
-        path = self.family.position_embedding
-        return 0 if path is None else self.shape(f"{path}.weight")[0]
 
     def units(self, sublayer: Sublayer) -> Units:
         """How many heads and KV heads, or neurons, a sublayer has before it is sliced; its layer's shapes say so.
@@ -94,19 +58,10 @@ class ModelWeights:
             require_experts(sublayer, experts := next((count for count in counts_of if count is not None), None))
             if experts is not None and sublayer.width is not None:
                 raise ValueError(f"{sublayer}: {NO_WIDTH}")
-        counts = [self._units_of(sublayer.kind, layer) for layer in sublayer.layers]
+        counts = [self.stored_units(sublayer.kind, layer) for layer in sublayer.layers]
         if any(count != counts[0] for count in counts):
             raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width ({counts})")
         return narrowed(sublayer, counts[0])
-
-    def stored_width(self, kind: str, layer: int) -> int:
-        """How many KV groups, or neurons, a layer is stored with."""
-        return units_in(kind, self._units_of(kind, layer))
-
-    def stored_experts(self, layer: int) -> int | None:
-        """How many experts a layer is stored with; None where it is no mixture."""
-        mixture = self.family.spec(FEED_FORWARD, layer).mixture
-        return None if mixture is None else self.shape(f"{self._layer(layer)}{mixture.router}.weight")[0]
 
     def each_expert(self, sublayer: Sublayer) -> tuple[Sublayer, ...]:
         """A mixture's experts one by one, as sublayers that have one each.
@@ -134,26 +89,23 @@ class ModelWeights:
         if rank is None or (len(sublayer.layers) == 1 and rank == self.stored_rank(sublayer, role)):
             kept = self._kept(sublayer, projection)
             (expert,) = sublayer.experts if projection.stacked and sublayer.experts else (0,)
-            parts = tuple(self._of_layer(layer, sublayer.kind, projection, kept, expert) for layer in sublayer.layers)
+            parts = tuple(
+                self.layer_matrix(layer, sublayer.kind, projection, kept, expert) for layer in sublayer.layers
+            )
             return parts[0] if len(parts) == 1 else Averaged(parts)
         of = self.matrix(replace(sublayer, piece=None, ranks=()), role)
         features = None if sublayer.piece is None else torch.arange(*self._bounds(sublayer, projection))
         return Factorised(self.factors, sublayer, role, of, features, not projection.reads_stream)
 
-    def has_factors(self) -> bool:
-        """Whether some layer stores two factors in place of a matrix."""
-        prefix = self.names.layers
-        return any(name.startswith(prefix) and name.endswith(".first.weight") for name in self.store.names())
-
     def is_taken_apart(self, sublayer: Sublayer, role: str) -> bool:
         """Whether a sublayer's (first) layer stores a matrix elsewhere than its architecture does."""
         projection = self.spec(sublayer).projection(role)
-        return self._own(sublayer.layers[0], sublayer.kind, projection) is not None
+        return self.own_matrix(sublayer.layers[0], sublayer.kind, projection) is not None
 
     def stored_rank(self, sublayer: Sublayer, role: str) -> int | None:
         """The rank of the two factors that a layer stores in place of a matrix; None where it is stored whole."""
         projection = self.spec(sublayer).projection(role)
-        path = f"{self._layer(sublayer.layers[0])}{own_path(projection, self.spec(sublayer))}.first.weight"
+        path = f"{self.prefix(sublayer.layers[0])}{own_path(projection, self.spec(sublayer))}.first.weight"
         return self.shape(path)[int(projection.stacked)] if path in self else None
 
     def stored_ranks(self, sublayer: Sublayer) -> tuple[tuple[str, int], ...]:
@@ -170,23 +122,19 @@ class ModelWeights:
         """
         projection = self.spec(sublayer).projection(role)
         (expert,) = sublayer.experts if projection.stacked and sublayer.experts else (0,)
-        paths = [self._bias_path(layer, sublayer.kind, projection, expert) for layer in sublayer.layers]
+        paths = [self.bias_path(layer, sublayer.kind, projection, expert) for layer in sublayer.layers]
         if paths[0] not in self or not (projection.reads_stream or holds_output_bias(sublayer)):
             return None
         stacked = expert if len(self.shape(paths[0])) == 2 else None
         if not projection.reads_stream:
-            return mean((self._one_of(path, stacked) for path in paths), dtype)
+            return mean((self.one_of(path, stacked) for path in paths), dtype)
         kept = self._kept(sublayer, projection)
-        places = (self._places(layer, sublayer.kind, projection)[kept] for layer in sublayer.layers)
-        if stacked is not None:
-            return mean((self._one_of(path, stacked)[at] for path, at in zip(paths, places, strict=True)), dtype)
-        names = (self.names.of(path) for path in paths)
-        found = (read_features(self.store, name, at, 0) for name, at in zip(names, places, strict=True))
+        places = (self.places(layer, sublayer.kind, projection)[kept] for layer in sublayer.layers)
+        found = (
+            read_features(self.store, self.names.of(path), at, 0) if stacked is None else self.one_of(path, stacked)[at]
+            for path, at in zip(paths, places, strict=True)
+        )
         return mean(found, dtype)
-
-    def _one_of(self, path: str, index: int | None) -> Tensor:
-        """A tensor, or one of those that are stacked in it."""
-        return self.tensor(path) if index is None else self.tensor(path, (index, index + 1))[0]
 
     def stored(self, sublayer: Sublayer, path: str) -> Tensor:
         """A tensor of a layer as that stores it, by its path from the layer; of a narrowed sublayer, what it has of it.
@@ -195,7 +143,7 @@ class ModelWeights:
             sublayer: of one layer, unsliced.
         """
         spec, (layer,) = self.spec(sublayer), sublayer.layers
-        whole, (module, _, what) = f"{self._layer(layer)}{path}", path.rpartition(".")
+        whole, (module, _, what) = f"{self.prefix(layer)}{path}", path.rpartition(".")
         packed = modules_of(spec).get(module, [])
         if module in spec.feature_norms:
             packed = [spec.projection(spec.feature_norms[module])]
@@ -205,7 +153,7 @@ class ModelWeights:
         if is_whole or not packed or (what == "bias" and not packed[0].reads_stream):
             return self.tensor(whole)
         # Heads and neurons lie in the same order, whichever of them there are, also where projections are packed.
-        kept = [self._places(layer, sublayer.kind, one)[self._kept(sublayer, one)] for one in packed]
+        kept = [self.places(layer, sublayer.kind, one)[self._kept(sublayer, one)] for one in packed]
         dim = packed[0].divided_dim if what == "weight" and module == packed[0].path else 0
         return read_features(self.store, self.names.of(whole), torch.cat(kept).sort().values, dim)
 
@@ -218,7 +166,7 @@ class ModelWeights:
         found, spec = {}, self.spec(sublayer)
         for what, path in norm_paths(spec).items():
             for part in ("weight", "bias"):
-                paths = [f"{self._layer(layer)}{path}.{part}" for layer in sublayer.layers]
+                paths = [f"{self.prefix(layer)}{path}.{part}" for layer in sublayer.layers]
                 if part == "weight" or paths[0] in self:
                     found[f"{what}.{part}"] = mean((self.tensor(path) for path in paths), dtype)
             if path in spec.feature_norms:
@@ -256,20 +204,18 @@ class ModelWeights:
             experts: whose experts' matrices there are in place of a mixture's own: fewer than its router knows, where
                 ranks divide them.
         """
-        found = self.norms(sublayer, dtype) | self.router(sublayer, dtype) | self._beside(sublayer, dtype)
-        if (sinks := self.spec(sublayer).sinks) is not None:
-            each = (self.tensor(f"{self._layer(layer)}{sinks}") for layer in sublayer.layers)
-            found["sinks"] = mean(each, dtype)[self._heads(sublayer)]
-        for projection in self.spec(sublayer).projections:
+
+        def averaged(path: str) -> Tensor:
+            return mean((self.tensor(f"{self.prefix(layer)}{path}") for layer in sublayer.layers), dtype)
+
+        found, spec = self.norms(sublayer, dtype) | self.router(sublayer, dtype), self.spec(sublayer)
+        found |= {path: averaged(path) for path in spec.beside if f"{self.prefix(sublayer.layers[0])}{path}" in self}
+        if spec.sinks is not None:
+            found["sinks"] = averaged(spec.sinks)[self._heads(sublayer)]
+        for projection in spec.projections:
             of = experts if experts is not None and projection.stacked else sublayer
             found |= self._projection_tensors(of, projection, dtype)
         return found
-
-    def _beside(self, sublayer: Sublayer, dtype: torch.dtype | None) -> Tensors:
-        """Tensors that are no projection's and no norm's, by their paths from the layer."""
-        layers = [self._layer(layer) for layer in sublayer.layers]
-        there = [path for path in self.spec(sublayer).beside if f"{layers[0]}{path}" in self]
-        return {path: mean((self.tensor(f"{layer}{path}") for layer in layers), dtype) for path in there}
 
     def written(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """What it writes to the stream with, of all that `by_role` gives."""
@@ -298,7 +244,7 @@ class ModelWeights:
             return {}
         chosen = [one.experts[0] for one in self.each_expert(sublayer) if one.experts]
         for name, path in mixture.whole.items():
-            if (place := f"{self._layer(sublayer.layers[0])}{path}") in self:
+            if (place := f"{self.prefix(sublayer.layers[0])}{path}") in self:
                 tensor = self.tensor(place) if name.startswith("shared") else self.tensor(place)[chosen]
                 found[name] = tensor if dtype is None else tensor.to(dtype)
         return found
@@ -330,99 +276,6 @@ class ModelWeights:
         per_head = gains.repeat_interleave(count // units["kv_heads"], dim=0)
         return per_head.repeat(count // len(per_head), 1)[first:end]
 
-    def _layer(self, layer: int) -> str:
-        return f"{self.family.layers}.{layer}."
-
-    def unit_width(self, kind: str) -> int:
-        """How many features a head of an attention, or a neuron of a feed-forward, has."""
-        return self.head_dim if kind == ATTENTION else 1
-
-    def _units_of(self, kind: str, layer: int) -> Units:
-        if (kind, layer) not in self._known_units:
-            self._known_units[kind, layer] = self._layer_units(kind, layer)
-        return self._known_units[kind, layer]
-
-    def _layer_units(self, kind: str, layer: int) -> Units:
-        units: Units = {}
-        width, spec = self.unit_width(kind), self.family.spec(kind, layer)
-        for projection in spec.projections:
-            own = self._own(layer, kind, projection)
-            if own is not None:
-                size = own.shape[1 - int(projection.reads_stream)]
-                units[projection.unit] = self._counted(size, width, f"{self._layer(layer)}{projection.path}")
-        # Projections on their own first: what they say is needed to tell packed ones apart.
-        for packed in sorted(modules_of(spec).values(), key=len):
-            if self._own(layer, kind, packed[0]) is not None:
-                continue
-            name = f"{self._layer(layer)}{packed[0].weight}"
-            count = self.shape(name)[packed[0].divided_dim + int(packed[0].stacked)]
-            known = sum(units.get(projection.unit, 0) for projection in packed)
-            missing = [projection.unit for projection in packed if projection.unit not in units]
-            rest = count // width - known
-            if count % width or (missing and rest % len(missing)) or (not missing and rest):
-                raise ValueError(
-                    f"{name} has shape {self.shape(name)}, which does not fit heads of {width} or the other projections"
-                )
-            units |= dict.fromkeys(missing, rest // len(missing) if missing else 0)
-        return units
-
-    @staticmethod
-    def _counted(features: int, width: int, name: str) -> int:
-        if features % width:
-            raise ValueError(f"{name} has {features} features, which does not fit heads of {width}")
-        return features // width
-
-    def _own(self, layer: int, kind: str, projection: Projection, expert: int = 0) -> Dense | Factored | None:
-        """A projection's own matrix, where it has tensors of its own: in a module that is taken apart, or of an expert.
-
-        None where it lies in the module as its architecture has it.
-        """
-        key = layer, projection.role, expert
-        if key not in self._known_own:
-            self._known_own[key] = self._find_own(layer, kind, projection, expert)
-        return self._known_own[key]
-
-    def _find_own(self, layer: int, kind: str, projection: Projection, expert: int) -> Dense | Factored | None:
-        spec = self.family.spec(kind, layer)
-        path, index = f"{self._layer(layer)}{own_path(projection, spec)}", expert if projection.stacked else None
-        if f"{path}.first.weight" in self:
-            first, second = (
-                Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index) for one in ("first", "second")
-            )
-            return Factored(first, second)
-        if (len(modules_of(spec)[projection.path]) > 1 or projection.stacked) and f"{path}.weight" in self:
-            return Dense(self.store, self.names.of(f"{path}.weight"), index=index)
-        if projection.stored is not None:
-            alone = f"{self._layer(layer)}{projection.stored.format(expert)}.weight"
-            return Dense(self.store, self.names.of(alone)) if alone in self else None
-        return None
-
-    def _of_layer(self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int) -> Dense | Factored:
-        """What a layer has of a matrix, of an expert's if it is a mixture: these of the matrix's own features."""
-        own = self._own(layer, kind, projection, expert)
-        places = self._places(layer, kind, projection)[kept]
-        if own is None:
-            name, dim = self.names.of(f"{self._layer(layer)}{projection.weight}"), projection.divided_dim
-            features = None if len(places) == self.store.shape(name)[dim + int(projection.stacked)] else places
-            index = expert if projection.stacked else None
-            return Dense(self.store, name, dim, features, projection.transposed, index)
-        dim = 1 - int(projection.reads_stream)
-        features = None if len(places) == own.shape[dim] else places
-        if isinstance(own, Dense):
-            return replace(own, dim=dim, features=features)
-        if projection.reads_stream:
-            return Factored(own.first, replace(own.second, features=features))
-        return Factored(replace(own.first, dim=1, features=features), own.second)
-
-    def _bias_path(self, layer: int, kind: str, projection: Projection, expert: int) -> str:
-        own, prefix = self._own(layer, kind, projection, expert), self._layer(layer)
-        if own is None:
-            return f"{prefix}{projection.bias}"
-        path = f"{prefix}{own_path(projection, self.family.spec(kind, layer))}"
-        if projection.stored is not None and f"{path}.weight" not in self and isinstance(own, Dense):
-            return f"{prefix}{projection.stored.format(expert)}.bias"
-        return f"{path}.second.bias" if isinstance(own, Factored) else f"{path}.bias"
-
     def _bounds(self, sublayer: Sublayer, projection: Projection) -> Bounds:
         """The first and the end of the features that a slice has of a projection, among those of the whole sublayer."""
         width = self.unit_width(sublayer.kind)
@@ -431,7 +284,7 @@ class ModelWeights:
 
     def _kept(self, sublayer: Sublayer, projection: Projection) -> Kept:
         """The features that a sublayer has of a projection, among all that its layer has, ascending."""
-        inside, units = slice(*self._bounds(sublayer, projection)), self._units_of(sublayer.kind, sublayer.layers[0])
+        inside, units = slice(*self._bounds(sublayer, projection)), self.stored_units(sublayer.kind, sublayer.layers[0])
         if sublayer.width in (None, units_in(sublayer.kind, units)):
             return inside
         features = units[projection.unit] // units_in(sublayer.kind, units) * self.unit_width(sublayer.kind)
@@ -439,7 +292,7 @@ class ModelWeights:
 
     def _heads(self, attention: Sublayer) -> Tensor:
         """Which heads of its layer an attention, or a slice of one, has."""
-        heads = self._units_of(attention.kind, attention.layers[0])["heads"]
+        heads = self.stored_units(attention.kind, attention.layers[0])["heads"]
         features = torch.arange(heads * self.head_dim)[self._kept(attention, self.spec(attention).projection("q"))]
         return features[:: self.head_dim] // self.head_dim
 
@@ -453,23 +306,10 @@ class ModelWeights:
         key = sublayer.kind, layer
         if key not in self._known_orders:
             turns = [path for path in self.spec(sublayer).head_norms if self.family.head_norm_turns]
-            if any(self.shape(f"{self._layer(layer)}{path}.weight")[0] > 1 for path in turns):
+            if any(self.shape(f"{self.prefix(layer)}{path}.weight")[0] > 1 for path in turns):
                 raise ValueError(f"{sublayer}: its layer holds heads of several layers, which cannot be narrowed")
             self._known_orders[key] = unit_source(self.factors).order(*key, self).cpu()
         return self._known_orders[key][: sublayer.width].sort().values
-
-    def _places(self, layer: int, kind: str, projection: Projection) -> Tensor:
-        """Where the features of a projection lie in the tensors that a layer stores it in."""
-        key = layer, projection.role
-        if key not in self._known_places:
-            units, width = self._units_of(kind, layer), self.unit_width(kind)
-            if self._own(layer, kind, projection) is None:
-                self._known_places[key] = unit_features(
-                    projection, self.family.spec(kind, layer), units, width
-                ).flatten()
-            else:
-                self._known_places[key] = torch.arange(units[projection.unit] * width)
-        return self._known_places[key]
 
 
 def norm_paths(spec: SublayerSpec) -> dict[str, str]:

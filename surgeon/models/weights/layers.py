@@ -1,0 +1,191 @@
+"""How single layers are stored: which heads, neurons and experts they have, and where each matrix of them lies.
+
+Heads and neurons are counted from the shapes of the weights, never from the configuration: layers may differ in width
+(a fused LP pair is one layer of twice the heads and neurons).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
+from surgeon.models.families import Family, Projection
+from surgeon.models.weights.factors import Factored
+from surgeon.models.weights.layout import Bounds, Units, modules_of, own_path, unit_features, units_in
+from surgeon.models.weights.matrix import Dense
+from surgeon.models.weights.names import Names
+from surgeon.models.weights.store import Store
+
+Kept = slice | Tensor  # of features, to be indexed with
+
+
+class StoredWeights:
+    """What a store holds of each layer, seen through its family's description.
+
+    Attributes:
+        head_dim: the width of one head.
+    """
+
+    def __init__(self, store: Store, family: Family, head_dim: int) -> None:
+        self.store = store
+        self.family = family
+        self.names = Names(store, family)
+        self.head_dim = head_dim
+        # How layers are stored is found out once: what derives many sublayers asks for it again and again.
+        self._known_units: dict[tuple[str, int], Units] = {}
+        self._known_own: dict[tuple[int, str, int], Dense | Factored | None] = {}
+        self._known_places: dict[tuple[int, str], Tensor] = {}
+
+    def __contains__(self, path: str) -> bool:
+        return self.names.of(path) in self.store
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """The shape of a tensor, by its path from the causal language model."""
+        return self.store.shape(self.names.of(path))
+
+    def tensor(self, path: str, bounds: Bounds | None = None, dim: int = 0) -> Tensor:
+        """A tensor, or a part of it along one dimension."""
+        name = self.names.of(path)
+        return self.store.tensor(name) if bounds is None else self.store.part(name, dim, *bounds)
+
+    def count_layers(self) -> int:
+        """How many layers are stored; the configuration of an edited model may count attentions of its program."""
+        pattern = re.compile(rf"{re.escape(self.names.layers)}(\d+)\.")
+        return 1 + max(int(match[1]) for name in self.store.names() if (match := pattern.match(name)))
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of a learned position embedding, 0 without one."""
+        path = self.family.position_embedding
+        return 0 if path is None else self.shape(f"{path}.weight")[0]
+
+    def has_factors(self) -> bool:
+        """Whether some layer stores two factors in place of a matrix."""
+        prefix = self.names.layers
+        return any(name.startswith(prefix) and name.endswith(".first.weight") for name in self.store.names())
+
+    def stored_width(self, kind: str, layer: int) -> int:
+        """How many KV groups, or neurons, a layer is stored with."""
+        return units_in(kind, self.stored_units(kind, layer))
+
+    def stored_experts(self, layer: int) -> int | None:
+        """How many experts a layer is stored with; None where it is no mixture."""
+        mixture = self.family.spec(FEED_FORWARD, layer).mixture
+        return None if mixture is None else self.shape(f"{self.prefix(layer)}{mixture.router}.weight")[0]
+
+    def prefix(self, layer: int) -> str:
+        """What paths of a layer's tensors begin with."""
+        return f"{self.family.layers}.{layer}."
+
+    def unit_width(self, kind: str) -> int:
+        """How many features a head of an attention, or a neuron of a feed-forward, has."""
+        return self.head_dim if kind == ATTENTION else 1
+
+    def stored_units(self, kind: str, layer: int) -> Units:
+        """How many heads and KV heads, or neurons, a layer is stored with.
+
+        Raises:
+            ValueError: if the shape of a weight is not a multiple of the head's width, or does not fit the others.
+        """
+        if (kind, layer) not in self._known_units:
+            self._known_units[kind, layer] = self._layer_units(kind, layer)
+        return self._known_units[kind, layer]
+
+    def _layer_units(self, kind: str, layer: int) -> Units:
+        units: Units = {}
+        width, spec = self.unit_width(kind), self.family.spec(kind, layer)
+        for projection in spec.projections:
+            own = self.own_matrix(layer, kind, projection)
+            if own is not None:
+                size = own.shape[1 - int(projection.reads_stream)]
+                if size % width:
+                    path = f"{self.prefix(layer)}{projection.path}"
+                    raise ValueError(f"{path} has {size} features, which does not fit heads of {width}")
+                units[projection.unit] = size // width
+        # Projections on their own first: what they say is needed to tell packed ones apart.
+        for packed in sorted(modules_of(spec).values(), key=len):
+            if self.own_matrix(layer, kind, packed[0]) is not None:
+                continue
+            name = f"{self.prefix(layer)}{packed[0].weight}"
+            count = self.shape(name)[packed[0].divided_dim + int(packed[0].stacked)]
+            known = sum(units.get(projection.unit, 0) for projection in packed)
+            missing = [projection.unit for projection in packed if projection.unit not in units]
+            rest = count // width - known
+            if count % width or (missing and rest % len(missing)) or (not missing and rest):
+                raise ValueError(
+                    f"{name} has shape {self.shape(name)}, which does not fit heads of {width} or the other projections"
+                )
+            units |= dict.fromkeys(missing, rest // len(missing) if missing else 0)
+        return units
+
+    def own_matrix(self, layer: int, kind: str, projection: Projection, expert: int = 0) -> Dense | Factored | None:
+        """A projection's own matrix, where it has tensors of its own: in a module that is taken apart, or of an expert.
+
+        None where it lies in the module as its architecture has it.
+        """
+        key = layer, projection.role, expert
+        if key not in self._known_own:
+            self._known_own[key] = self._find_own(layer, kind, projection, expert)
+        return self._known_own[key]
+
+    def _find_own(self, layer: int, kind: str, projection: Projection, expert: int) -> Dense | Factored | None:
+        spec = self.family.spec(kind, layer)
+        path, index = f"{self.prefix(layer)}{own_path(projection, spec)}", expert if projection.stacked else None
+        if f"{path}.first.weight" in self:
+            first, second = (
+                Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index) for one in ("first", "second")
+            )
+            return Factored(first, second)
+        if (len(modules_of(spec)[projection.path]) > 1 or projection.stacked) and f"{path}.weight" in self:
+            return Dense(self.store, self.names.of(f"{path}.weight"), index=index)
+        if projection.stored is not None:
+            alone = f"{self.prefix(layer)}{projection.stored.format(expert)}.weight"
+            return Dense(self.store, self.names.of(alone)) if alone in self else None
+        return None
+
+    def layer_matrix(self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int) -> Dense | Factored:
+        """What a layer has of a matrix, of an expert's if it is a mixture: these of the matrix's own features."""
+        own = self.own_matrix(layer, kind, projection, expert)
+        places = self.places(layer, kind, projection)[kept]
+        if own is None:
+            name, dim = self.names.of(f"{self.prefix(layer)}{projection.weight}"), projection.divided_dim
+            features = None if len(places) == self.store.shape(name)[dim + int(projection.stacked)] else places
+            index = expert if projection.stacked else None
+            return Dense(self.store, name, dim, features, projection.transposed, index)
+        dim = 1 - int(projection.reads_stream)
+        features = None if len(places) == own.shape[dim] else places
+        if isinstance(own, Dense):
+            return replace(own, dim=dim, features=features)
+        if projection.reads_stream:
+            return Factored(own.first, replace(own.second, features=features))
+        return Factored(replace(own.first, dim=1, features=features), own.second)
+
+    def bias_path(self, layer: int, kind: str, projection: Projection, expert: int) -> str:
+        """Where the bias behind a matrix lies, if there is one."""
+        own, prefix = self.own_matrix(layer, kind, projection, expert), self.prefix(layer)
+        if own is None:
+            return f"{prefix}{projection.bias}"
+        path = f"{prefix}{own_path(projection, self.family.spec(kind, layer))}"
+        if projection.stored is not None and f"{path}.weight" not in self and isinstance(own, Dense):
+            return f"{prefix}{projection.stored.format(expert)}.bias"
+        return f"{path}.second.bias" if isinstance(own, Factored) else f"{path}.bias"
+
+    def one_of(self, path: str, index: int | None) -> Tensor:
+        """A tensor, or one of those that are stacked in it."""
+        return self.tensor(path) if index is None else self.tensor(path, (index, index + 1))[0]
+
+    def places(self, layer: int, kind: str, projection: Projection) -> Tensor:
+        """Where the features of a projection lie in the tensors that a layer stores it in."""
+        key = layer, projection.role
+        if key not in self._known_places:
+            units, width = self.stored_units(kind, layer), self.unit_width(kind)
+            if self.own_matrix(layer, kind, projection) is None:
+                spec = self.family.spec(kind, layer)
+                self._known_places[key] = unit_features(projection, spec, units, width).flatten()
+            else:
+                self._known_places[key] = torch.arange(units[projection.unit] * width)
+        return self._known_places[key]
