@@ -1,0 +1,201 @@
+"""Conversations as tokens: what of them is an answer, what is cut, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizer
+
+from surgeon.quality.conversations import ConversationTokenizer, conversation_columns
+from tests.tiny_models import tiny_tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CLOSED = CHATML + "{% if not add_generation_prompt %}</s>{% endif %}"  # as Phi-3 ends whatever it renders
+REWRITTEN = (  # as Qwen3 has it: an answer that is not the last one is written without what was thought
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
+)
+SYSTEM = {"role": "system", "content": "be quick"}
+ASKED, ANSWERED = {"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "The quick fox: é."}
+AGAIN, MORE = {"role": "user", "content": "and the dog"}, {"role": "assistant", "content": "it went on sleeping"}
+TWO_TURNS = [SYSTEM, ASKED, ANSWERED, AGAIN, MORE]
+
+
+def tokenizer(template: str | None = CHATML) -> Any:
+    found: Any = tiny_tokenizer()
+    found.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    found.chat_template = template
+    return found
+
+
+def reader(template: str | None = CHATML, *columns: str, longest: int = 1000) -> ConversationTokenizer:
+    return ConversationTokenizer(tokenizer(template), columns or ("messages",), longest)
+
+
+def pieces(*parts: tuple[str, int]) -> tuple[list[int], list[int]]:
+    """Tokens of texts that stand one behind the other, each tokenized by itself, and the mark of each."""
+    coded = [(tokenizer()(text, add_special_tokens=False)["input_ids"], mark) for text, mark in parts]
+    return [token for ids, _ in coded for token in ids], [mark for ids, mark in coded for _ in ids]
+
+
+HEAD = ("<|im_start|>system\nbe quick<|im_end|>\n<|im_start|>user\nthe fox?<|im_end|>\n<|im_start|>assistant\n", 0)
+FIRST = ("The quick fox: é.<|im_end|>", 1)
+MIDDLE = ("<|im_start|>user\nand the dog<|im_end|>\n<|im_start|>assistant\n", 0)
+SECOND = ("it went on sleeping<|im_end|>", 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["messages", "prompt", "text"], ("messages",)),
+        (["id", "conversations"], ("conversations",)),
+        (["completion", "prompt"], ("prompt", "completion")),
+        (["prompt", "text"], ()),
+    ],
+)
+def test_columns_of_conversations(names: list[str], found: tuple[str, ...]) -> None:
+    assert conversation_columns(names) == found
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (CHATML, [HEAD, FIRST, ("\n", 1), MIDDLE, SECOND, ("\n", 1)]),
+        (MARKED, [HEAD, FIRST, ("\n", 0), MIDDLE, SECOND, ("\n", 0)]),
+        (CLOSED, [HEAD, FIRST, ("\n", 1), MIDDLE, SECOND, ("\n", 1), ("</s>", 1)]),
+    ],
+)
+def test_answers_of_several_turns_with_the_ends_of_their_turns(template: str, parts: list[tuple[str, int]]) -> None:
+    found = reader(template)({"messages": [*TWO_TURNS, AGAIN]}, "row 1")  # nothing answers the last message
+    assert (found.ids, found.answers) == pieces(*parts)
+    assert not found.left_out
+
+
+def test_share_gpt_is_read_as_messages_are() -> None:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    said = [{"from": names[m["role"]], "value": m["content"], "weight": None} for m in TWO_TURNS]
+    found = reader(CHATML, "conversations")({"conversations": said}, "row 1")
+    assert found == reader()({"messages": TWO_TURNS}, "row 1")
+
+
+def test_completions_are_answers_and_what_a_prompt_has_is_not() -> None:
+    row = {"prompt": TWO_TURNS[:4], "completion": [MORE]}
+    parts = [HEAD, (f"{FIRST[0]}\n", 0), MIDDLE, SECOND]
+    found = reader(CHATML, "prompt", "completion")(row, "row 1")
+    assert (found.ids, found.answers) == pieces(*parts, ("\n", 1))
+    found = reader(MARKED, "prompt", "completion")(row, "row 1")  # whose marks are on the prompt's answers, too
+    assert (found.ids, found.answers) == pieces(*parts, ("\n", 1))
+
+
+def test_prompts_and_completions_that_are_texts_stand_in_no_template() -> None:
+    texts = reader(None, "prompt", "completion", longest=20)
+    found = texts({"prompt": "the fox:", "completion": " jumps"}, "row 1")
+    assert (found.ids, found.answers) == pieces(("<s>the fox:", 0), (" jumps</s>", 1))
+    assert texts({"prompt": "the fox:", "completion": " jumps</s>"}, "row 1") == found
+    assert texts({"prompt": "the fox:", "completion": " "}, "row 1").left_out == {"rows_without_answer": 1}
+    assert texts({"prompt": "the fox:", "completion": "fox " * 20}, "row 1").left_out == {"rows_too_long": 1}
+
+
+def test_an_answer_that_is_written_anew_is_read_and_not_trained_on() -> None:
+    found = reader(REWRITTEN)({"messages": TWO_TURNS}, "row 1")
+    last = ("<think>\n\n</think>\n\nit went on sleeping<|im_end|>\n", 1)
+    assert (found.ids, found.answers) == pieces(HEAD, (f"{FIRST[0]}\n", 0), MIDDLE, last)
+    assert found.left_out == {"answers_rewritten": 1}
+
+
+def test_a_token_over_the_border_belongs_to_what_was_asked() -> None:
+    coded, answer = tokenizer(), {"role": "assistant", "content": "dog, the dog"}
+    assert len(coded(" dog", add_special_tokens=False)["input_ids"]) == 1
+    found = reader("{% for m in messages %}{{ m.content }} {% endfor %}")({"messages": [ASKED, answer]}, "row 1")
+    trained = [token for token, mark in zip(found.ids, found.answers, strict=True) if mark]
+    assert coded.decode(found.ids) == "the fox? dog, the dog "
+    assert coded.decode(trained) == ", the dog "
+
+
+def test_a_long_conversation_ends_with_the_last_answer_that_fits() -> None:
+    whole, first = (reader()({"messages": TWO_TURNS[:count]}, "row 1") for count in (5, 3))
+    assert reader(longest=len(whole.ids))({"messages": TWO_TURNS}, "row 1") == whole
+    cut = reader(longest=len(whole.ids) - 1)({"messages": TWO_TURNS}, "row 1")
+    assert (cut.ids, cut.answers, cut.left_out) == (first.ids, first.answers, {"answers_cut": 1})
+    assert reader(longest=len(first.ids))({"messages": TWO_TURNS}, "row 1").ids == first.ids
+    none = reader(longest=len(first.ids) - 1)({"messages": TWO_TURNS}, "row 1")
+    assert (none.ids, none.left_out) == ([], {"rows_too_long": 1})
+
+
+def test_many_turns_are_cut_where_the_next_does_not_fit() -> None:
+    said = [SYSTEM, *[ASKED, ANSWERED] * 9]
+    lengths = [len(reader()({"messages": said[:end]}, "row 1").ids) for end in range(3, 20, 2)]
+    for kept, length in enumerate(lengths[:-1], start=1):
+        found = reader(longest=lengths[kept] - 1)({"messages": said}, "row 1")
+        assert len(found.ids) == length
+        assert found.left_out == {"answers_cut": 9 - kept}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, [], [SYSTEM, ASKED], [ANSWERED], [ASKED, {"role": "assistant", "content": " "}, AGAIN, MORE]],
+)
+def test_rows_without_an_answer_are_left_out(messages: Any) -> None:
+    found = reader()({"messages": messages}, "row 1")
+    assert (found.ids, found.left_out) == ([], {"rows_without_answer": 1})
+
+
+def test_tools_are_given_to_the_template() -> None:
+    template = "{% for t in tools or [] %}{{ t.name }} {% endfor %}" + CHATML
+    tools = [{"name": "fox"}]
+    for given in (tools, '[{"name": "fox"}]'):
+        found = reader(template)({"messages": TWO_TURNS, "tools": given}, "row 1")
+        assert (found.ids, found.answers) == pieces(("fox ", 0), HEAD, FIRST, ("\n", 1), MIDDLE, SECOND, ("\n", 1))
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (STRICT, {"messages": TWO_TURNS}, r"row 7: .*cannot render its first 5 messages \(System role not supported\)"),
+        (
+            CHATML,
+            {"messages": [ASKED, {"role": "bot", "content": "x"}]},
+            r"row 7: column 'messages': message 1 .*'bot'",
+        ),
+        (CHATML, {"messages": [ASKED, "no"]}, r"row 7: .*message 1 has no role .*'no'"),
+        (CHATML, {"messages": "the fox"}, r"row 7: column 'messages' should hold a list of messages, not 'the fox'"),
+        (CHATML, {"messages": TWO_TURNS, "tools": "{"}, r"row 7: column 'tools' is no JSON"),
+        (CHATML, {"messages": TWO_TURNS, "tools": "1"}, r"row 7: column 'tools' should hold a list"),
+        (CHATML, {"messages": [ASKED, {**MORE, "content": "\ud800"}]}, r"row 7 is not text in UTF-8 .*U\+D800"),
+        (None, {"messages": TWO_TURNS}, r"row 7 is a conversation, .* no chat template .* chat_template.jinja"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(template: str | None, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        reader(template)(row, "row 7")
+
+
+def test_a_prompt_is_a_text_if_its_completion_is_one() -> None:
+    with pytest.raises(ValueError, match="row 7: the prompt is a text, and the completion is none"):
+        reader(None, "prompt", "completion")({"prompt": "the", "completion": [MORE]}, "row 7")
+
+
+def test_a_tokenizer_without_places_is_refused() -> None:
+    class Slow(PreTrainedTokenizer):
+        vocab_size = 1
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+    with pytest.raises(ValueError, match="Slow does not say where"):
+        ConversationTokenizer(Slow(), ("messages",), 10)
