@@ -27,8 +27,7 @@ DivergenceOption = Annotated[
     str | None,
     typer.Option(
         help="With --compress: what to measure its divergence from exact reductions on. Default: random tokens. "
-        + DATA_HELP,
-        show_default=False,
+        + DATA_HELP
     ),
 ]
 
@@ -42,8 +41,7 @@ class ProgramArguments:
         typer.Option(
             help="Measure this too, in turns, and compare; may be repeated. A checkpoint, a recipe, a program such as "
             f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, upper-bound (without any '
-            "communication: wrong results, and the best time there can be).",
-            show_default=False,
+            "communication: wrong results, and the best time there can be)."
         ),
     ] = None
     layers: VariantLayersOption = None
@@ -78,13 +76,11 @@ class BenchFiles:
         Path | None,
         typer.Option(
             help="Write a timeline of every program's prefill and one decoding pass, for chrome://tracing or Perfetto; "
-            "on GPUs what torch.profiler sees of the first passes, a file for each rank (NAME.rank0.json, ...).",
-            show_default=False,
+            "on GPUs what torch.profiler sees of the first passes, a file for each rank (NAME.rank0.json, ...)."
         ),
     ] = None
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder for bench.csv, bench.json and bench.png.", show_default=False),
+        Path | None, typer.Option("--output", "-o", help="Folder for bench.csv, bench.json and bench.png.")
     ] = None
 
 

@@ -11,9 +11,7 @@ from surgeon.cli.options import ResultsOption
 
 
 def card(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder that surgeon export wrote.", show_default=False)
-    ],
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that surgeon export wrote.")],
     results: ResultsOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a README.md that you have changed or written yourself, too.")

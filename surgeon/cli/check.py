@@ -11,25 +11,17 @@ import typer
 
 def check(
     model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A folder, a config.json, a hub name, or demo; no weights needed.", show_default=False
-        ),
+        str, typer.Argument(metavar="MODEL", help="A folder, a config.json, a hub name, or demo; no weights needed.")
     ],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to look at, by commas.")] = "1,2,4,8",
     dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="[float32|bfloat16|float16]",
-            help="What ranks compute in. Default: as the weights are stored.",
-            show_default=False,
+            metavar="[float32|bfloat16|float16]", help="What ranks compute in. Default: as the weights are stored."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each answer.")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder for check.csv and check.json.", show_default=False),
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for check.csv and check.json.")] = None,
 ) -> None:
     """Say what would work with a model, what not and why, and how much memory each would take.
 

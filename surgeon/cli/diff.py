@@ -27,8 +27,8 @@ _WHAT = "A checkpoint folder, a hub name, demo, or a recipe (YAML)."
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help=_WHAT, show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="A", help=_WHAT)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Say in what two checkpoints or recipes differ: "A | B", line by line.

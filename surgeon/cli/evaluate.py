@@ -23,17 +23,15 @@ class SubjectArguments:
             help="Tasks, with commas between or the option repeated: names of lm-eval's tasks and groups; paper (the "
             "nine of the Layer Parallelism paper); or paths: a .jsonl file (see below), a YAML file of lm-eval's, "
             "whose code is run, or a folder of those.",
-            show_default=False,
         ),
     ] = None
-    data: Annotated[str | None, typer.Option("--data", help="Perplexity, too. " + DATA_HELP, show_default=False)] = None
+    data: Annotated[str | None, typer.Option("--data", help="Perplexity, too. " + DATA_HELP)] = None
     against: Annotated[
         str | None,
         typer.Option(
             "--against",
             help="With --data: the model that the divergence is from. Default: for a recipe or --program, the model "
             "without it.",
-            show_default=False,
         ),
     ] = None
 
@@ -43,18 +41,12 @@ class TaskArguments:
     """How much of the tasks is asked, and how; a group of options (see grouped.py)."""
 
     num_fewshot: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Few-shot examples for every task. Default: the task's own number.", show_default=False
-        ),
+        int | None, typer.Option(min=0, help="Few-shot examples for every task. Default: the task's own number.")
     ] = None
-    limit: Annotated[
-        int | None, typer.Option(help="Rows of each task, from its start. Default: all.", show_default=False)
-    ] = None
+    limit: Annotated[int | None, typer.Option(help="Rows of each task, from its start. Default: all.")] = None
     batch_size: Annotated[int, typer.Option(help="Requests to run together.")] = 1
     seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of the choice of few-shot examples. Default: lm-eval's own.", show_default=False),
+        int | None, typer.Option(help="Seed of the choice of few-shot examples. Default: lm-eval's own.")
     ] = None
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="Put prompts into the tokenizer's chat template.")
@@ -72,7 +64,6 @@ class ResultFiles:
             "-o",
             help="Folder for results_<time>.json (lm-eval's format), results_<time>.csv and text.json. Answers are "
             "kept in it as they come: killed, the same command goes on.",
-            show_default=False,
         ),
     ] = None
     log_samples: Annotated[
@@ -86,8 +77,7 @@ def evaluate(
         str,
         typer.Argument(
             help="What to evaluate: a checkpoint folder, edited or not, a name on the Hugging Face hub, demo, or a "
-            "recipe (.yaml), whose program is then applied to its model.",
-            show_default=False,
+            "recipe (.yaml), whose program is then applied to its model."
         ),
     ],
     *,
@@ -97,8 +87,7 @@ def evaluate(
     files: ResultFiles,
     program: ProgramOption = None,
     device: Annotated[
-        str,
-        typer.Option(help="cpu, cuda (one GPU where the model fits, else all), or auto: cuda where there is one."),
+        str, typer.Option(help="cpu, cuda (one GPU where the model fits, else all), or auto: cuda where there is one.")
     ] = "auto",
 ) -> None:
     """Measure perplexity and divergence on a text (--data), and accuracy on tasks with lm-eval (--tasks).

@@ -12,10 +12,8 @@ from surgeon.cli.options import MemoryOption, ResultsOption
 
 
 def export(
-    recipe: Annotated[
-        Path, typer.Argument(help="Recipe (YAML): a model and the operations on it.", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)],
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML): a model and the operations on it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     form: Annotated[
         Literal["auto", "plain", "fused", "program"],
         typer.Option(
@@ -26,11 +24,9 @@ def export(
     ] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Store weights in this dtype, not in the original's.", show_default=False),
+        typer.Option(help="Store weights in this dtype, not in the original's."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub name, instead of the recipe's model.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name, instead of the recipe's model.")] = None,
     overwrite: Annotated[
         bool,
         typer.Option(
@@ -44,8 +40,7 @@ def export(
         Path | None,
         typer.Option(
             help="Folder for factors that the recipe has calibrated on a text: made there, and kept. Default: one "
-            "beside the output, which is removed once the checkpoint is written.",
-            show_default=False,
+            "beside the output, which is removed once the checkpoint is written."
         ),
     ] = None,
     memory: MemoryOption = None,

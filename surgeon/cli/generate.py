@@ -44,8 +44,7 @@ class SamplingArguments:
         float | None,
         typer.Option(
             help="Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
-            "(generation_config.json), or 1, which is none.",
-            show_default=False,
+            "(generation_config.json), or 1, which is none."
         ),
     ] = None
     seed: Annotated[
@@ -53,30 +52,23 @@ class SamplingArguments:
         typer.Option(
             help="The same seed draws the same texts again, for any --tp and --max-batch: each prompt has random "
             "numbers of its own, by the seed and its place (the first prompt, the second, and so on), whatever the "
-            "others are. Default: another seed each time.",
-            show_default=False,
+            "others are. Default: another seed each time."
         ),
     ] = None
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A text that ends what is written, and is no part of it; may be repeated.", show_default=False
-        ),
+        list[str] | None, typer.Option(help="A text that ends what is written, and is no part of it; may be repeated.")
     ] = None
 
 
 @grouped
 def generate(
     model: CheckpointArgument,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A text to go on from; may be repeated.", show_default=False)
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A text to go on from; may be repeated.")] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help='A file of such texts: one on each line, or a .jsonl file (or .parquet) whose rows have a "prompt".',
-            show_default=False,
         ),
     ] = None,
     *,

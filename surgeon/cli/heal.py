@@ -33,22 +33,14 @@ class HealTextArguments:
     """What is trained and measured on; a group of options (see grouped.py)."""
 
     data: Annotated[
-        str,
-        typer.Option(
-            "--data", help="Text to train on; as --eval-data, or demo:train (what demo leaves out).", show_default=False
-        ),
+        str, typer.Option("--data", help="Text to train on; as --eval-data, or demo:train (what demo leaves out).")
     ]
     tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Training tokens, from the start of the data. Default: what the steps need.", show_default=False
-        ),
+        int | None, typer.Option(help="Training tokens, from the start of the data. Default: what the steps need.")
     ] = None
     eval_data: Annotated[
         str | None,
-        typer.Option(
-            "--eval-data", help=DATA_HELP + " Default: the end of --data, which is not trained on.", show_default=False
-        ),
+        typer.Option("--eval-data", help=DATA_HELP + " Default: the end of --data, which is not trained on."),
     ] = None
     eval_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 16384
     window: WindowOption = None
@@ -63,16 +55,14 @@ class MethodArguments:
         str | None,
         typer.Option(
             help="A paper's hyperparameters, which other options change: lp (Layer Parallelism, table 2) or ladder "
-            "(Ladder Residual, table 4).",
-            show_default=False,
+            "(Ladder Residual, table 4)."
         ),
     ] = None
     train: Annotated[
         Literal["edited", "all", "norms", "routers"] | None,
         typer.Option(
             help="edited: the sublayers that the edit touches; all: every weight; norms: norms only; routers: those of "
-            "mixtures of experts only. Default: edited.",
-            show_default=False,
+            "mixtures of experts only. Default: edited."
         ),
     ] = None
     router: Annotated[
@@ -80,19 +70,16 @@ class MethodArguments:
         typer.Option(help="Whether routers of mixtures of experts are trained where they are among what is."),
     ] = "trained"
     lora: Annotated[
-        int | None,
-        typer.Option(metavar="RANK", help="Train adapters of this rank on the matrices (peft).", show_default=False),
+        int | None, typer.Option(metavar="RANK", help="Train adapters of this rank on the matrices (peft).")
     ] = None
     keep_adapter: Annotated[
-        bool,
-        typer.Option("--keep-adapter", help="Write DIR/base and DIR/adapter in place of a merged checkpoint."),
+        bool, typer.Option("--keep-adapter", help="Write DIR/base and DIR/adapter in place of a merged checkpoint.")
     ] = False
     distill: Annotated[
         Literal["logits", "hidden", "both"] | None,
         typer.Option(
             help="Learn from the original: its predictions (logits), its stream wherever the program's has a "
-            "counterpart (hidden), or both. Default: from the text alone.",
-            show_default=False,
+            "counterpart (hidden), or both. Default: from the text alone."
         ),
     ] = None
     temperature: Annotated[float, typer.Option(help="Of the distilled predictions.")] = 1.0
@@ -103,14 +90,10 @@ class MethodArguments:
             metavar="K",
             help="Keep the original's K highest predictions of each token on disk once, so that it need not stay in "
             "memory.",
-            show_default=False,
         ),
     ] = None
     teacher: Annotated[
-        str | None,
-        typer.Option(
-            help="The original, where it is not the model that the recipe or program is for.", show_default=False
-        ),
+        str | None, typer.Option(help="The original, where it is not the model that the recipe or program is for.")
     ] = None
 
 
@@ -118,35 +101,23 @@ class MethodArguments:
 class ScheduleArguments:
     """For how long, how fast; a group of options (see grouped.py)."""
 
-    steps: Annotated[int | None, typer.Option(help="Of the optimiser. Default: 1000.", show_default=False)] = None
-    epochs: Annotated[
-        float | None, typer.Option(help="Passes over the text, in place of --steps.", show_default=False)
-    ] = None
-    batch: Annotated[
-        int | None, typer.Option(help="Windows per step, over all processes. Default: 8.", show_default=False)
-    ] = None
+    steps: Annotated[int | None, typer.Option(help="Of the optimiser. Default: 1000.")] = None
+    epochs: Annotated[float | None, typer.Option(help="Passes over the text, in place of --steps.")] = None
+    batch: Annotated[int | None, typer.Option(help="Windows per step, over all processes. Default: 8.")] = None
     micro_batch: Annotated[
-        int | None,
-        typer.Option(help="Windows per forward pass of a process. Default: all of its share.", show_default=False),
+        int | None, typer.Option(help="Windows per forward pass of a process. Default: all of its share.")
     ] = None
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(help="At its highest. Default: 1e-4, or 1e-3 with --lora.", show_default=False),
-    ] = None
-    schedule: Annotated[
-        str | None, typer.Option(help="linear, cosine, constant, ... Default: linear.", show_default=False)
-    ] = None
-    warmup: Annotated[
-        int | None, typer.Option(help="Steps in which the learning rate rises. Default: 0.", show_default=False)
-    ] = None
+    learning_rate: Annotated[float | None, typer.Option(help="At its highest. Default: 1e-4, or 1e-3 with --lora.")] = (
+        None
+    )
+    schedule: Annotated[str | None, typer.Option(help="linear, cosine, constant, ... Default: linear.")] = None
+    warmup: Annotated[int | None, typer.Option(help="Steps in which the learning rate rises. Default: 0.")] = None
     seed: Annotated[int, typer.Option(help="Of the order of the text, dropout and adapters.")] = 0
     evaluate_every: Annotated[int, typer.Option(help="Steps between measurements on held-out text.")] = 100
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints of the run.")] = 100
     patience: Annotated[
         int | None,
-        typer.Option(
-            help="End after so many measurements without a better one, with the best one's weights.", show_default=False
-        ),
+        typer.Option(help="End after so many measurements without a better one, with the best one's weights."),
     ] = None
     trainer_arg: TrainerArgumentsOption = None
 
@@ -158,7 +129,7 @@ class WrittenArguments:
     form: FormOption = "auto"
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of the written weights. Default: the original's.", show_default=False),
+        typer.Option(help="Of the written weights. Default: the original's."),
     ] = None
     overwrite: OverwriteOption = False
 
@@ -170,14 +141,10 @@ def heal(
         typer.Argument(
             metavar="MODEL|RECIPE|DIR",
             help="What to heal: a recipe (.yaml), a checkpoint that surgeon has edited, or a model with --program.",
-            show_default=False,
         ),
     ],
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", help="Folder of the healed checkpoint; its run lies in FOLDER.run.", show_default=False
-        ),
+        Path, typer.Option("--output", "-o", help="Folder of the healed checkpoint; its run lies in FOLDER.run.")
     ],
     *,
     text: HealTextArguments,

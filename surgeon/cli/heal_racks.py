@@ -22,7 +22,6 @@ class HealRacksArguments:
             help="Cut the model by depth into racks (0:8,8:16 are layers 0 to 7 and 8 to 15), each trained by a loss "
             "of its own; no gradient goes from one to another. All weights are trained. With --distill both each rack "
             "learns the original's streams, which heals far better than the text does.",
-            show_default=False,
         ),
     ] = None
     coda: Annotated[
@@ -31,7 +30,6 @@ class HealRacksArguments:
             metavar="LAYERS",
             help="With --racks: private layers that every rack but the last predicts with, begun as copies of the "
             "model's last ones and kept beside the checkpoint. Default: 1.",
-            show_default=False,
         ),
     ] = None
 

@@ -23,33 +23,21 @@ DATA_HELP = (
 )
 
 ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A model: a checkpoint folder, a name on the Hugging Face hub, or demo.",
-        show_default=False,
-    ),
+    str, typer.Argument(help="A model: a checkpoint folder, a name on the Hugging Face hub, or demo.")
 ]
-DataOption = Annotated[str, typer.Option("--data", help=DATA_HELP, show_default=False)]
+DataOption = Annotated[str, typer.Option("--data", help=DATA_HELP)]
 DefaultDataOption = Annotated[
     str | None,
     typer.Option(
-        "--data",
-        help=DATA_HELP + " Without it demo, which is said, where the model's tokenizer has tokens for that.",
-        show_default=False,
+        "--data", help=DATA_HELP + " Without it demo, which is said, where the model's tokenizer has tokens for that."
     ),
 ]
-OutputOption = Annotated[
-    Path, typer.Option("--output", "-o", help="Folder for the results; made if missing.", show_default=False)
-]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Folder for the results; made if missing.")]
 DefaultOutputOption = Annotated[str, typer.Option("--output", "-o", help="Folder for the results; made if missing.")]
 TokensOption = Annotated[int, typer.Option("--tokens", help="Tokens to measure on, from the start of the data.")]
 WindowOption = Annotated[
     int | None,
-    typer.Option(
-        "--window",
-        help="Tokens in a window. Default: 512, or the model's positions if it has fewer.",
-        show_default=False,
-    ),
+    typer.Option("--window", help="Tokens in a window. Default: 512, or the model's positions if it has fewer."),
 ]
 SeparatorOption = Annotated[
     str | None,
@@ -57,7 +45,6 @@ SeparatorOption = Annotated[
         "--separator",
         help="Text between the documents of the data, such as '<|endoftext|>': they are kept apart, each begun with "
         "the tokenizer's BOS. Rows of a table or a dataset are documents of their own then.",
-        show_default=False,
     ),
 ]
 BatchesOption = Annotated[str, typer.Option("--batch", help="How many texts are computed together; several as 1,8.")]
@@ -68,24 +55,15 @@ VariantLayersOption = Annotated[
     typer.Option(
         "--layers",
         help="The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two.",
-        show_default=False,
     ),
 ]
 ProgramOption = Annotated[
     str | None,
-    typer.Option(
-        "--program",
-        help='Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".',
-        show_default=False,
-    ),
+    typer.Option("--program", help='Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".'),
 ]
 MemoryOption = Annotated[
     str | None,
-    typer.Option(
-        "--memory",
-        help="The most memory the process may take, model included, such as 512MB or 2GB.",
-        show_default=False,
-    ),
+    typer.Option("--memory", help="The most memory the process may take, model included, such as 512MB or 2GB."),
 ]
 ResultsOption = Annotated[
     list[Path] | None,
@@ -93,7 +71,6 @@ ResultsOption = Annotated[
         "--results",
         metavar="FOLDER|FILE",
         help="What surgeon eval, bench or search wrote with --output, for the model card; may be repeated.",
-        show_default=False,
     ),
 ]
 
@@ -106,7 +83,6 @@ TrainerArgumentsOption = Annotated[
         metavar="NAME=VALUE",
         help="An argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, fsdp=true, "
         "deepspeed=FILE; may be repeated. One that would do nothing is refused.",
-        show_default=False,
     ),
 ]
 FormOption = Annotated[
@@ -156,7 +132,7 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
 
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.", show_default=False)
+    str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.")
 ]
 RanksOption = Annotated[
     int,
@@ -223,15 +199,12 @@ LinkDelayOption = Annotated[
     typer.Option(
         "--link-delay",
         help="Emulate a link between CPU ranks: how long a collective takes at least, e.g. 1ms or 200us.",
-        show_default=False,
     ),
 ]
 LinkBandwidthOption = Annotated[
     str | None,
     typer.Option(
-        "--link-bandwidth",
-        help="Emulate a link between CPU ranks: bytes per second that a rank can send, e.g. 1GB.",
-        show_default=False,
+        "--link-bandwidth", help="Emulate a link between CPU ranks: bytes per second that a rank can send, e.g. 1GB."
     ),
 ]
 CompressOption = Annotated[
@@ -240,7 +213,6 @@ CompressOption = Annotated[
         "--compress",
         metavar="[int8|int4]",
         help="Send the reductions of the program's steps as int8 or int4, which changes results a little.",
-        show_default=False,
     ),
 ]
 
@@ -290,7 +262,6 @@ class DraftArguments:
             "distribution of drawn ones. It has the model's weights and cache. Or by what came behind the same few "
             "tokens before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; "
             "surgeon heal --racks writes them).",
-            show_default=False,
         ),
     ] = None
     draft_tokens: Annotated[
@@ -300,7 +271,6 @@ class DraftArguments:
             help="How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so "
             "far, none among them, and none for what is drawn with a seed, because it depends on how many are drafted; "
             "with coda 1.",
-            show_default=False,
         ),
     ] = None
 

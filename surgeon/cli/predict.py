@@ -40,8 +40,7 @@ class PredictedPrograms:
         typer.Option(
             help="Predict this too, and compare; may be repeated. Another model or recipe, a program such as "
             f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, upper-bound (ranks that '
-            "never wait for each other: wrong results, and the best time there can be).",
-            show_default=False,
+            "never wait for each other: wrong results, and the best time there can be)."
         ),
     ] = None
     layers: VariantLayersOption = None
@@ -63,16 +62,13 @@ class PredictedRanksArguments:
 
     ranks: Annotated[int, typer.Option(min=1, help="How many tensor-parallel ranks share the model.")] = 1
     per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks in one node. Default: as many as it has devices.", show_default=False),
+        int | None, typer.Option(min=1, help="Ranks in one node. Default: as many as it has devices.")
     ] = None
     link: Annotated[
-        str | None,
-        typer.Option(help="Which of the hardware's links connects a node. Default: its first.", show_default=False),
+        str | None, typer.Option(help="Which of the hardware's links connects a node. Default: its first.")
     ] = None
     network: Annotated[
-        str | None,
-        typer.Option(help="Which of the hardware's networks connects nodes. Default: its first.", show_default=False),
+        str | None, typer.Option(help="Which of the hardware's networks connects nodes. Default: its first.")
     ] = None
     dtype: Annotated[
         str,
@@ -84,9 +80,7 @@ class PredictedRanksArguments:
     graphs: Annotated[
         bool | None,
         typer.Option(
-            "--graphs/--no-graphs",
-            help="Whether decoding passes are captured graphs. Default: on GPUs they are.",
-            show_default=False,
+            "--graphs/--no-graphs", help="Whether decoding passes are captured graphs. Default: on GPUs they are."
         ),
     ] = None
     low_rank: Annotated[
@@ -105,13 +99,11 @@ class PredictedRanksArguments:
     link_delay: Annotated[
         str | None,
         typer.Option(
-            help="A link as surgeon bench emulates it, on top: how long a collective takes at least, e.g. 1ms.",
-            show_default=False,
+            help="A link as surgeon bench emulates it, on top: how long a collective takes at least, e.g. 1ms."
         ),
     ] = None
     link_bandwidth: Annotated[
-        str | None,
-        typer.Option(help="Likewise: bytes per second that a rank can send, e.g. 1GB.", show_default=False),
+        str | None, typer.Option(help="Likewise: bytes per second that a rank can send, e.g. 1GB.")
     ] = None
 
     def deployment(self) -> Deployment:
@@ -150,21 +142,16 @@ class BestArguments:
         ),
     ] = False
     depth: Annotated[
-        float | None,
-        typer.Option(min=1, help="With --best: the least effective depth that may be chosen.", show_default=False),
+        float | None, typer.Option(min=1, help="With --best: the least effective depth that may be chosen.")
     ] = None
     keep: Annotated[
-        float | None,
-        typer.Option(
-            help="With --best: low ranks may leave this share of each matrix's parameters.", show_default=False
-        ),
+        float | None, typer.Option(help="With --best: low ranks may leave this share of each matrix's parameters.")
     ] = None
     allow: Annotated[
         str | None,
         typer.Option(
             help="With --best: only these, e.g. lp,ladder; of lp, ladder, ladder-over-lp, fused, tracks:4, lowrank, "
-            "lp+lowrank, ladder+lowrank.",
-            show_default=False,
+            "lp+lowrank, ladder+lowrank."
         ),
     ] = None
     by: Annotated[
@@ -197,15 +184,11 @@ class PredictedDraftsArguments:
             metavar="RECIPE|PROGRAM|VARIANT",
             help="Where it pays that this program over the same weights drafts and the model verifies, as surgeon "
             "generate does it, with the best number of tokens ahead; beside no drafts, and beside the draft alone.",
-            show_default=False,
         ),
     ] = None
     acceptance: Annotated[
         str | None,
-        typer.Option(
-            help="With --draft: the chance of a drafted token to be right; several as 0.6,0.8. Default: 0.8.",
-            show_default=False,
-        ),
+        typer.Option(help="With --draft: the chance of a drafted token to be right; several as 0.6,0.8. Default: 0.8."),
     ] = None
 
     def chances(self) -> list[float]:
@@ -230,7 +213,6 @@ class RacksArguments:
             min=1,
             help="Training instead: the model cut by depth into so many racks, each a node of the hardware; a pipeline "
             "beside block-wise local training.",
-            show_default=False,
         ),
     ] = None
     microbatches: Annotated[int, typer.Option(min=1, help="With --racks: between two updates of the weights.")] = 8
@@ -253,7 +235,6 @@ def predict(
         typer.Option(
             metavar="NAME|FILE.yaml",
             help="What it would run on: a name such as h100-sxm, or a file as surgeon calibrate writes it.",
-            show_default=False,
         ),
     ],
     programs: PredictedPrograms,
@@ -268,7 +249,6 @@ def predict(
             "--sweep",
             help="Predict all combinations, e.g. ranks=1..64,batch=1..256: from the first to the last, doubling. Of "
             "ranks, batch, prompt, new.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[
@@ -277,7 +257,6 @@ def predict(
             "--output",
             "-o",
             help="Folder for predict.csv, predict.json, predict.png (best.csv, best.json, best.png with --best).",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -15,7 +15,6 @@ def report(
             help="Folders that scan, similarity, sensitivity, spectrum, search, heal, train, export, eval or predict "
             "wrote.",
             metavar="RUN",
-            show_default=False,
         ),
     ],
     output: Annotated[

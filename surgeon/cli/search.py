@@ -28,7 +28,6 @@ class PredictedUse:
         typer.Option(
             min=1,
             help="For a latency or speedup: tokens of each prompt. Default: 1024, or half of the model's positions.",
-            show_default=False,
         ),
     ] = None
     new: Annotated[
@@ -36,15 +35,11 @@ class PredictedUse:
         typer.Option(
             min=2,
             help="For a latency or speedup: tokens added to each. Default: 512, or a quarter of the model's positions.",
-            show_default=False,
         ),
     ] = None
     link_delay: Annotated[
         str | None,
-        typer.Option(
-            help="For a latency or speedup: a link on top, how long a collective takes at least, e.g. 1ms.",
-            show_default=False,
-        ),
+        typer.Option(help="For a latency or speedup: a link on top, how long a collective takes at least, e.g. 1ms."),
     ] = None
 
 
@@ -60,7 +55,6 @@ class SearchQuestion:
             help="What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, "
             "repeat, order, tracks, desync, fuse, width, rank. docs/searching.md describes them. Default: pair for a "
             "depth, else all common ones that lessen what is asked for.",
-            show_default=False,
         ),
     ] = None
     budget: Annotated[
@@ -71,7 +65,6 @@ class SearchQuestion:
             "kv_bytes, wire_bytes, latency=12ms@h100-sxm, speedup>=1.3@h100-sxm; and the quality to keep: "
             "divergence<=0.02, perplexity<=1.05x. With both, also the front between them. Without one: how deep is "
             "this model really, and how large?",
-            show_default=False,
         ),
     ] = None
     objective: Annotated[
@@ -104,12 +97,10 @@ class LastChoice:
             min=0,
             help="Tokens held out from the search, to measure the winner and the runners-up on again: those that "
             "follow in the data. 0: none. Default: as many as are searched on.",
-            show_default=False,
         ),
     ] = None
     holdout_data: Annotated[
-        str | None,
-        typer.Option("--holdout-data", help="Hold out this text instead, as --data takes it.", show_default=False),
+        str | None, typer.Option("--holdout-data", help="Hold out this text instead, as --data takes it.")
     ] = None
     heal: Annotated[
         int | None,
@@ -119,15 +110,12 @@ class LastChoice:
             metavar="N",
             help="Heal the winner and the runners-up for N steps each before the last choice among them: the best "
             "before need not be the best after. Needs --heal-data.",
-            show_default=False,
         ),
     ] = None
     heal_data: Annotated[
         str | None,
         typer.Option(
-            "--heal-data",
-            help="Text to heal on, as --data takes it; none of the text that is searched or judged on.",
-            show_default=False,
+            "--heal-data", help="Text to heal on, as --data takes it; none of the text that is searched or judged on."
         ),
     ] = None
     heal_batch: Annotated[int, typer.Option("--heal-batch", min=1, help="For --heal: windows of text in a step.")] = 8
@@ -144,7 +132,6 @@ class SearchWorkers:
             envvar="SURGEON_STORAGE",
             help="Where the study lies: postgresql://user@host/database for workers on many machines, sqlite:///file "
             "or journal:file for those of one. Default: a journal, study.log, in the output folder.",
-            show_default=False,
         ),
     ] = None
     study: Annotated[
@@ -153,7 +140,6 @@ class SearchWorkers:
             "--study",
             help="The study's name in its storage. Default: search, or with --storage one that follows from the model "
             "and all settings, so that the same command is the same study.",
-            show_default=False,
         ),
     ] = None
     workers: Annotated[
@@ -180,7 +166,6 @@ def search(
             metavar="FOLDER",
             help="What a pass over the same model has found (a folder of surgeon scan, spectrum, similarity or "
             "sensitivity); may be repeated. What was measured on the same text is not measured again.",
-            show_default=False,
         ),
     ] = None,
     memory: MemoryOption = None,

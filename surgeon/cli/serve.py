@@ -24,7 +24,6 @@ class AddressArguments:
         typer.Option(
             envvar="SURGEON_API_KEY",
             help="What clients have to send; better set in the environment, where other users do not see it.",
-            show_default=False,
             show_envvar=True,
         ),
     ] = None
@@ -36,12 +35,10 @@ class AddressArguments:
             help="Web pages that may use the server from a browser, by where they come from, such as "
             "http://localhost:3000; may be repeated. * is any page that somebody opens, so ask for a key then. "
             "Default: none.",
-            show_default=False,
         ),
     ] = None
     served_model_name: Annotated[
-        str | None,
-        typer.Option(help="What clients call the model. Default: the folder's name.", show_default=False),
+        str | None, typer.Option(help="What clients call the model. Default: the folder's name.")
     ] = None
 
 
@@ -54,9 +51,7 @@ class CapacityArguments:
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=2,
-            help="Tokens that prompt and answer of a request may have together. Default: the model's positions.",
-            show_default=False,
+            min=2, help="Tokens that prompt and answer of a request may have together. Default: the model's positions."
         ),
     ] = None
     blocks: Annotated[
@@ -65,15 +60,13 @@ class CapacityArguments:
             min=1,
             help="Blocks of the cache, of 16 tokens each. Default: enough for --max-batch of the longest requests, if "
             "the memory suffices.",
-            show_default=False,
         ),
     ] = None
     memory: Annotated[
         str | None,
         typer.Option(
             help="Memory for weights and cache, such as 512MB or 2GB: of all ranks together on a CPU, of each GPU. "
-            "Default: most of what is free.",
-            show_default=False,
+            "Default: most of what is free."
         ),
     ] = None
 

@@ -18,14 +18,10 @@ LABEL = 12  # columns
 
 def show(
     what: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIR|RECIPE", help="A checkpoint folder, a hub name, demo, or a recipe (YAML).", show_default=False
-        ),
+        str, typer.Argument(metavar="DIR|RECIPE", help="A checkpoint folder, a hub name, demo, or a recipe (YAML).")
     ],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Draw the program too, as a PNG file under this name.", show_default=False),
+        Path | None, typer.Option("--output", "-o", help="Draw the program too, as a PNG file under this name.")
     ] = None,
     verify: Annotated[
         bool,

@@ -23,16 +23,14 @@ def similarity(
         Path | None,
         typer.Option(
             help="Folder of a finished surgeon scan of this model: also correlate every measure with its heatmaps, "
-            "and write proxies.csv.",
-            show_default=False,
+            "and write proxies.csv."
         ),
     ] = None,
     sensitivity: Annotated[
         Path | None,
         typer.Option(
             help="With --scan: folder of a finished surgeon sensitivity of this model; its error bounds are "
-            "correlated too.",
-            show_default=False,
+            "correlated too."
         ),
     ] = None,
 ) -> None:

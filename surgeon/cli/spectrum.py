@@ -15,15 +15,11 @@ from surgeon.cli.options import DataOption, ModelArgument, OutputOption, TextArg
 class MatrixArguments:
     """Which matrices, and what is done to them, in the user's words; a group of options (see grouped.py)."""
 
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Only these layers; 4:30 is layers 4 to 29. Default: all.", show_default=False),
-    ] = None
+    layers: Annotated[str | None, typer.Option(help="Only these layers; 4:30 is layers 4 to 29. Default: all.")] = None
     weights: Annotated[
         str | None,
         typer.Option(
-            help="Only these matrices, such as q,k or gate,up,down (also v and o). Default: all that the model has.",
-            show_default=False,
+            help="Only these matrices, such as q,k or gate,up,down (also v and o). Default: all that the model has."
         ),
     ] = None
     ranks: Annotated[
@@ -52,8 +48,7 @@ class ShareArguments:
         float | None,
         typer.Option(
             help="Also write recipe.yaml: a rank for each matrix, so that they keep this share of their parameters in "
-            "all (0.6, say).",
-            show_default=False,
+            "all (0.6, say)."
         ),
     ] = None
     budget: Annotated[
@@ -61,8 +56,7 @@ class ShareArguments:
         typer.Option(
             help="The same with another limit than --keep: params=3M, weight_bytes=20MB, or wire_bytes=40KB, what one "
             "token's reductions and gatherings send in all layers; or times as much as whole matrices, as "
-            "wire_bytes=0.5x. Numbers count as large as the checkpoint's.",
-            show_default=False,
+            "wire_bytes=0.5x. Numbers count as large as the checkpoint's."
         ),
     ] = None
     allocation: Annotated[
@@ -82,13 +76,11 @@ class CalibrationArguments:
     calibration: Annotated[
         str | None,
         typer.Option(
-            help="Text whose activations whiten, as for --data. Default: what follows the measured tokens in --data.",
-            show_default=False,
+            help="Text whose activations whiten, as for --data. Default: what follows the measured tokens in --data."
         ),
     ] = None
     calibration_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens of it. More whiten better; they should be many times a matrix's input features."),
+        int, typer.Option(help="Tokens of it. More whiten better; they should be many times a matrix's input features.")
     ] = 32768
 
 

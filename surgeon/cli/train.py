@@ -14,24 +14,16 @@ def train(
     config: Annotated[
         Path,
         typer.Argument(
-            metavar="CONFIG.yaml",
-            help="What to train: architecture, program, text, schedule (see recipes/train/).",
-            show_default=False,
+            metavar="CONFIG.yaml", help="What to train: architecture, program, text, schedule (see recipes/train/)."
         ),
     ],
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", help="Folder of the checkpoint; its run lies in FOLDER.run.", show_default=False
-        ),
+        Path, typer.Option("--output", "-o", help="Folder of the checkpoint; its run lies in FOLDER.run.")
     ],
     *,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Of the optimiser, in place of the configuration's.", show_default=False)
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of the optimiser, in place of the configuration's.")] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Of the weights and the order of the text, in its place.", show_default=False),
+        int | None, typer.Option(min=0, help="Of the weights and the order of the text, in its place.")
     ] = None,
     trainer_arg: TrainerArgumentsOption = None,
     form: FormOption = "auto",
