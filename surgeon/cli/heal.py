@@ -59,10 +59,10 @@ class MethodArguments:
         ),
     ] = None
     train: Annotated[
-        Literal["edited", "all", "norms", "routers"] | None,
+        Literal["edited", "all", "norms", "edited-norms", "routers"] | None,
         typer.Option(
-            help="edited: the sublayers that the edit touches; all: every weight; norms: norms only; routers: those of "
-            "mixtures of experts only. Default: edited."
+            help="edited: the sublayers that the edit touches; all: every weight; norms: norms only; edited-norms: "
+            "those of edited sublayers only; routers: those of mixtures of experts only. Default: edited."
         ),
     ] = None
     router: Annotated[

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -30,7 +30,16 @@ from surgeon.models.weights import (
     stored_tensors,
 )
 
+# What releases of transformers and their architectures call the keys and values of tokens before.
+CACHES = ("cache", "past_key_values", "layer_past")
 ASKS_FOR_ROUTERS = "output_router_logits"  # the entry by which stock classes balance the experts of mixtures
+
+
+class EarlierKeys(Protocol):
+    """Keys and values of earlier tokens (models/verified.py)."""
+
+    def given(self, attention: Sublayer, arguments: dict[str, Any], /) -> dict[str, Any]:
+        """What an attention is called with, of what the decoder has for it."""
 
 
 class EditedLayers(nn.Module):
@@ -43,6 +52,7 @@ class EditedLayers(nn.Module):
 
     gradient_checkpointing = False
     keeps_derived = True  # or derives a sublayer anew whenever it runs
+    verified: EarlierKeys | None = None  # what attentions read of earlier tokens, where that is not their own
 
     def __init__(
         self,
@@ -332,8 +342,9 @@ class ModelMachine(Machine):
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
         owner, spec = self.owner(sublayer), self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         if sublayer.kind == ATTENTION:
-            slot = self.slot_of(sublayer)
-            call = partial(_attention, owner, spec, slot, self.arguments[slot])
+            slot, verified = self.slot_of(sublayer), self.layers.verified
+            arguments = self.arguments[slot] if verified is None else verified.given(sublayer, self.arguments[slot])
+            call = partial(_attention, owner, spec, slot, arguments)
         else:
             call = partial(_feed_forward, owner, spec)
         if self.layers.gradient_checkpointing and self.layers.training:
@@ -358,13 +369,9 @@ def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[
     return _through(owner, others, attended)
 
 
-# What releases of transformers and their architectures call the keys and values of tokens before.
-_CACHES = ("cache", "past_key_values", "layer_past")
-
-
 def _count_in_cache(arguments: dict[str, Any], stream: Tensor, slot: int) -> None:
     """Let the cache know of tokens that nothing counted: the decoder asks it at which position the next one stands."""
-    cache = next((arguments[name] for name in _CACHES if name in arguments), None)
+    cache = next((arguments[name] for name in CACHES if name in arguments), None)
     if cache is not None:
         nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
         cache.update(nothing, nothing, slot)

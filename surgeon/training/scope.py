@@ -63,7 +63,7 @@ def choose_parameters(model: PreTrainedModel, scope: str, program: Program, rout
 
     Args:
         model: edited.
-        scope: "edited", "all", "norms" or "routers".
+        scope: "edited", "all", "norms", "edited-norms" or "routers".
         program: as `edited_in` takes it.
         router: of mixtures: "frozen", or "trained" where it is in scope.
 
@@ -174,8 +174,9 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
     elif scope == "routers":
         yield from routers_of(layers)
     else:
-        yield model.get_submodule(layers.family.final_norm)
-        for sublayer in dict.fromkeys(layers.program.sublayers()):
+        if scope == "norms":
+            yield model.get_submodule(layers.family.final_norm)
+        for sublayer in dict.fromkeys(layers.program.sublayers()) if scope == "norms" else edited_in(model, program):
             spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
             norms = (spec.norm, spec.post_norm, *spec.head_norms)
             yield from (owner.get_submodule(path) for path in norms if path is not None)

@@ -13,7 +13,7 @@ from surgeon.errors import did_you_mean
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.trainer_table import check_trainer_arguments
 
-SCOPES = ("edited", "all", "norms", "routers")
+SCOPES = ("edited", "all", "norms", "edited-norms", "routers")
 ROUTERS = ("trained", "frozen")
 DEFAULT_STEPS = 1000
 Count = Annotated[int, Strict()]  # of at least 1
@@ -61,8 +61,8 @@ class TrainSettings:
     """What a training run does; it checks itself.
 
     Attributes:
-        scope: which parameters are trained: those of the "edited" sublayers, "all", "norms", or the "routers" of
-            mixtures of experts.
+        scope: which parameters are trained: those of the "edited" sublayers, "all", "norms", "edited-norms" of the
+            edited sublayers alone, or the "routers" of mixtures of experts.
         router: whether routers of mixtures are "trained" where they are in scope, or "frozen".
         lora: the rank of adapters that are trained in place of the matrices in scope; None trains the matrices.
         distillation: what is learned from the original; None learns the text alone.
@@ -122,8 +122,10 @@ class TrainSettings:
                 raise ValueError(f"there is no {name} {value!r}; {did_you_mean(value, known)}")
         if self.scope == "routers" and self.router == "frozen":
             raise ValueError("the scope routers trains nothing else, and they are to be frozen; leave one of them out")
-        if self.lora is not None and self.scope == "norms":
-            raise ValueError("adapters (lora) are for matrices, and the scope norms trains none; leave one of them out")
+        if self.lora is not None and self.scope in ("norms", "edited-norms"):
+            raise ValueError(
+                f"adapters (lora) are for matrices, and the scope {self.scope} trains none; leave one of them out"
+            )
 
     @property
     def rate(self) -> float:
@@ -156,7 +158,8 @@ class TrainSettings:
     @property
     def method(self) -> str:
         """What is trained, and towards what, for people."""
-        what = {"edited": "edited sublayers", "all": "all weights"}.get(self.scope, self.scope)
+        names = {"edited": "edited sublayers", "all": "all weights", "edited-norms": "norms of edited sublayers"}
+        what = names.get(self.scope, self.scope)
         what = what if self.router == "trained" else f"{what} but routers"
         trained = what if self.lora is None else f"adapters of rank {self.lora} on {what}"
         return trained if self.distillation is None else f"{trained}, distilled from the original"

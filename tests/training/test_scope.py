@@ -75,6 +75,13 @@ def test_adapters_lie_on_every_matrix_of_the_edit(family: str) -> None:
     assert {name.split(".")[2] for name in matrices} == {"1", "2", "A3~A0@k3"}
 
 
+def test_norms_of_edited_sublayers() -> None:
+    model = edit(tiny_model("llama", 4), "A0 F0 [A1 A2] [F1 F2] A3 F3")
+    choose_parameters(model, "edited-norms", program_of(model))
+    kinds = "input_layernorm", "post_attention_layernorm"
+    assert trained_names(model) == {f"model.layers.{layer}.{kind}.weight" for layer in (1, 2) for kind in kinds}
+
+
 def test_adapters_everywhere_leave_the_head_alone() -> None:
     adapted = add_adapters(edit(tiny_model("llama", 2), "A0 F0 >A1 >F1"), "all", Program.parse("A0 F0 >A1 >F1"), 2)
     assert not any("lm_head" in name for name in trained_names(adapted))

@@ -25,6 +25,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import decoder_layers, edit, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
+from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.training.distill.counterparts import Counterpart, counterparts
 from surgeon.training.distill.logits_loss import IGNORED, FullLogits, LogitsTask, TeacherTarget
 from surgeon.training.distill.teacher_logits import TeacherLogits
@@ -43,10 +44,12 @@ class Distillation:
         temperature: that both models' logits are divided by for their divergence.
         kept: how many of the original's logits are kept on disk for each token, in place of an original in memory;
             None for the latter.
+        drafting: whether the student reads the original's keys and values of earlier tokens, as a draft of it does
+            (models/verified.py).
 
     Raises:
         ValueError: if nothing is taken from the original, a weight is negative, the temperature is not above 0, or
-            hidden streams are asked for where only logits are kept.
+            hidden streams, or keys, are asked for where only logits are kept.
     """
 
     logits: float = 1.0
@@ -54,6 +57,7 @@ class Distillation:
     text: float = 0.0
     temperature: float = 1.0
     kept: int | None = None
+    drafting: bool = False
 
     def __post_init__(self) -> None:
         for name in PARTS:
@@ -70,6 +74,8 @@ class Distillation:
             raise ValueError(f"at least 1 of the original's logits has to be kept for each token, not {self.kept}")
         if self.hidden:
             raise ValueError("hidden streams need the original in memory; keep no logits on disk, or give hidden 0")
+        if self.drafting:
+            raise ValueError("drafts read the keys of the original, which has to be in memory; keep no logits on disk")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -83,10 +89,12 @@ class TeacherOutput(NamedTuple):
     Attributes:
         target: its predictions; None where they are not asked for.
         streams: its own, (windows, tokens, hidden), by the student's nodes.
+        keys: its keys and values, where a draft is to read them.
     """
 
     target: TeacherTarget | None
     streams: dict[int, Tensor]
+    keys: VerifiedKeys | None = None
 
 
 class Distiller:
@@ -152,7 +160,7 @@ class Distiller:
             assert self.teacher is not None
             taught = ask_teacher(self.teacher, input_ids, self.counterparts, self.distillation)
         nodes = [one.node for one in self.counterparts]
-        with watched_streams(model, nodes, len(self.program)) as streams:
+        with watched_streams(model, nodes, len(self.program)) as streams, drafting(model, taught.keys):
             logits = model(input_ids=input_ids, use_cache=False).logits
         return parts_of_loss(self.distillation, logits, labels, streams, taught)
 
@@ -181,15 +189,18 @@ def ask_teacher(
     if teacher.device != input_ids.device and not hasattr(teacher, "hf_device_map"):
         teacher.to(input_ids.device)  # type: ignore[arg-type] # transformers wraps it untyped
     steps = family_of(teacher.config).steps_per_layer
-    nodes = {one.node: one.layer * steps for one in places}
+    nodes, keys = {one.node: one.layer * steps for one in places}, None
     with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None) as streams:
-        if not distillation.logits:
-            teacher.base_model(input_ids=input_ids, use_cache=False)
-            target = None
-        else:
+        target = None
+        if distillation.drafting:
+            logits, keys = VerifiedKeys.of(teacher, input_ids)
+        elif distillation.logits:
             logits = teacher(input_ids=input_ids, use_cache=False).logits
+        else:
+            teacher.base_model(input_ids=input_ids, use_cache=False)
+        if distillation.logits:
             target = FullLogits(logits.flatten(0, 1), distillation.temperature)
-    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()})
+    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, keys)
 
 
 def parts_of_loss(

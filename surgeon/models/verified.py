@@ -1,0 +1,115 @@
+"""What an edited model reads where it drafts for its original: keys and values that the original has of earlier tokens.
+
+A draft's attention has no keys of its own but of the tokens in flight (runtime/plan/drafts.py): those of tokens before
+were written by the model that verifies. So a draft is trained and judged on text in rounds: each token sees the
+original's keys and values of all rounds before its own, and the edited model's of its own round.
+
+Shapes: B windows of T tokens, K KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from surgeon.language.sublayer import Sublayer
+from surgeon.models.edited_layers import CACHES, EditedLayers
+from surgeon.models.families import family_of
+from surgeon.models.families.positions import attention_windows
+from surgeon.models.weights import unit_bounds
+
+ROUND = 4  # tokens
+
+
+class VerifiedKeys:
+    """An original's keys and values of some windows of text, as `EditedLayers.verified` takes them."""
+
+    def __init__(self, original: PreTrainedModel, cache: DynamicCache) -> None:
+        layers: list[Any] = cache.layers
+        self._layers: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in layers]
+        self._family = family_of(original.config)
+        self._windows = attention_windows(self._family, original.config, len(self._layers))
+        self._as_bools = original.config._attn_implementation == "sdpa"
+
+    @classmethod
+    def of(cls, original: PreTrainedModel, ids: Tensor) -> tuple[Tensor, VerifiedKeys]:
+        """The original's logits, (B, T, vocabulary), on token ids, (B, T), and its keys and values of them.
+
+        Raises:
+            ValueError: if its attentions keep something else, or see to it themselves which tokens they read.
+        """
+        if not original._supports_attention_backend:
+            name = family_of(original.config).name
+            raise ValueError(
+                f"attentions of {name} cannot be given keys and values from elsewhere, as those of a draft are; heal "
+                "it as a model of its own"
+            )
+        cache = DynamicCache()  # without a configuration: it keeps all of what attentions with a window have
+        with torch.no_grad():
+            logits: Tensor = original(input_ids=ids, use_cache=True, past_key_values=cache).logits
+        return logits, cls(original, cache)
+
+    def given(self, attention: Sublayer, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What an attention is called with, in place of what the decoder has for it.
+
+        Raises:
+            ValueError: if it takes no cache.
+        """
+        name = next((name for name in CACHES if name in arguments), None)
+        if name is None:
+            raise ValueError(f"{self._family.name} has attentions without a cache, which drafts share with the model")
+        (layer,) = attention.layers
+        keys, values = self._layers[layer]
+        first, end = unit_bounds(keys.shape[1], attention.piece)
+        joined = _Joined(keys[:, first:end], values[:, first:end])
+        return arguments | {name: joined, "attention_mask": self._mask(layer, keys)}
+
+    def _mask(self, layer: int, keys: Tensor) -> Tensor:
+        """Which of both kinds of keys each token reads, (1, 1, T, 2 T)."""
+        tokens = torch.arange(keys.shape[2], device=keys.device)
+        own, other = tokens[:, None], tokens[None]
+        sees, window = other <= own, self._windows[layer] if self._windows else None
+        if window is not None:
+            sees &= other >= (own // window * window if self._family.chunked else own - window + 1)
+        in_flight = own // ROUND == other // ROUND
+        mask = torch.cat([sees & ~in_flight, sees & in_flight], -1)[None, None]
+        return mask if self._as_bools else torch.zeros_like(mask, dtype=keys.dtype).masked_fill(~mask, -torch.inf)
+
+
+class _Joined:
+    """Stands for a cache in one call of an attention: its own keys and values come behind the original's."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._before = keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        """How many tokens come before those that are computed."""
+        return 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Both kinds, (B, K, 2 T, width)."""
+        before = (one.to(keys.device, keys.dtype) for one in self._before)
+        joined_keys, joined_values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
+        return joined_keys, joined_values
+
+
+@contextmanager
+def drafting(model: nn.Module, keys: VerifiedKeys | None) -> Iterator[None]:
+    """Inside, an edited model, or one that wraps it, reads these keys and values; None for its own.
+
+    Raises:
+        ValueError: if it runs no program.
+    """
+    layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
+    if layers is None:
+        raise ValueError("the model runs no program, so that it is no draft; edit it")
+    layers.verified = keys
+    try:
+        yield
+    finally:
+        layers.verified = None

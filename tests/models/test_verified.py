@@ -1,0 +1,101 @@
+"""Drafts on text: which keys and values they read, beside drafting token by token with a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION
+from surgeon.models.edit import edit
+from surgeon.models.families import FAMILIES
+from surgeon.models.verified import ROUND, VerifiedKeys, drafting
+from tests.tiny_models import DENSE_FAMILIES, tiny_model
+
+IDS = torch.randint(5, 90, (2, 22), generator=torch.Generator().manual_seed(1))
+DRAFTS = {
+    "pairs": "A0 F0 [A1 A2] [F1 F2] A3 F3",
+    "ladder": "A0 F0 >A1 >F1 >A2 >F2 A3 F3",
+    "order": "A2 F2 A0 F0 A3 F3",
+    "tracks": "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3",
+}
+USUAL = "llama", "gemma2", "llama4_text"
+
+
+@torch.no_grad()
+def drafted(original: Any, model: Any, program: Program) -> Tensor:
+    """Logits of each token, with a cache of what the original has written of the rounds before."""
+    found = list[Tensor]()
+    for first in range(0, IDS.shape[1], ROUND):
+        whole, cache = DynamicCache(), DynamicCache()
+        if first:
+            original(input_ids=IDS[:, :first], past_key_values=whole, use_cache=True)
+            for slot, one in enumerate(one for one in program.sublayers() if one.kind == ATTENTION):
+                parts, (index, count) = whole.layers[one.layers[0]], one.piece or (0, 1)
+                kept = (tensor.chunk(count, 1)[index] for tensor in (parts.keys, parts.values))
+                cache.update(*kept, slot)
+        for place in range(first, min(first + ROUND, IDS.shape[1])):
+            found.append(model(input_ids=IDS[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(
+    "draft", ["tracks", *(pytest.param(name, marks=pytest.mark.thorough) for name in DRAFTS if name != "tracks")]
+)
+def test_text_in_one_pass_is_as_drafted(draft: str) -> None:
+    original, model = (tiny_model("llama").eval() for _ in range(2))
+    edit(model, program := Program.parse(DRAFTS[draft]))
+    logits, keys = VerifiedKeys.of(original, IDS)
+    torch.testing.assert_close(logits, original(input_ids=IDS).logits)
+    with torch.no_grad():
+        own = model(input_ids=IDS, use_cache=False).logits
+        with drafting(model, keys):
+            found = model(input_ids=IDS, use_cache=False).logits
+        again = model(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(found, drafted(original, model, program), rtol=1e-4, atol=1e-4)
+    assert (found - own).abs().max() > 1e-2
+    assert torch.equal(own, again)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in USUAL else pytest.param(name, marks=pytest.mark.thorough)
+        for name in [*DENSE_FAMILIES, "llama4_text", "mixtral", "gpt_oss"]
+        if name != "gpt_neo"
+    ],
+)
+def test_the_models_own_program_predicts_as_the_model(family: str) -> None:
+    """Its own keys are the original's, in and behind windows, whatever they are called."""
+    original, model = (tiny_model(family).eval() for _ in range(2))
+    edit(model, Program.dense(4, FAMILIES[family].steps_per_layer))
+    logits, keys = VerifiedKeys.of(original, IDS)
+    with torch.no_grad(), drafting(model, keys):
+        torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, logits, rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_when_passes_are_made_again() -> None:
+    """Gradient checkpointing computes attentions a second time, when nobody says any more what they read."""
+    grads = []
+    for checkpointed in (False, True):
+        original, model = (tiny_model("llama", dropout=0.0) for _ in range(2))
+        edit(model, DRAFTS["pairs"])
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        with drafting(model, VerifiedKeys.of(original.eval(), IDS)[1]):
+            loss = model(input_ids=IDS, use_cache=False).logits.square().mean()
+        loss.backward()
+        grads.append(model.model.layers.layer(1).input_layernorm.weight.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="attentions of GPT-Neo cannot be given keys"):
+        VerifiedKeys.of(tiny_model("gpt_neo"), IDS)
+    with pytest.raises(ValueError, match="runs no program"), drafting(tiny_model("llama"), None):
+        pass
