@@ -224,7 +224,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """What `surgeon bench` measures on two ranks: speed, and what a pass sends, which is the same everywhere."""
     device, load = setup.on(side), Workload(1, 32, 8)
-    needs = Needs(2, load.prompt + load.new, device, low_rank="gather")
+    needs = Needs(2, load.prompt + load.new, device, {"low_rank": "gather"})
     plans = {name: needs.plan(setup.demo, program) for name, program in programs().items()}
     with Ranks(RankOptions(2, device, "gloo" if device == "cpu" else setup.collectives[0])) as ranks:
         table = bench_table(RankBench.load(ranks, plans).measure([load], 2, lambda _: None))

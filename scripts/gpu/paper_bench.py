@@ -25,7 +25,7 @@ from surgeon.language.program import Program
 from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import Plan, Ways
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank_process import RankFailed
 from surgeon.runtime.worker.ranks import Ranks
@@ -84,7 +84,8 @@ class Shared:
             ValueError: if so many ranks cannot run it.
         """
         tokens, settings = max(one.load.length for one in self.specs), self.settings
-        needs = Needs(spec.ranks, tokens, settings.device, decoding=settings.decoding, low_rank=spec.low_rank)
+        ways: Ways = {"decoding": settings.decoding, "low_rank": spec.low_rank}
+        needs = Needs(spec.ranks, tokens, settings.device, ways)
         return needs.plan(self.stored, spec.program(self.shapes))  # type: ignore[arg-type]
 
     def why_not(self, spec: Spec) -> str | None:

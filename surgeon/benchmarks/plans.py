@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from surgeon.analysis.factors.factor_plan import plan_factors
@@ -12,7 +12,7 @@ from surgeon.cost.candidates import Candidate
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.specification import Plan, require_low_rank
+from surgeon.runtime.plan.specification import Plan, Ways, require_low_rank
 
 
 @dataclass(frozen=True)
@@ -22,25 +22,21 @@ class Needs:
     Attributes:
         tokens: of prompt and output together.
         device: "cpu" or "cuda".
-        dtype, decoding, low_rank: as `make_plan` takes them.
-        kv: too, but "lowrank" is for those that can.
+        ways: how it is computed; a `kv` of "lowrank" is for those that can.
     """
 
     ranks: int
     tokens: int
     device: str
-    dtype: str = "auto"
-    decoding: str = "auto"
-    low_rank: str = "auto"
-    kv: str = "auto"
+    ways: Ways = field(default_factory=Ways)
 
     def plan(self, model: str | Path | Model, program: Program | str | None = None) -> Plan:
         """A checkpoint's plan, as `make_plan` makes it."""
         text = None if program is None else str(program)
-        ways = self.dtype, self.decoding, self.low_rank
-        kv = "auto" if self.kv == "lowrank" else self.kv
-        plan = make_plan(model, self.ranks, self.tokens, text, self.device, *ways, kv=kv)
-        return replace(plan, kv="lowrank") if self.kv == "lowrank" and plan.can_be_low_rank else plan
+        lowrank = self.ways.get("kv") == "lowrank"
+        ways: Ways = {**self.ways, "kv": "auto"} if lowrank else self.ways
+        plan = make_plan(model, self.ranks, self.tokens, text, self.device, **ways)
+        return replace(plan, kv="lowrank") if lowrank and plan.can_be_low_rank else plan
 
 
 def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, Plan]:
@@ -59,6 +55,6 @@ def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, 
                 "recipe chooses: as fast, but not as good; export it and measure the checkpoint to run its own",
                 stacklevel=2,
             )
-    if needs.kv == "lowrank":
+    if needs.ways.get("kv") == "lowrank":
         require_low_rank(*plans.values())
     return plans

@@ -256,7 +256,8 @@ def predict(
         typer.Option(
             "--output",
             "-o",
-            help="Folder for predict.csv, predict.json, predict.png (best.csv, best.json, best.png with --best).",
+            help="Folder for predict.csv, predict.json, predict.png (best.csv and so on with --best, drafts.csv and so "
+            "on with --draft).",
         ),
     ] = None,
 ) -> None:
@@ -278,39 +279,26 @@ def predict(
     _refuse_together({"--racks": training.racks, "--best": best.best}, ("--compare", programs.compare))
     _refuse_together({"--racks": training.racks}, ("--sweep", over), ("--output", output), ("--best", best.best))
     drafted = {"--draft": drafts.draft}
-    _refuse_together(drafted, ("--compare", programs.compare), ("--output", output), ("--best", best.best))
+    _refuse_together(drafted, ("--compare", programs.compare), ("--best", best.best))
     _refuse_together({"--racks": training.racks}, *drafted.items())
     if drafts.acceptance is not None and drafts.draft is None:
         raise ValueError("--acceptance is for --draft; give --draft, too")
     if training.racks is not None:
         _train_on_racks(training, model, hardware)
         return
-    common: dict[str, Any] = {
-        "layers": programs.layers,
-        "prompt": load.prompt,
-        "new": load.new,
-        "ranks": on.deployment(),
-    }
-    common |= {"sweep": over}
-    if drafts.draft is not None:
-        given: dict[str, Any] = {
-            "program": programs.program,
-            "batch": parse_batches(load.batch),
-            "acceptance": drafts.chances(),
-        }
-        typer.echo(str(predict_drafts(model, hardware, drafts.draft, **given, **common)))
-        return
-    common |= {"output": output}
+    for name in ("depth", "keep", "allow"):
+        if not best.best and getattr(best, name) is not None:
+            raise ValueError(f"--{name} is for --best; give --best, too")
+    common: dict[str, Any] = {"layers": programs.layers, "prompt": load.prompt, "new": load.new}
+    common |= {"ranks": on.deployment(), "sweep": over, "output": output}
+    one: dict[str, Any] = {"program": programs.program, "batch": parse_batches(load.batch)}
     found: Any
     if best.best:
         found = best_programs(model, hardware, allowance=best.allowance(), by=cast("Any", best.by), **common)
+    elif drafts.draft is not None:
+        found = predict_drafts(model, hardware, drafts.draft, acceptance=drafts.chances(), **one, **common)
     else:
-        for name in ("depth", "keep", "allow"):
-            if getattr(best, name) is not None:
-                raise ValueError(f"--{name} is for --best; give --best, too")
-        batches = parse_batches(load.batch)
-        compared = programs.compare or ()
-        found = run(model, hardware, compare=compared, program=programs.program, batch=batches, **common)
+        found = run(model, hardware, compare=programs.compare or (), **one, **common)
     typer.echo(str(found))
     if output is not None:
         print(f"{output}: {', '.join(path.name for path in found.files)}", file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surgeon.language.operations.variants import DENSE, UPPER_BOUND, is_variant, middle_layers, variant
+from surgeon.language.operations.variants import UPPER_BOUND, is_variant, variant_of
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.named import is_program, is_recipe
@@ -91,10 +91,8 @@ def _fixed(name: str, model: Model, program: Program) -> Candidate:
 def _variant(name: str, first: Candidate, layers: range | None) -> Candidate:
     if name == UPPER_BOUND:
         return replace(first, name=name, connected=False)
-    count = first.model.num_layers
-    dense = Program.dense(count, first.model.family.steps_per_layer)
-    stretch = range(0) if name == DENSE else layers or middle_layers(count)
-    return Candidate(name, first.model, lambda ranks: variant(name, dense, stretch, ranks))
+    model = first.model
+    return Candidate(name, model, variant_of(name, model.num_layers, model.family.steps_per_layer, layers))
 
 
 def apart(names: Sequence[str]) -> list[str]:

@@ -18,14 +18,10 @@ from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
+from surgeon.results.drafts import DRAFT_COLUMNS
 from surgeon.runtime.batching.ahead import MOST_AHEAD, best_ahead
 from surgeon.runtime.plan.drafts import draft_beside
 from surgeon.runtime.plan.specification import Plan
-
-DRAFT_COLUMNS = (
-    *("ranks", "batch", "prompt", "new", "acceptance", "ahead", "draft_ms", "verify_ms", "per_token_ms"),
-    *("dense", "drafted", "alone", "speedup", "alone_speedup"),
-)
 
 
 @dataclass(frozen=True)

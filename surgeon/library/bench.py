@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from surgeon.benchmarks.compression_cost import CompressionCost, measure_compression, windows_of
 from surgeon.benchmarks.measure import RankBench, Result
@@ -24,6 +24,7 @@ from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.results.bench import BenchSpeeds
 from surgeon.runtime.kernels.used import kernels_used
+from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.words import plural
@@ -59,13 +60,10 @@ def bench(
     rounds: int = 5,
     seed: int = 0,
     ranks: int | RankOptions = 2,
-    dtype: str = "auto",
-    decoding: str = "auto",
-    low_rank: str = "auto",
-    kv: str = "auto",
     data: str | None = None,
     trace: str | Path | None = None,
     output: str | Path | None = None,
+    **ways: Unpack[Ways],
 ) -> Benchmark:
     """Measure how fast programs run on ranks; all are loaded by the same ranks and measured in turns.
 
@@ -79,12 +77,12 @@ def bench(
         rounds: how often everything is measured.
         seed: of the random tokens.
         ranks: how many, on GPUs where there is one for each, or what they are in full.
-        dtype, decoding, low_rank, kv: how it is computed, as of `ServiceOptions`; a `kv` of "lowrank" is for the
-            programs that have factors of k and v.
         data: text to measure the divergence of compressed reductions on; random tokens by default.
         trace: a file for a timeline of every program's prefill and one decoding pass; on GPUs one for each rank beside
             it, of what `torch.profiler` sees.
         output: folder for bench.csv, bench.json and bench.png.
+        ways: dtype, decoding, low_rank, kv: how it is computed, as of `Ways`; a `kv` of "lowrank" is for the programs
+            that have factors of k and v.
 
     Raises:
         FileNotFoundError, ValueError: if one of them cannot be used or cannot run so, or there can be no trace.
@@ -98,7 +96,7 @@ def bench(
         raise ValueError("batch is empty; give how many texts are computed together, one number or several")
     loads = [Workload(size, prompt, new, seed) for size in sizes]
     candidates = open_candidates(model, as_list(compare), program, as_range(layers), weights=True)
-    needs = Needs(ranks.ranks, prompt + new, ranks.device, dtype, decoding, low_rank, kv)
+    needs = Needs(ranks.ranks, prompt + new, ranks.device, ways)
     plans, unconnected = plan_candidates(candidates, needs), {one.name for one in candidates if not one.connected}
     traced, folder = None if trace is None else Path(trace), None if output is None else Path(output)
     if traced is not None:

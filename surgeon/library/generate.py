@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from surgeon.checkpoint.generation_defaults import Defaults, read_defaults
 from surgeon.errors import shown
@@ -17,8 +17,8 @@ from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import early_ranks
 
 if TYPE_CHECKING:
-    from surgeon.language.program import Program
     from surgeon.library.generation import GeneratedText, Generation
+    from surgeon.library.running import Running
     from surgeon.opened import EditedModel, Model
 
 
@@ -35,15 +35,8 @@ def generate(
     seed: int | None = None,
     stop: Sequence[str] = (),
     max_batch: int = 32,
-    ranks: int | RankOptions = 1,
-    program: Program | str | None = None,
-    dtype: str = "auto",
-    decoding: str = "auto",
-    low_rank: str = "auto",
-    kv: str = "auto",
-    draft: str | Path | Program | EditedModel | None = None,
-    draft_tokens: int | None = None,
     on_event: Callable[[GeneratedText, Event], None] | None = None,
+    **running: Unpack[Running],
 ) -> Generation:
     """Continue texts; they are the same for any number of ranks.
 
@@ -57,11 +50,8 @@ def generate(
         seed: the same one draws the same texts again; each prompt has random numbers of its own, by its place.
         stop: texts that end what is written, and are no part of it.
         max_batch: texts that are computed together; others follow as these end.
-        ranks: how many, on GPUs where there is one for each, or what they are in full.
-        program: to run in place of the checkpoint's own.
-        dtype, decoding, low_rank, kv, draft, draft_tokens: how it is computed, as of `ServiceOptions`; a draft may be a
-            recipe (.yaml) or an edit of the model (`surgeon.edit`), too.
         on_event: called with a text so far and what is new of it, of one prompt after the other.
+        running: ranks, program, dtype, decoding, low_rank, kv, draft, draft_tokens: how it runs, as of `Running`.
 
     Raises:
         FileNotFoundError, ValueError: if the model cannot be used or cannot run so, a number is out of its range, or a
@@ -73,7 +63,7 @@ def generate(
         from surgeon.library.opening import stored_model
         from surgeon.opened import open_model
 
-        model, program = stored_model(model, program)
+        model, running["program"] = stored_model(model, running.get("program"))
         model = open_model(model)
     defaults = read_defaults(model if isinstance(model, str | Path) else model.folder)
     chosen = defaults.applied() | ({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty})
@@ -81,29 +71,23 @@ def generate(
         temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop), **chosen
     )
     _warn(sampling, defaults)
-    ranks = RankOptions.of(ranks)
+    ranks = running["ranks"] = RankOptions.of(running.get("ranks", 1))
     with early_ranks(ranks) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
         from surgeon.library.generation import GeneratedText, Generation
-        from surgeon.library.opening import draft_program
+        from surgeon.library.running import service_options
         from surgeon.opened import open_model
         from surgeon.runtime.plan.checks import make_plan
-        from surgeon.runtime.service import Service, ServiceOptions
+        from surgeon.runtime.service import Service
 
         opened = open_model(model)
-        tokens = _encode(opened, prompts, make_plan(opened, ranks.ranks, None, program).max_tokens)
-        options = ServiceOptions(
-            ranks,
-            program,
+        tokens = _encode(opened, prompts, make_plan(opened, ranks.ranks, None, running.get("program")).max_tokens)
+        options = service_options(
+            opened,
+            running,
             max_batch=min(max_batch, len(tokens)),
             max_tokens=max(map(len, tokens)) + max_new_tokens,
             max_waiting=len(tokens),
-            dtype=dtype,
-            decoding=decoding,
-            low_rank=low_rank,
-            kv=kv,
-            draft=draft_program(opened, draft),
-            draft_tokens=draft_tokens,
         )
         with Service(opened, options, opened.tokenizer, started) as service:
             if service.capacity.texts(service.capacity.longest) < options.max_batch:

@@ -11,8 +11,7 @@ from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.errors import shown
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
-from surgeon.named import is_recipe
-from surgeon.opened import EditedModel, Model, open_edited
+from surgeon.opened import EditedModel, Model
 from surgeon.results.result import RunResult
 
 
@@ -35,30 +34,6 @@ def stored_model(
             "it, and give the folder"
         )
     return model.model, model.asked
-
-
-def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
-    """What drafts tokens for a model, of a program, or a recipe or an edited model that has one; "coda" is itself.
-
-    Raises:
-        FileNotFoundError, ValueError: if there is no such recipe, or it is of another model, or the draft would have
-            weights that do not follow from the model's matrices alone.
-    """
-    if isinstance(draft, str | Path) and is_recipe(draft):
-        draft = open_edited(draft, tokenizer=False)
-    if not isinstance(draft, EditedModel):
-        return str(draft) if isinstance(draft, Path) else draft
-    if draft.model.folder.resolve() != model.folder.resolve():
-        raise ValueError(
-            f"{draft.name} edits {draft.model.name}, and a draft is a program over the weights of the model that "
-            f"verifies, {model.name}; draft with an edit of that"
-        )
-    if not has_weights_of_its_model(draft):
-        raise ValueError(
-            f"{draft.name} has factors, heads or neurons that the model's matrices alone do not tell, and drafts have "
-            "the model's weights; draft without them, or with low ranks that go by no text"
-        )
-    return draft.program
 
 
 def has_weights_of_its_model(edited: EditedModel) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import pandas as pd
 
@@ -22,7 +22,7 @@ from surgeon.cost.best import (
     survey,
 )
 from surgeon.cost.candidates import Candidate, open_candidates
-from surgeon.cost.drafts import DRAFT_COLUMNS, check_chances, draft_cells
+from surgeon.cost.drafts import check_chances, draft_cells
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware, write_hardware
 from surgeon.cost.predict import Deployment
@@ -37,8 +37,8 @@ from surgeon.processes.files import make_folder
 from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.results.best import BestRun
+from surgeon.results.drafts import DRAFT_COLUMNS, DraftRun
 from surgeon.results.prediction import AXES, PredictRun, words_of
-from surgeon.words import aligned, three_digits
 
 _SHORT: dict[Metric, str] = {
     "token": "time per token",
@@ -58,19 +58,65 @@ class Predictions(PredictRun):
     cells: Sequence[SweepCell] = ()
 
 
+class Asked(TypedDict, total=False):
+    """What of the model, and where: what all functions here take.
+
+    Keys:
+        layers: that variants change; "4:30" is layers 4 to 29. All but the first and last two by default.
+        prompt, new: tokens of each prompt, and to add to each; 1024 and 512 by default.
+        ranks: tensor-parallel ranks that share the model, or all of how it is spread over the hardware; one by default.
+        sweep: all combinations of these, as "ranks=1..64,batch=1..256" (doubling), or as values by axis.
+        output: folder for a table, its record and a picture.
+    """
+
+    layers: range | str | None
+    prompt: int
+    new: int
+    ranks: int | Deployment
+    sweep: str | Mapping[str, Sequence[int]] | None
+    output: str | Path | None
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The same, read; some may be refused in a sweep only."""
+
+    candidates: Sequence[Candidate]
+    hardware: Hardware
+    deployment: Deployment
+    workload: Workload
+    axes: dict[str, list[int]]
+    folder: Path | None
+    swept: bool
+
+    @classmethod
+    def of(
+        cls, candidates: Sequence[Candidate], hardware: str | Path | Hardware, asked: Asked, batch: int | Sequence[int]
+    ) -> _Question:
+        machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+        ranks, sweep, output = asked.get("ranks", 1), asked.get("sweep"), asked.get("output")
+        deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
+        dtype = deployment.dtype or machine.dtype(candidates[0].model.shapes.dtype)  # as its weights have it
+        workload = Workload(1, asked.get("prompt", 1024), asked.get("new", 512))
+        axes = {**_axes({"batch": batch}), **_axes(sweep)}
+        if (folder := None if output is None else Path(output)) is not None:
+            make_folder(folder)
+        return cls(candidates, machine, replace(deployment, dtype=dtype), workload, axes, folder, sweep is not None)
+
+    def cells(self) -> list[SweepCell]:
+        number = len(self.candidates) * prod(map(len, self.axes.values()))
+        with progress("predict", number, "predictions") as advance:
+            return _sweep(self.candidates, self.hardware, self.deployment, self.workload, self.axes, advance)
+
+
 def predict(
     model: str | Path | Model | EditedModel,
     hardware: str | Path | Hardware,
     *,
     compare: str | Path | Program | Sequence[str | Path | Program] = (),
-    layers: range | str | None = None,
     program: Program | str | None = None,
     batch: int | Sequence[int] = 1,
-    prompt: int = 1024,
-    new: int = 512,
-    ranks: int | Deployment = 1,
-    sweep: str | Mapping[str, Sequence[int]] | None = None,
-    output: str | Path | None = None,
+    **asked: Unpack[Asked],
 ) -> Predictions:
     """Predict what programs cost; nothing runs, and no weights are needed.
 
@@ -79,33 +125,22 @@ def predict(
             edited or not.
         hardware: a name such as "h100-sxm", a file as `surgeon calibrate` writes it, or one that is read.
         compare: more models, recipes, programs, or variants of the model by name ("lp", "upper-bound").
-        layers: that variants change; "4:30" is layers 4 to 29. All but the first and last two by default.
         program: of the model, instead of its own.
         batch: texts that are computed together; several sizes one after the other.
-        prompt, new: tokens of each prompt, and to add to each.
-        ranks: tensor-parallel ranks that share the model, or all of how it is spread over the hardware.
-        sweep: all combinations of these, as "ranks=1..64,batch=1..256" (doubling), or as values by axis.
-        output: folder for predict.csv, predict.json and predict.png.
+        asked: layers, prompt, new, ranks, sweep, output: as of `Asked`.
 
     Raises:
         FileNotFoundError: if there is no such model, recipe or hardware file.
         ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
             fit into memory; in a sweep that is said in its cells.
     """
-    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    candidates = open_candidates(model, as_list(compare), program, as_range(layers))
-    deployment = _deployment(ranks, machine, candidates[0])
-    axes = {**_axes({"batch": batch}), **_axes(sweep)}
-    folder = None if output is None else Path(output)
-    if folder is not None:
-        make_folder(folder)
-    with progress("predict", len(candidates) * prod(map(len, axes.values())), "predictions") as advance:
-        cells = _sweep(candidates, machine, deployment, Workload(1, prompt, new), axes, advance)
-    if sweep is None:
-        for cell in cells:
-            if cell.refused:
-                raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
-    said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": sweep is not None}
+    candidates = open_candidates(model, as_list(compare), program, as_range(asked.get("layers")))
+    question = _Question.of(candidates, hardware, asked, batch)
+    cells, machine, folder = question.cells(), question.hardware, question.folder
+    for cell in cells if not question.swept else ():
+        if cell.refused:
+            raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
+    said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": question.swept}
     said |= {"experts": lines} if (lines := _experts(cells)) else {}
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
     found = Predictions(prediction_table(cells), cells, record=said | {"model": name})
@@ -176,72 +211,38 @@ def best_programs(
     *,
     allowance: Allowance | None = None,
     by: Metric = "token",
-    layers: range | str | None = None,
-    prompt: int = 1024,
-    new: int = 512,
-    ranks: int | Deployment = 1,
-    sweep: str | Mapping[str, Sequence[int]] | None = None,
-    output: str | Path | None = None,
+    **asked: Unpack[Asked],
 ) -> BestPrograms:
     """Which of the known programs is fastest on every link of the hardware, and at which batches each of them pays.
 
     Args:
         allowance: what quality may be given up; by default depth, and no low ranks.
         by: what is to be short: a further token, the first one, or all ("rate").
-        sweep: ranks and batches that are looked at; by default ranks up to a node's, batches up to 256.
-        output: folder for best.csv, best.json and best.png.
-        model, hardware, layers, prompt, new, ranks: as `predict` takes them.
+        model, hardware: as `predict` takes them.
+        asked: layers, prompt, new, ranks, sweep, output: as of `Asked`; by default a sweep of ranks up to a node's, and
+            of batches up to 256.
 
     Raises:
         FileNotFoundError, ValueError: as `predict`; and if there is no such measure, or no program is left to choose.
     """
     if by not in METRICS:
         raise ValueError(f"there is no measure {by!r} to be fastest by; {did_you_mean(by, METRICS)}")
-    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     (first,) = open_candidates(model)
-    deployment, load = _deployment(ranks, machine, first), Workload(1, prompt, new)
-    axes = _axes(sweep or f"ranks=1..{machine.devices},batch=1..256")
-    known = known_programs(first.model, allowance or Allowance(), as_range(layers))
-    folder = None if output is None else Path(output)
-    if folder is not None:
-        make_folder(folder)
+    known = known_programs(first.model, allowance or Allowance(), as_range(asked.get("layers")))
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    asked["sweep"] = asked.get("sweep") or f"ranks=1..{machine.devices},batch=1..256"
+    question = _Question.of(known, machine, asked, 1)
+    deployment, load, folder = question.deployment, question.workload, question.folder
     links = 1 if deployment.link else max(1, len(machine.links))
-    with progress("predict", len(known) * links * prod(map(len, axes.values())), "predictions") as advance:
-        choices = survey(known, machine, deployment, load, axes, by, advance)
+    with progress("predict", len(known) * links * prod(map(len, question.axes.values())), "predictions") as advance:
+        choices = survey(known, machine, deployment, load, question.axes, by, advance)
     name = first.model.label
-    heading = f"{name} on {machine.name}: {deployment.dtype}, prompt {prompt}, {new} new, by {_SHORT[by]}"
+    heading = f"{name} on {machine.name}: {deployment.dtype}, prompt {load.prompt}, {load.new} new, by {_SHORT[by]}"
     found = BestPrograms(choice_table(choices), choices, record={"heading": heading})
     if folder is None:
         return found
     programs = {one.name: str(one.program(2)) for one in known}
     return replace(found, record=provenance(name, "", heading=heading, programs_on_2_ranks=programs)).save(folder)
-
-
-@dataclass(frozen=True, repr=False)
-class DraftPredictions:
-    """Where lossless drafting pays.
-
-    Attributes:
-        heading: what all predictions have in common.
-        speeds: one row per ranks, load and acceptance: times in ms, tokens per second without drafts (`dense`), with
-            them (`drafted`) and of the draft alone (`alone`), and how often the first is in the others.
-        refused: why there are none for some ranks or loads.
-    """
-
-    heading: str
-    speeds: pd.DataFrame
-    refused: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        """A table of at most 80 columns, and below it what was refused."""
-        lines = [["ranks", "batch", "accepted", "ahead", "draft", "verify", "tokens/s", "dense", "times", "alone"]]
-        lines.append(["", "", "", "", "ms", "ms", "", "", "", "times"])
-        for _, row in self.speeds.iterrows():
-            begin = [f"{row[name]:g}" for name in ("ranks", "batch", "acceptance", "ahead")]
-            spent = [three_digits(row[name]) for name in ("draft_ms", "verify_ms", "drafted", "dense")]
-            speedups = [f"{row[name]:.2f}" for name in ("speedup", "alone_speedup")]
-            lines.append([*begin, *spent, *speedups])
-        return "\n".join([self.heading, "", aligned(lines, ()), *(f"refused: {reason}" for reason in self.refused)])
 
 
 def predict_drafts(
@@ -250,53 +251,41 @@ def predict_drafts(
     draft: str | Path | Program,
     *,
     acceptance: float | Sequence[float] = 0.8,
-    layers: range | str | None = None,
     program: Program | str | None = None,
     batch: int | Sequence[int] = 1,
-    prompt: int = 1024,
-    new: int = 512,
-    ranks: int | Deployment = 1,
-    sweep: str | Mapping[str, Sequence[int]] | None = None,
-) -> DraftPredictions:
+    **asked: Unpack[Asked],
+) -> DraftRun:
     """Predict where it pays that an edited program drafts and the model verifies, whose text it stays.
 
     Args:
         draft: a recipe, a program, or a variant of the model by name, over the same weights.
         acceptance: the chance of a drafted token to be right, given that those before it are; or several.
-        model, hardware, layers, program, batch, prompt, new, ranks, sweep: as `predict` takes them.
+        model, hardware, program, batch, asked: as `predict` takes them.
 
     Raises:
         FileNotFoundError: as `predict`.
         ValueError: as `predict`; and if the draft is of another model, an acceptance is no chance, or the draft cannot
             run beside the model; in a sweep the latter is told below the table.
     """
-    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    first, drafting = open_candidates(model, [str(draft)], program, as_range(layers))
+    first, drafting = open_candidates(model, [str(draft)], program, as_range(asked.get("layers")))
     if drafting.model.shapes != first.model.shapes or not drafting.connected:
         raise ValueError(f"{draft} is no program over the weights of {first.model.label}; draft with an edit of it")
-    deployment = _deployment(ranks, machine, first)
     chances = check_chances([acceptance] if isinstance(acceptance, int | float) else acceptance)
-    cells = _sweep(
-        [first, drafting], machine, deployment, Workload(1, prompt, new), {**_axes({"batch": batch}), **_axes(sweep)}
-    )
+    question = _Question.of([first, drafting], hardware, asked, batch)
+    cells, machine, folder = question.cells(), question.hardware, question.folder
     rows, refused = list[dict[str, float]](), list[str]()
     for plain, alone in zip(cells[::2], cells[1::2], strict=True):
         try:
-            found = draft_cells(plain, alone, machine, chances)
+            rows += draft_cells(plain, alone, machine, chances)
         except ValueError as error:
-            if sweep is None:
+            if not question.swept:
                 raise
             refused.append(f"{words_of('ranks', plain.deployment.ranks)}, batch {plain.workload.batch}: {error}")
-        else:
-            rows += found
     heading = f"{_heading(machine, cells)}; drafts of {drafting.name}"
-    return DraftPredictions(heading, pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), list(dict.fromkeys(refused)))
-
-
-def _deployment(ranks: int | Deployment, hardware: Hardware, first: Candidate) -> Deployment:
-    """With a dtype, as the first candidate's weights have it, where none is asked for."""
-    deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
-    return replace(deployment, dtype=deployment.dtype or hardware.dtype(first.model.shapes.dtype))
+    said: dict[str, Any] = {"heading": heading, "refused": list(dict.fromkeys(refused))}
+    name = model.name if isinstance(model, Model | EditedModel) else str(model)
+    found = DraftRun(pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), record=said | {"model": name})
+    return found if folder is None else replace(found, record=_record(name, machine, cells, said)).save(folder)
 
 
 def _axes(sweep: str | Mapping[str, int | Sequence[int]] | None) -> dict[str, list[int]]:

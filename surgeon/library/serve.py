@@ -6,16 +6,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
 from surgeon.checkpoint.generation_defaults import read_defaults
-from surgeon.language.program import Program
-from surgeon.library.opening import draft_program, stored_model
+from surgeon.library.opening import stored_model
+from surgeon.library.running import Running, service_options
 from surgeon.memory import parse_size
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.plan.memory import Capacity
-from surgeon.runtime.service import Service, ServiceOptions
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.service import Service
 from surgeon.server.gate import check_origin
 from surgeon.server.run import bind, url_of
 from surgeon.server.run import run as run_server
@@ -60,15 +60,8 @@ def serve(
     max_tokens: int | None = None,
     blocks: int | None = None,
     memory: int | str | None = None,
-    ranks: int | RankOptions = 1,
-    program: Program | str | None = None,
-    dtype: str = "auto",
-    decoding: str = "auto",
-    low_rank: str = "auto",
-    kv: str = "auto",
-    draft: str | Path | Program | EditedModel | None = None,
-    draft_tokens: int | None = None,
     on_start: Callable[[Serving], None] = print,
+    **running: Unpack[Running],
 ) -> None:
     """Answer requests until SIGTERM, which finishes those that are open, or Ctrl-C, which ends at once.
 
@@ -82,11 +75,8 @@ def serve(
         served_model_name: what clients call the model; by default the folder's name.
         max_batch, max_waiting, max_tokens, blocks: how much it takes on at a time, as of `ServiceOptions`.
         memory: of weights and cache, in bytes or as text ("2GB"); most of what is free by default.
-        ranks: how many, on GPUs where there is one for each, or what they are in full.
-        program: to run in place of the checkpoint's own.
-        dtype, decoding, low_rank, kv, draft, draft_tokens: how it is computed, as of `ServiceOptions`; a draft may be a
-            recipe (.yaml) or an edit of the model (`surgeon.edit`), too.
         on_start: called when the first request can be answered.
+        running: ranks, program, dtype, decoding, low_rank, kv, draft, draft_tokens: how it runs, as of `Running`.
 
     Raises:
         FileNotFoundError, ValueError: if the model cannot be used or cannot run so, not within the memory, the port may
@@ -100,22 +90,16 @@ def serve(
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
     origins = tuple(map(check_origin, cors_origins))
-    stored, program = stored_model(model, program)
+    stored, running["program"] = stored_model(model, running.get("program"))
     opened = open_model(stored)
-    options = ServiceOptions(
-        RankOptions.of(ranks),
-        program,
+    options = service_options(
+        opened,
+        running,
         max_batch=max_batch,
         max_tokens=max_tokens,
         blocks=blocks,
         memory=parse_size(memory) if isinstance(memory, str) else memory,
         max_waiting=max_waiting,
-        dtype=dtype,
-        decoding=decoding,
-        low_rank=low_rank,
-        kv=kv,
-        draft=draft_program(opened, draft),
-        draft_tokens=draft_tokens,
     )
     tokenizer, defaults = opened.tokenizer, read_defaults(opened.folder)
     if complaint := defaults.complaint():

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.errors import shown
+from surgeon.language.operations.declare import VARIANTS
+from surgeon.language.operations.variants import UPPER_BOUND, is_variant
 from surgeon.language.program import Program
 from surgeon.memory import free_bytes
 from surgeon.named import is_program
@@ -44,6 +46,7 @@ from surgeon.runtime.plan.codas import with_coda
 from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.plan.mixtures import A_MIXTURE, ExpertTimes
+from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room
@@ -71,14 +74,11 @@ class ServiceOptions:
             None.
         max_waiting: requests that may be open beyond `max_batch`.
         patience: seconds without any progress after which ranks that have something to do are given up.
-        dtype: to compute in, as `make_plan` takes it.
-        decoding: how passes that add one token to each text are computed, as `Plan.decoding`.
-        low_rank: how ranks share matrices that are two factors, as `Plan.low_rank`.
-        kv: what is cached of attentions whose k and v are two factors each, as `Plan.kv`.
-        draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass; "coda"
-            where the checkpoint's first rack and its coda do; "lookup" where a text's own tokens do, what came before
-            behind its last few ones; None for none. Greedy tokens stay the same (as far as
-            rounding does not decide), and what is drawn keeps its distribution.
+        dtype, decoding, low_rank, kv: as of `Ways`.
+        draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
+            variant of the model by name ("lp"); "coda" where the checkpoint's first rack and its coda do; "lookup"
+            where a text's own tokens do, what came before behind its last few ones; None for none. Greedy tokens stay
+            the same (as far as rounding does not decide), and what is drawn keeps its distribution.
         draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py), or none for requests
             that draw with a seed of theirs, because a text that is drawn depends on how many are drafted. With a coda
             one by default: each more is accepted less often, and was slower wherever it was measured.
@@ -109,10 +109,12 @@ class ServiceOptions:
                 raise ValueError(
                     "codas draft for the checkpoint's own program; leave the other program or the drafts out"
                 )
-        elif isinstance(self.draft, str) and self.draft != LOOKUP and not is_program(self.draft):
+        elif isinstance(self.draft, str) and not (
+            is_program(self.draft) or self.draft == LOOKUP or (is_variant(self.draft) and self.draft != UPPER_BOUND)
+        ):
             raise ValueError(
                 f"there are no drafts {shown(self.draft)}; give a program over the model's weights, as in "
-                f'"A0 F0 [A1 A2] [F1 F2]", or {LOOKUP}, or {CODA}'
+                f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model ({", ".join(VARIANTS)}), or {LOOKUP}, or {CODA}'
             )
         elif self.draft is None and self.draft_tokens is not None:
             raise ValueError("draft_tokens says how many tokens to draft; say with what, too: a program, or coda")
@@ -133,6 +135,11 @@ class ServiceOptions:
                 raise ValueError(f"{name} must be at least {least}, not {number}")
         if not self.patience > 0:
             raise ValueError(f"patience must be above 0 seconds, not {self.patience:g}")
+
+    @property
+    def ways(self) -> Ways:
+        """How ranks compute it."""
+        return {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
 
     @property
     def most_open(self) -> int:
@@ -178,8 +185,7 @@ class Service(AbstractContextManager["Service"]):
         """
         self.options = options = options or ServiceOptions()
         ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
-        ways = options.dtype, options.decoding, options.low_rank, options.kv
-        plan = make_plan(model, ranks, options.max_tokens, program, device, *ways)
+        plan = make_plan(model, ranks, options.max_tokens, program, device, **options.ways)
         if options.draft == CODA:
             plan = with_coda(plan)
         elif options.draft is not None and options.draft != LOOKUP:

@@ -145,8 +145,9 @@ def test_the_help_says_how_many_are_drafted_where_nobody_says() -> None:
     [
         (
             ["--draft", "codas"],
-            "error: there are no drafts 'codas'; give a program over the model's weights, as in .*, or lookup, or coda",
+            "error: there are no drafts 'codas'; give .*, or a variant of the model .lp, .*, or lookup, or coda",
         ),
+        (["--draft", "upper-bound"], "error: there are no drafts 'upper-bound'; .*"),
         (["--draft", "A0 F0 A9 F9"], "error: the draft cannot run beside its model: .*A9.*"),
         (["--draft", "A0 F0", "--kv", "lowrank", "--program", "A0@k4,v4 F0"], "error: drafts read the keys and .*"),
         (["--draft", "A0 F0 >"], "error: the draft cannot run beside its model: .*"),

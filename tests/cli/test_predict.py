@@ -12,6 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from surgeon.cost.hardware_file import parse_hardware
+from surgeon.results.drafts import DraftRun
 from tests.cli.conftest import Run
 from tests.cost.examples import ROUND, SIZES
 
@@ -78,10 +79,14 @@ def test_a_sweep_tells_what_cannot_be(model: Path, tmp_path: Path, surgeon_says:
     assert imread(tmp_path / "results" / "predict.png").std() > 0.05
 
 
-def test_drafts_are_predicted_where_they_can_run(model: Path, file: Path, surgeon_says: Run) -> None:
+def test_drafts_are_predicted_where_they_can_run(model: Path, file: Path, tmp_path: Path, surgeon_says: Run) -> None:
     asked = ["--draft", "tracks:2", "--layers", "0:4", "--acceptance", "0,0.9", "--sweep", "ranks=1..2,batch=1..2"]
-    code, out, _ = surgeon_says("predict", model, "--hardware", file, *asked, *LOAD)
+    code, out, err = surgeon_says("predict", model, "--hardware", file, *asked, *LOAD, "-o", tmp_path / "out")
     assert code == 0
+    assert err.endswith("out: drafts.csv, drafts.json, drafts.png\n")
+    again = DraftRun.read(tmp_path / "out")
+    assert out == f"{again}\n"
+    assert imread(tmp_path / "out" / "drafts.png").std() > 0.05
     assert out.startswith("small on round: wire, float32, prompt 20, 8 new; drafts of tracks:2\n")
     rows = [line.split() for line in out.splitlines()[4:8]]
     assert [row[:3] for row in rows] == [["2", batch, chance] for batch in "12" for chance in ("0", "0.9")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import VARIANTS, Variant
@@ -58,6 +61,21 @@ def variant(name: str, dense: Program, layers: range, ranks: int) -> Program:
         return _built(name, declared, dense, layers, ranks)
     except ValueError as error:
         raise ValueError(f"{name} of layers {show_range(layers)}: {error}") from error
+
+
+def variant_of(
+    name: str, num_layers: int, steps_per_layer: int, layers: range | None = None
+) -> Callable[[int], Program]:
+    """A variant of a model, by the number of ranks.
+
+    Args:
+        layers: that it changes; all but the first and last two by default.
+
+    Raises:
+        ValueError: if there are no such layers; when it is called, as `variant`.
+    """
+    stretch = range(0) if name == DENSE else layers or middle_layers(num_layers)
+    return partial(variant, name, Program.dense(num_layers, steps_per_layer), stretch)
 
 
 def _built(name: str, declared: Variant, dense: Program, layers: range, ranks: int) -> Program:

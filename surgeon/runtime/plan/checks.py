@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -42,10 +42,18 @@ from surgeon.runtime.plan.specification import (
     LowRankMode,
     Plan,
     Rotary,
+    Ways,
     require_low_rank,
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
+WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {  # what is said of a word that is none of those known
+    "dtype": ("dtype {!r} to compute in", ("auto", *DTYPES)),
+    "decoding": ("decoding {!r}", get_args(Decoding)),
+    "low_rank": ("way {!r} of sharing factors among ranks", get_args(LowRankMode)),
+    "kv": ("kv {!r}", get_args(KvMode)),
+    "experts": ("way {!r} of sharing experts among ranks", get_args(ExpertsMode)),
+}
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 MOST_RANKS = 1024  # of one machine
 
@@ -56,12 +64,10 @@ def make_plan(
     max_tokens: int | None,
     program: Program | str | None = None,
     device: str = "cpu",
-    dtype: str = "auto",
-    decoding: str = "auto",
-    low_rank: str = "auto",
-    kv: str = "auto",
+    *,
     experts: str = "auto",
     sliced: bool = False,
+    **ways: Unpack[Ways],
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
 
@@ -70,13 +76,9 @@ def make_plan(
         max_tokens: tokens of prompt and output together; None for as many as the model takes.
         program: run this one instead of the checkpoint's own.
         device: "cpu" or "cuda".
-        dtype: to compute in, "float32", "bfloat16" or "float16"; "auto" for that of the stored embedding, but
-            float32 for 16-bit weights on a CPU.
-        decoding: as `Plan.decoding`.
-        low_rank: as `Plan.low_rank`.
-        kv: as `Plan.kv`.
         experts: as `Mixtures.mode`.
         sliced: as `Plan.sliced`.
+        ways: how it is computed.
 
     Raises:
         FileNotFoundError: if there is no such model or a file of it is missing.
@@ -97,8 +99,8 @@ def make_plan(
     for piece in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(piece.kind, piece.layers[0]), family)
     _check_shapes(parsed, source, config)
-    mode = _one_of(experts, get_args(ExpertsMode), "way {!r} of sharing experts among ranks")
-    mixtures = Mixtures.of(partial(mixture_size, source), layers, mode)
+    chosen = _chosen({"experts": experts, **ways})
+    mixtures = Mixtures.of(partial(mixture_size, source), layers, chosen["experts"])
     latent = cached_latent(family.latent(config))
     check_division(parsed, shared_units(source.units, latent), ranks, mixtures, sliced)
 
@@ -112,7 +114,7 @@ def make_plan(
             "shorten the prompt or ask for fewer tokens"
         )
 
-    dtype = _one_of(dtype, ("auto", *DTYPES), "dtype {!r} to compute in")
+    dtype, kv = chosen["dtype"], chosen["kv"]
     if dtype == "auto":
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
     if note := stored.dequantised(dtype):
@@ -130,9 +132,9 @@ def make_plan(
         program=str(parsed),
         ranks=ranks,
         dtype=dtype,
-        decoding=_one_of(decoding, get_args(Decoding), "decoding {!r}"),
-        low_rank=_one_of(low_rank, get_args(LowRankMode), "way {!r} of sharing factors among ranks"),
-        kv=_one_of(kv, get_args(KvMode), "kv {!r}"),
+        decoding=chosen["decoding"],
+        low_rank=chosen["low_rank"],
+        kv=kv,
         model_type=family.model_type,
         head_dim=source.head_dim if latent is None else latent.width,
         epsilon=family.epsilon(config),
@@ -177,15 +179,17 @@ def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
     return None if experts is None else MixtureSize(experts, source.stored_width(FEED_FORWARD, layer))
 
 
-def _one_of(wanted: str, known: tuple[Any, ...], what: str) -> Any:
-    """A word that is known.
+def _chosen(ways: Mapping[str, Any]) -> dict[str, Any]:
+    """All ways by name, "auto" where nothing is chosen.
 
     Raises:
-        ValueError: saying that there is no such `what`, and which was probably meant.
+        ValueError: if there is no such way, and which was probably meant.
     """
-    if wanted not in known:
-        raise ValueError(f"there is no {what.format(wanted)}; {did_you_mean(wanted, known)}")
-    return wanted
+    for name, wanted in ways.items():
+        what, known = WAYS[name]
+        if wanted not in known:
+            raise ValueError(f"there is no {what.format(wanted)}; {did_you_mean(wanted, known)}")
+    return dict.fromkeys(WAYS, "auto") | dict(ways)
 
 
 def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:

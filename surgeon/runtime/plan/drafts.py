@@ -14,12 +14,13 @@ from pathlib import Path
 
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.language.operations.variants import is_variant, variant_of
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import Sizes, kv_heads
 from surgeon.runtime.plan.placement import computed_of, work_of
-from surgeon.runtime.plan.specification import DraftPlan, Plan
+from surgeon.runtime.plan.specification import DraftPlan, Plan, Ways
 from surgeon.words import plural
 
 Place = tuple[tuple[int, ...], int | None, int]  # layers, width, and which of the attentions of these in the program
@@ -38,10 +39,13 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
     if plan.kv == "lowrank":
         raise ValueError("drafts read the keys and values of the model's own program; use kv full or auto, not lowrank")
     stored = open_stored(model)
-    ways = plan.dtype, plan.decoding, plan.low_rank, "full", plan.mixtures.mode
+    if isinstance(draft, str) and is_variant(draft):
+        draft = variant_of(draft, plan.layers, plan.family.steps_per_layer)(plan.ranks)
+    ways: Ways = {"dtype": plan.dtype, "decoding": plan.decoding, "low_rank": plan.low_rank, "kv": "full"}
 
     def make(sliced: bool) -> Plan:
-        return make_plan(stored, plan.ranks, plan.max_tokens, draft, "cpu", *ways, sliced=sliced)
+        mode = plan.mixtures.mode
+        return make_plan(stored, plan.ranks, plan.max_tokens, draft, experts=mode, sliced=sliced, **ways)
 
     return replace(plan, kv="full", draft=draft_beside(plan, stored.weights, make))
 

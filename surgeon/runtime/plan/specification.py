@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
@@ -35,6 +35,24 @@ LowRankMode = Literal["auto", "gather", "replicate", "base"]
 # made again whenever they are read (lowrank). Auto is full as long as the cache that is asked for fits into memory so;
 # otherwise, if more tokens fit then, it is lowrank in those attentions where that is fewer numbers of a token.
 KvMode = Literal["auto", "full", "lowrank"]
+
+
+class Ways(TypedDict, total=False):
+    """How ranks compute a program; each is "auto" where it is left out.
+
+    Keys:
+        dtype: to compute in, "float32", "bfloat16" or "float16"; auto is that of the stored embedding, but float32 for
+            16-bit weights on a CPU.
+        decoding: how passes that add one token to each text are computed.
+        low_rank: how ranks share matrices that are two factors.
+        kv: what is cached of attentions whose k and v are two factors each.
+    """
+
+    dtype: str
+    decoding: str
+    low_rank: str
+    kv: str
+
 
 # What ranks compute without asking `transformers`, which takes seconds to import (see model/layers.py).
 OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")

@@ -35,6 +35,17 @@ def test_attentions_use_the_slots_of_their_layers(folder: Path) -> None:
     assert (plan.kv, plan.sliced, plan.program) == ("full", False, "A0 F0 A1 F1 A2 F2 A3 F3")
 
 
+def test_a_variant_of_the_model_drafts_by_its_name(tmp_path: Path) -> None:
+    tiny_model("llama", 7).save_pretrained(tmp_path)
+    for name, middle in (("lp", "[A2 A3] [F2 F3] A4 F4"), ("ladder", ">A2 >F2 >A3 >F3 >A4 >F4")):
+        _, draft = planned(tmp_path, 1, name)
+        assert draft.plan.program == f"A0 F0 A1 F1 {middle} A5 F5 A6 F6"
+    _, draft = planned(tmp_path, 2, "tracks:2")
+    assert draft.plan.program.count("/2:1") == 6
+    with pytest.raises(ValueError, match="tracks:2 has a slice of the layers for each rank; use 2 ranks or more"):
+        planned(tmp_path, 1, "tracks:2")
+
+
 def test_pairs_lie_whole_on_ranks_where_the_verifier_has_them_so(folder: Path) -> None:
     _, draft = planned(folder, 2, "[A1 A2] A3", program="A0 F0 [A1 A2] [F1 F2] A3 F3")
     assert draft.slots == ((1, 2), (1, 2))
@@ -67,6 +78,7 @@ def test_memory_is_that_of_what_is_not_there_already(folder: Path) -> None:
             "A0 {A1/2:0 | A1/2:1}",
             "rank 0 computes A1/2:0 of the draft, which has KV heads 0 to 0, and caches 0 to 1 of",
         ),
+        (1, "lp", "the model has 4 layers, and variants leave the first and last 2 alone"),
         (1, "A0 F0 A7", "the draft cannot run beside its model: .*A7"),
     ],
 )

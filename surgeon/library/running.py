@@ -1,0 +1,67 @@
+"""How `surgeon.generate` and `surgeon.serve` run a model on ranks, and with what it drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from surgeon.language.program import Program
+from surgeon.library.opening import has_weights_of_its_model
+from surgeon.named import is_recipe
+from surgeon.opened import EditedModel, Model, open_edited
+from surgeon.runtime.plan.specification import Ways
+from surgeon.runtime.service import ServiceOptions
+from surgeon.runtime.worker.options import RankOptions
+
+
+class Running(Ways, total=False):
+    """What both take.
+
+    Keys:
+        ranks: how many, on GPUs where there is one for each, or what they are in full; one by default.
+        program: to run in place of the checkpoint's own.
+        draft: as of `ServiceOptions`; or a recipe (.yaml), or an edit of the model (`surgeon.edit`).
+        draft_tokens: as of `ServiceOptions`.
+    """
+
+    ranks: int | RankOptions
+    program: Program | str | None
+    draft: str | Path | Program | EditedModel | None
+    draft_tokens: int | None
+
+
+def service_options(model: Model, running: Running, **more: Any) -> ServiceOptions:
+    """The options of a service.
+
+    Args:
+        more: of them.
+
+    Raises:
+        FileNotFoundError, ValueError: as `RankOptions`, `ServiceOptions` and `draft_program`.
+    """
+    ranks, draft = RankOptions.of(running.get("ranks", 1)), draft_program(model, running.get("draft"))
+    return ServiceOptions(**{**running, **more, "ranks": ranks, "draft": draft})
+
+
+def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
+    """What drafts tokens for a model, of a program, or a recipe or an edited model that has one; "coda" is itself.
+
+    Raises:
+        FileNotFoundError, ValueError: if there is no such recipe, or it is of another model, or the draft would have
+            weights that do not follow from the model's matrices alone.
+    """
+    if isinstance(draft, str | Path) and is_recipe(draft):
+        draft = open_edited(draft, tokenizer=False)
+    if not isinstance(draft, EditedModel):
+        return str(draft) if isinstance(draft, Path) else draft
+    if draft.model.folder.resolve() != model.folder.resolve():
+        raise ValueError(
+            f"{draft.name} edits {draft.model.name}, and a draft is a program over the weights of the model that "
+            f"verifies, {model.name}; draft with an edit of that"
+        )
+    if not has_weights_of_its_model(draft):
+        raise ValueError(
+            f"{draft.name} has factors, heads or neurons that the model's matrices alone do not tell, and drafts have "
+            "the model's weights; draft without them, or with low ranks that go by no text"
+        )
+    return draft.program
