@@ -47,11 +47,11 @@ class ScanJournal(ProgramJournal):
         spread: whether a run took the windows in the rounds of a screening, so that the next ones find them whole.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], windows: int) -> None:
+    def __init__(self, folder: Path, identity: dict[str, Any], windows: int, sampled: bool = False) -> None:
         self.finished: list[Selection] = []
         self.at_once: int | None = None
         self.spread = False
-        super().__init__(folder, JOURNAL, "scan", {"format": FORMAT} | identity, windows)
+        super().__init__(folder, JOURNAL, "scan", {"format": FORMAT} | identity, windows, sampled)
 
     def start(self, at_once: int, spread: bool) -> None:
         """Note how many windows are taken together, and in which order."""
@@ -80,6 +80,7 @@ def scan(
     *,
     seed: int = 0,
     screened: bool = False,
+    sampled: bool = False,
     batch: int | None = None,
     workers: int = 1,
 ) -> Scan:
@@ -95,6 +96,7 @@ def scan(
         selection: as `select` returns it for this model.
         seed: of the random orders of `shuffle`.
         screened: let cells go that are settled on a part of the windows (see `surgeon.analysis.screen`).
+        sampled: measure sampled acceptance, too, also of cells that are there without.
         batch: at most this many windows are run together.
         workers: processes to share the work out to; 1 to do it in this one.
 
@@ -111,7 +113,7 @@ def scan(
         "tokens": windows.ids.numel(),
         "seed": seed,
     }
-    with as_stored(model) as program, ScanJournal(folder, identity, len(windows.ids)) as journal:
+    with as_stored(model) as program, ScanJournal(folder, identity, len(windows.ids), sampled) as journal:
         _recover(journal, folder, identity, selection)
         work = _Work.of(model, program, [*journal.finished, selection], seed)
         at_once = windows_at_once(model, work.plan, windows.ids, subject.memory, batch)
@@ -120,7 +122,7 @@ def scan(
         journal.start(at_once, screened)
         programs, known = work.plan.programs, identity["model_hash"]
         units = most_important(model, programs, windows, folder, model_hash=known, memory=subject.memory)
-        run = _Run(subject, work, at_once, journal, workers, batch, units)
+        run = _Run(subject, work, at_once, journal, workers, batch, units, sampled)
         outcomes = list(run.outcomes(screened))
         journal.finish(selection)
         asked = selection.to_json()
@@ -132,7 +134,7 @@ def scan(
         if earlier:
             record["earlier"] = earlier
         base, predicted = journal.values(program, range(len(windows.ids)))[0], windows.ids.shape[1] - 1
-        table = cells_table(outcomes, base, predicted, run.values, run.acceptance)
+        table = cells_table(outcomes, base, predicted, run.values, run.acceptances)
         record |= {"base_perplexity": perplexity(base), "base_interval": perplexity_interval(base)}
         record |= work.counts(table)
         permutations = permutations_table(outcomes, base, predicted, run.values)
@@ -213,14 +215,15 @@ class _Run:
     workers: int
     batch: int | None
     units: FactorSource | None
+    sampled: bool
 
     def values(self, program: Program, windows: Sequence[int]) -> tuple[Values, Values]:
         """Negative log-likelihood and divergence of a cell's program, (windows,) each."""
         return self.journal.values(self.work.programs[program], windows)
 
-    def acceptance(self, program: Program, windows: Sequence[int]) -> Values:
-        """Its greedy acceptance, (windows,)."""
-        return self.journal.acceptance(self.work.programs[program], windows)
+    def acceptances(self, program: Program, windows: Sequence[int]) -> Values:
+        """Its acceptances, (kinds, windows)."""
+        return self.journal.acceptances(self.work.programs[program], windows)
 
     def outcomes(self, screened: bool) -> Iterator[Outcome]:
         """Every cell, with the windows that its numbers rest on, once all of them are measured."""
@@ -270,10 +273,12 @@ class _Run:
 
             if self.workers > 1 and others:  # workers measure the unedited model beside others only
                 job = Job(subject.opened.folder, ids, str(dense), tuple(map(str, others)), batch=self.batch)
-                job = replace(job, memory=subject.memory, folder=journal.folder, factors=self.units)
+                job = replace(
+                    job, memory=subject.memory, folder=journal.folder, factors=self.units, sampled=self.sampled
+                )
                 measured = measure_in_workers(job, self.workers, ran)
             else:
                 options = MeasureOptions(self.at_once, is_done, ran, memory=subject.memory, folder=journal.folder)
-                options = replace(options, factors=self.units)
+                options = replace(options, factors=self.units, sampled=self.sampled)
                 measured = measure(subject.model, ids, left, options)
             journal.add_new(measured, windows)

@@ -12,9 +12,10 @@ from surgeon.analysis.cells import Cell
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION
+from surgeon.quality.head import ACCEPTANCES, SAMPLED
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate
 
-COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, "greedy_acceptance", "tokens", "sublayers_run"]
+COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, *ACCEPTANCES, "tokens", "sublayers_run"]
 PERMUTATION_COLUMNS = ["operation", "first", "last", "seed", "order", "perplexity", "divergence", "tokens"]
 
 Lookup = Callable[[Program, Sequence[int]], tuple[Values, Values]]  # nll and divergence of a program on some windows
@@ -40,25 +41,29 @@ def cells_table(
     base: Values,
     predicted: int,
     lookup: Lookup,
-    acceptance: Callable[[Program, Sequence[int]], Values],
+    acceptances: Callable[[Program, Sequence[int]], Values],
 ) -> pd.DataFrame:
     """One row per cell, with the columns of `cells.csv`; a parameter that maps vary has a column behind the layers.
+
+    Sampled acceptance has one where it was measured of some cell.
 
     Args:
         base: the unedited model's negative log-likelihood on every window.
         predicted: how many tokens of a window are predicted.
-        acceptance: of a program on some windows, the share of tokens that it would draft as the original chooses them.
+        acceptances: of a program on some windows, (kinds, windows): what shares of its drafts are accepted.
     """
     rows, values = [], []
     for one in outcomes:
         cell, windows = one.cell, one.windows
         nll, divergence = cell_values(cell, windows, lookup)
         numbers = estimate(nll, divergence, base, windows).numbers
-        accepted = float(np.mean([acceptance(program, windows) for program in cell.programs]))
+        accepted = np.mean([acceptances(program, windows) for program in cell.programs], axis=(0, 2)).tolist()
         known = len(windows) * predicted, one.sublayers_run
-        rows.append((cell.operation, cell.first, cell.last, *numbers, accepted, *known))
+        rows.append((cell.operation, cell.first, cell.last, *numbers, *accepted, *known))
         values.append((HEATMAPS[cell.operation].varied, cell.value))
     table = pd.DataFrame(rows, columns=COLUMNS)
+    if table[SAMPLED].isna().all():
+        del table[SAMPLED]
     for place, name in enumerate(sorted({varied for varied, _ in values if varied is not None}), start=3):
         table.insert(place, name, [value if varied == name else np.nan for varied, value in values])
     return table

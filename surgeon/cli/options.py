@@ -65,6 +65,14 @@ MemoryOption = Annotated[
     str | None,
     typer.Option("--memory", help="The most memory the process may take, model included, such as 512MB or 2GB."),
 ]
+SampledOption = Annotated[
+    bool,
+    typer.Option(
+        "--sampled-acceptance",
+        help="Besides greedy acceptance, measure how often a token that a program draws would be accepted as one of "
+        "the original's: sum_v min(p_v, q_v), the mean over tokens.",
+    ),
+]
 ResultsOption = Annotated[
     list[Path] | None,
     typer.Option(

@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DefaultDataOption, DefaultOutputOption, MemoryOption, ModelArgument, TextArguments
+from surgeon.cli.options import (
+    DefaultDataOption,
+    DefaultOutputOption,
+    MemoryOption,
+    ModelArgument,
+    SampledOption,
+    TextArguments,
+)
 from surgeon.language.operations.declare import HEATMAPS, described
 
 _RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
@@ -96,6 +103,7 @@ def scan(
             "on their part.",
         ),
     ] = False,
+    sampled_acceptance: SampledOption = False,
     text: TextArguments,
     effort: EffortArguments,
     seed: Annotated[int, typer.Option("--seed", help=f"Seed of the random orders of {_RANDOM}.")] = 0,
@@ -103,7 +111,8 @@ def scan(
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
 
     Shuffles, prunes, merges and runs in parallel (all together, and two by two) each stretch of layers, and writes
-    perplexity and divergence from the original for each, with 95% intervals over windows of text. Layers count from
+    perplexity and divergence from the original for each, with 95% intervals over windows of text, and how often
+    tokens that it drafts would be accepted (greedy_acceptance). Layers count from
     0; the columns first and last are both included. A map over a parameter has each layer alone, with every value;
     the table then has a column of that name. Interrupted, the same command goes on where it was; another one
     on the same folder adds its cells.
@@ -120,6 +129,7 @@ def scan(
         every=cells.every,
         permutations=cells.permutations,
         screen=screen,
+        sampled_acceptance=sampled_acceptance,
         **vars(text),
         **vars(effort),
         seed=seed,

@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DefaultDataOption, DefaultOutputOption, MemoryOption, ModelArgument, TextArguments
+from surgeon.cli.options import (
+    DefaultDataOption,
+    DefaultOutputOption,
+    MemoryOption,
+    ModelArgument,
+    SampledOption,
+    TextArguments,
+)
 
 _WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
 _FIXED = "\N{NO-BREAK SPACE}"
@@ -75,6 +82,7 @@ class SearchQuestion:
             "by commas give a Pareto front, and so does a cost without a limit of quality.",
         ),
     ] = "divergence"
+    sampled_acceptance: SampledOption = False
     sampler: Annotated[
         str,
         typer.Option(

@@ -27,6 +27,7 @@ def scan(
     every: int = 1,
     permutations: int = 1,
     screen: bool = False,
+    sampled_acceptance: bool = False,
     tokens: int = DEFAULT_TOKENS,
     window: int | None = None,
     separator: str | None = None,
@@ -47,6 +48,8 @@ def scan(
         every: only stretches that begin at multiples of it, and whose length is one.
         permutations: random orders for each cell of shuffle.
         screen: give a cell only as much text as it takes to place it.
+        sampled_acceptance: measure sampled acceptance, too: the mean over tokens of sum_v min(p_v, q_v), for which all
+            probabilities of the original are computed again for every cell.
         tokens: of the text, in windows of `window`; documents are apart at `separator`.
         memory: the most that the process may take, in bytes or as text ("2GB").
         batch: windows to run together at most.
@@ -76,5 +79,14 @@ def scan(
     if screen and len(rounds(windows)) == 1:
         few = f"{windows} windows are too few to screen: every cell gets all of them"
         warn([f"{few}; use a smaller window or more tokens"])
-    found = run_scan(subject, folder, selection, seed=seed, screened=screen, batch=batch, workers=workers)
+    found = run_scan(
+        subject,
+        folder,
+        selection,
+        seed=seed,
+        screened=screen,
+        sampled=sampled_acceptance,
+        batch=batch,
+        workers=workers,
+    )
     return replace(found, files=(folder / "cells.csv", *found.draw(folder)))

@@ -137,6 +137,7 @@ def search(
     prompt: int | None = None,
     new: int | None = None,
     link_delay: str | None = None,
+    sampled_acceptance: bool = False,
     sampler: str = SURGEON,
     seed: int = 0,
     holdout: int | None = None,
@@ -166,6 +167,7 @@ def search(
         budget: what to come down to, one limit or several: "depth=12"; limits of a cost and of quality give a front
             between them; None: how deep is the model really?
         objective: what to make small, several give a front, and so does a cost without a limit of quality.
+        sampled_acceptance: measure that of every program, too, beside greedy acceptance.
         ranks, batch, prompt, new, link_delay: what tracks and times are of, as `SearchSettings` has them.
         sampler: who proposes programs: "surgeon", or one of Optuna's, "tpe", "gp", "cmaes", "nsga2" or "random", with
             this `seed`, on the same parameters with the same constraints.
@@ -193,7 +195,7 @@ def search(
         SearchText(None if data is None else str(data), tokens, window, separator),
         str(output),
         trials,
-        search_settings(space, budget, objective, ranks, batch, prompt, new, link_delay),
+        search_settings(space, budget, objective, ranks, batch, prompt, new, link_delay, sampled_acceptance),
         sampler,
         seed,
         memory,
@@ -260,7 +262,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     for name, table in tables.items():  # they are there where no trial keeps the budget, too
         SearchRun.TABLES[name].write(output, table)
     by = {"sampler": options.sampler} | ({} if options.sampler == SURGEON else {"seed": options.seed})
-    record = subject.provenance(**asdict(settings), **by, trials=len(trials), study=study.name, storage=storage.place)
+    record = subject.provenance(**settings.identity, **by, trials=len(trials), study=study.name, storage=storage.place)
     if known.passes:
         record["using"] = known.record(setup.mixture, trials)
     record["sublayers_run"], record["work"] = round(work.alone + work.together, 1), work.to_json()
@@ -293,7 +295,7 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
 def _open_study(subject: Subject, options: SearchOptions, known: Known, storage: StudyStorage) -> SharedStudy:
     """The study in its storage, new or gone on with."""
     settings = {"format": FORMAT, "model_hash": subject.opened.hash, "data": subject.windows.digest}
-    settings |= {**asdict(options.settings), "sampler": options.sampler, "seed": options.seed, **known.identity}
+    settings |= {**options.settings.identity, "sampler": options.sampler, "seed": options.seed, **known.identity}
     name = options.study or DEFAULT_STUDY
     if options.study is None and options.storage is not None:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -35,7 +35,8 @@ class SearchProblem(Search):
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset, or "demo"; by default that, with a warning.
-        space, budget, objective, ranks, batch, prompt, new, link_delay: as `surgeon.search` takes them.
+        space, budget, objective, ranks, batch, prompt, new, link_delay, sampled_acceptance: as `surgeon.search`
+            takes them.
         tokens: of the text, in windows of `window`; documents are apart at `separator`.
         memory: the most that this process may take, in bytes or as text ("2GB").
         using: what passes over the same model have found, as `surgeon.search` takes it.
@@ -59,6 +60,7 @@ class SearchProblem(Search):
         prompt: int | None = None,
         new: int | None = None,
         link_delay: str | None = None,
+        sampled_acceptance: bool = False,
         tokens: int = DEFAULT_TOKENS,
         window: int | None = None,
         separator: str | None = None,
@@ -66,15 +68,16 @@ class SearchProblem(Search):
         using: Using = (),
         output: str | Path | None = None,
     ) -> None:
-        settings = search_settings(space, budget, objective, ranks, batch, prompt, new, link_delay)
+        asked = (ranks, batch, prompt, new, link_delay, sampled_acceptance)
+        settings = search_settings(space, budget, objective, *asked)
         if settings.is_timed_here:
             raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
-        asked = AskedSearch.of(model, settings, folders(using))
+        opening = AskedSearch.of(model, settings, folders(using))
         if output is None:
             self._folder = tempfile.TemporaryDirectory(prefix="search-")  # gone with the problem
             output = self._folder.name
         text = SearchText(None if data is None else str(data), tokens, window, separator)
-        setup = asked.load(model, text, memory, folders(using), Path(output))
+        setup = opening.load(model, text, memory, folders(using), Path(output))
         evaluator = setup.evaluator(Path(output))
         question = setup.question(evaluator.measure([evaluator.dense])[evaluator.dense])
         super().__init__(question, evaluator, known=setup.known)

@@ -146,6 +146,7 @@ class SearchSetup:
             kept=kept,
             own=subject.opened.own,
             factors=self.factors,
+            sampled=self.settings.sampled_acceptance,
         )
 
     def question(self, original: MeasuredProgram, here: Hardware | None = None) -> Question:

@@ -3,13 +3,14 @@
 Logits are linear in the normed stream h, so a changed program's cross term with the original's probabilities p is a
 dot product: sum_v p_v (h . W_v) = h . E with E = sum_v p_v W_v. E is computed once for the original; after that each
 program costs one matrix product with the head and one log-sum-exp, and no vocabulary-sized tensor outlives a block of
-tokens. Capped logits (Gemma2) are not linear; there the original's logits are computed again for every program.
+tokens. Capped logits (Gemma2) are not linear; there the original's logits are computed again for every program. So they
+are where sampled acceptance is asked for, which takes all probabilities of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from surgeon.models.families import family_of
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 LEAST_ROWS = 128
 _VOCABULARY_PART = 16384
+GREEDY, SAMPLED = ACCEPTANCES = ("greedy_acceptance", "sampled_acceptance")  # of what a program drafts
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Quality:
         nll: negative log-likelihood of the text, nats.
         divergence: KL(original || changed) over the full vocabulary, nats.
         greedy_acceptance: the share of tokens at which the original's likeliest one is it here, too.
+        sampled_acceptance: sum_v min(p_v, q_v), the chance that a token which is drawn here is accepted as one of the
+            original's (Leviathan et al. 2023, corollary 3.6); None if it was not asked for.
         blocks: the divergence of parts of each window in order, as many as were asked for and about as long, (windows,
             parts); None if none were.
     """
@@ -41,17 +45,28 @@ class Quality:
     nll: Tensor
     divergence: Tensor
     greedy_acceptance: Tensor
+    sampled_acceptance: Tensor | None = None
     blocks: Tensor | None = None
+
+    @property
+    def numbers(self) -> dict[str, Tensor]:
+        """All that there are, by name."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def cpu(self) -> Quality:
         """The same in main memory."""
-        own = (self.nll.cpu(), self.divergence.cpu(), self.greedy_acceptance.cpu())
-        return Quality(*own, None if self.blocks is None else self.blocks.cpu())
+        return Quality(**{name: tensor.cpu() for name, tensor in self.numbers.items()})
 
     @classmethod
-    def of_original(cls, nll: Tensor) -> Quality:
-        """The original's own, which differs from itself in nothing."""
-        return cls(nll, torch.zeros_like(nll), torch.ones_like(nll))
+    def of_original(cls, nll: Tensor, sampled: bool = False) -> Quality:
+        """The original's own, which differs from itself in nothing.
+
+        Args:
+            sampled: whether sampled acceptance is asked for.
+        """
+        ones = torch.ones_like(nll)
+        return cls(nll, torch.zeros_like(nll), ones, ones if sampled else None)
 
 
 def joined(parts: Sequence[Quality]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -61,13 +76,12 @@ def joined(parts: Sequence[Quality]) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 
 def one_after_the_other(parts: Sequence[Quality]) -> Quality:
-    """Of windows that were measured in parts, all of them in order; parts of windows are there if all have them."""
+    """Of windows that were measured in parts, all of them in order, with the numbers that all parts have."""
     if len(parts) == 1:
         return parts[0]
-    blocks = [part.blocks for part in parts if part.blocks is not None]
-    names = ("nll", "divergence", "greedy_acceptance")
-    nll, divergence, accepted = (torch.cat([getattr(part, name) for part in parts]) for name in names)
-    return Quality(nll, divergence, accepted, torch.cat(blocks) if len(blocks) == len(parts) else None)
+    numbers = [part.numbers for part in parts]
+    there = [name for name in numbers[0] if all(name in own for own in numbers)]
+    return Quality(**{name: torch.cat([own[name] for own in numbers]) for name in there})
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,7 @@ class ReferencePredictions:
         constant: (predicted tokens,), the part of the divergence that depends on the original only.
         likeliest: (predicted tokens,), the ids of the original's likeliest ones.
         quality: of the original itself; its divergence is 0.
+        normed: (predicted tokens, hidden), the original's normed stream; None if sampled acceptance is not asked for.
     """
 
     input_ids: Tensor
@@ -88,6 +103,7 @@ class ReferencePredictions:
     constant: Tensor
     likeliest: Tensor
     quality: Quality
+    normed: Tensor | None = None
 
 
 class OutputHead:
@@ -120,12 +136,13 @@ class OutputHead:
         return blocks + normed
 
     @torch.inference_mode()
-    def reference(self, stream: Tensor, input_ids: Tensor) -> ReferencePredictions:
+    def reference(self, stream: Tensor, input_ids: Tensor, sampled: bool = False) -> ReferencePredictions:
         """What the original program predicts.
 
         Args:
             stream: (windows, tokens, hidden) after the whole program, before the final norm.
             input_ids: (windows, tokens).
+            sampled: whether programs that are compared get their sampled acceptance, too.
         """
         hidden, targets = self.predicting(stream), _targets(input_ids)
         nll, constant = hidden.new_empty(len(hidden), dtype=torch.float32), []
@@ -145,7 +162,8 @@ class OutputHead:
             own = self.bias is not None and not self.softcap
             constant.append(-entropy - self._scaled(p @ self.bias.float()) if own else -entropy)
         mean = _window_means(nll, len(input_ids))
-        return ReferencePredictions(input_ids, kept, torch.cat(constant), likeliest, Quality.of_original(mean))
+        own_quality, normed = Quality.of_original(mean, sampled), hidden if sampled else None
+        return ReferencePredictions(input_ids, kept, torch.cat(constant), likeliest, own_quality, normed)
 
     @torch.inference_mode()
     def compare(self, stream: Tensor, reference: ReferencePredictions, blocks: int = 0) -> Quality:
@@ -157,7 +175,7 @@ class OutputHead:
         """
         hidden, targets = self.predicting(stream), _targets(reference.input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)
-        target_logit, cross, same = torch.empty_like(nll), torch.empty_like(nll), torch.empty_like(nll)
+        target_logit, cross, same, shared = (torch.empty_like(nll) for _ in range(4))
         for rows in self._blocks(len(hidden)):
             logits = self.logits(hidden[rows])
             # The fused kernel reads the block once; a log-sum-exp of its own is a third slower.
@@ -167,6 +185,9 @@ class OutputHead:
             if self.softcap:
                 original = functional.softmax(self.logits(reference.kept[rows]), dim=-1)
                 cross[rows] = (original * logits).sum(-1)
+            if reference.normed is not None:
+                normaliser = nll[rows] + target_logit[rows]
+                shared[rows] = _shared(self.logits(reference.normed[rows]), logits - normaliser[:, None])
         if self.softcap is None:
             cross = self._scaled((hidden.float() * reference.kept).sum(-1))
         log_normaliser = nll + target_logit
@@ -174,7 +195,8 @@ class OutputHead:
         windows = len(reference.input_ids)
         parts = _part_means(divergence, windows, blocks) if blocks else None
         nll, divergence, accepted = (_window_means(one, windows) for one in (nll, divergence, same))
-        return Quality(nll, divergence, accepted, parts)
+        drawn = None if reference.normed is None else _window_means(shared, windows)
+        return Quality(nll, divergence, accepted, drawn, parts)
 
     def predicting(self, stream: Tensor) -> Tensor:
         """The normed stream of the tokens that predict one, (predicted tokens, hidden)."""
@@ -204,6 +226,17 @@ class OutputHead:
 def _likeliest(logits: Tensor) -> Tensor:
     """The ids of the greatest logits; on a CPU numpy finds them in a tenth of torch's time."""
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+
+
+def _shared(logits: Tensor, log_q: Tensor) -> Tensor:
+    """(tokens,), sum_v min(p_v, q_v); exp is taken once, of the lesser logarithm. Rounding can make it more than 1.
+
+    Args:
+        logits: (tokens, vocabulary), of p.
+        log_q: (tokens, vocabulary), whose place is taken.
+    """
+    log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+    return torch.minimum(log_p, log_q, out=log_q).exp_().sum(-1).clamp_(max=1)
 
 
 def _targets(input_ids: Tensor) -> Tensor:

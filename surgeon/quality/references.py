@@ -2,7 +2,8 @@
 
 A file holds the head's rows averaged by the original's probabilities (`ReferencePredictions.kept`), a vector of the
 stream's size for each token, and not logits, nor the largest of them: with it the divergence over the full vocabulary
-is exact, in a fraction of the room. Of the largest it holds which token has it.
+is exact, in a fraction of the room. Of the largest it holds which token has it. Where sampled acceptance is asked for,
+which takes all probabilities, it holds the original's normed stream as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from surgeon.quality.identified import UNREADABLE, open_identified, write_identi
 
 REFERENCE_FILE = "reference.safetensors"
 _NAMES = ("kept", "constant", "likeliest", "nll")
+_NORMED = "normed"
 _WORDS = {
     "model_hash": "another model",
     "data": "another text",
@@ -33,24 +35,30 @@ class TextReferences:
     Args:
         ids: (windows, tokens) of the text.
         device: where predictions that come from a file are put.
+        sampled: whether they are for sampled acceptance, too.
     """
 
-    def __init__(self, ids: Tensor, device: torch.device | str = "cpu") -> None:
-        self.ids, self.device = ids, device
+    def __init__(self, ids: Tensor, device: torch.device | str = "cpu", sampled: bool = False) -> None:
+        self.ids, self.device, self.sampled = ids, device, sampled
+        self.names = (*_NAMES, _NORMED) if sampled else _NAMES
         self.known = [False] * len(ids)
         self.tensors: Tensors = {}  # by window, in one piece each, so that neighbouring windows need no copy
 
     def __getitem__(self, windows: range) -> ReferencePredictions:
         if not all(self.known[windows.start : windows.stop]):
             raise KeyError(windows)
-        kept, constant, likeliest, nll = (self.tensors[name][windows.start : windows.stop] for name in _NAMES)
+        kept, constant, likeliest, nll, *more = (
+            self.tensors[name][windows.start : windows.stop] for name in self.names
+        )
         ids = self.ids[windows.start : windows.stop].to(kept.device)
         by_token = kept.flatten(0, 1), constant.flatten(), likeliest.flatten()
-        return ReferencePredictions(ids, *by_token, Quality.of_original(nll))
+        normed = (one.flatten(0, 1) for one in more)
+        return ReferencePredictions(ids, *by_token, Quality.of_original(nll, self.sampled), *normed)
 
     def __setitem__(self, windows: range, reference: ReferencePredictions) -> None:
-        given = (reference.kept, reference.constant, reference.likeliest, reference.quality.nll)
-        for name, tensor in zip(_NAMES, given, strict=True):
+        given = [reference.kept, reference.constant, reference.likeliest, reference.quality.nll]
+        given += [reference.normed] if self.sampled and reference.normed is not None else []
+        for name, tensor in zip(self.names, given, strict=True):
             shaped = tensor if name == "nll" else tensor.unflatten(0, (len(windows), -1))
             if name not in self.tensors:
                 self.tensors[name] = shaped.new_empty((len(self.ids), *shaped.shape[1:]))
@@ -92,7 +100,7 @@ class TextReferences:
     def load(self, path: Path, identity: Mapping[str, str]) -> bool:
         """Take them from a file, if it is there; a damaged file is left aside with a warning.
 
-        So is, without one, a file of before the likeliest tokens were kept.
+        So is, without one, a file of before the likeliest tokens were kept, or without what sampled acceptance takes.
 
         Returns:
             whether they were taken.
@@ -102,8 +110,8 @@ class TextReferences:
         """
         otherwise = "the original is run again"
         with open_identified(path, identity, _WORDS, "predictions", otherwise, str(self.device)) as file:
-            if file is None or set(file.keys()) < set(_NAMES):
+            if file is None or not set(file.keys()) >= set(self.names):
                 return False
-            tensors = {name: file.get_tensor(name) for name in _NAMES}
+            tensors = {name: file.get_tensor(name) for name in self.names}
         self.tensors, self.known = tensors, [True] * len(self.ids)
         return True

@@ -53,7 +53,8 @@ class Scan(RunResult):
             the parameters that maps vary, where some do, each with its value in the cells of its maps;
             perplexity with its 95% interval; divergence in nats per token, likewise; greedy_acceptance, the share of
             tokens at which the original's likeliest one is the cell's, too (empty in scans of before that was
-            measured): how often what the cell drafts is accepted; tokens are those of the text whose
+            measured): how often what the cell drafts is accepted; sampled_acceptance, where it was asked for, the mean
+            over tokens of sum_v min(p_v, q_v): the same of tokens that are drawn; tokens are those of the text whose
             prediction the row rests on; sublayers_run counts what ran for this cell and not already for one before it
             (a sublayer that ran on half of the windows counts a half).
         base_perplexity: of the unedited model.

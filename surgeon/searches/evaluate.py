@@ -30,7 +30,7 @@ from surgeon.memory import available_bytes, resident_bytes, stay_below
 from surgeon.models.edit import program_of, require_unedited
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.quality.data import Windows
-from surgeon.quality.head import OutputHead, Quality, joined
+from surgeon.quality.head import ACCEPTANCES, OutputHead, Quality, joined, one_after_the_other
 from surgeon.quality.references import REFERENCE_FILE, TextReferences
 from surgeon.quality.summary import Values, estimate, estimate_beside
 from surgeon.searches.race import Race, blocks_per_window
@@ -57,6 +57,7 @@ class Evaluator:
         race: the rule by which programs are stopped.
         own: the model's program over these layers, which is the original; by default they run one after the other.
         factors: of matrices that programs have ranks for; by default the plain ones.
+        sampled: whether programs get their sampled acceptance, too.
 
     Attributes:
         sublayers: how many have run so far, one on a part of the windows counted as that part.
@@ -78,6 +79,7 @@ class Evaluator:
         race: Race | None = None,
         own: Program | None = None,
         factors: FactorSource | None = None,
+        sampled: bool = False,
     ) -> None:
         require_unedited(model)
         self.model, self.windows, self.memory, self.folder, self.ran = model, windows, memory, folder, ran
@@ -86,7 +88,7 @@ class Evaluator:
         self.head = OutputHead(model)
         self.race = race or Race()
         self.blocks = blocks_per_window(len(windows.ids), windows.ids.shape[1] - 1)
-        self.references = TextReferences(windows.ids, model.device)
+        self.references = TextReferences(windows.ids, model.device, sampled)
         self.identity = {"model_hash": model_hash or "", "data": windows.digest, "dtype": str(model.dtype)}
         self.file = None if folder is None or model_hash is None else folder / REFERENCE_FILE
         self.on_disk = self.file is not None and self.references.load(self.file, self.identity)
@@ -192,6 +194,7 @@ class Evaluator:
             folder=self.folder,
             first=first,
             blocks=self.blocks,
+            sampled=self.references.sampled,
             cache=self.cache,
             factors=self.factors,
         )
@@ -207,12 +210,15 @@ class Evaluator:
         return max(0, int(KEPT_SHARE * available_bytes(self.model.device, self.memory)))
 
     def _summary(self, parts: list[Quality], leader: tuple[Values, Values] | None) -> MeasuredProgram:
-        nll, divergence = joined(parts)
+        numbers = {name: tensor.numpy() for name, tensor in one_after_the_other(parts).numbers.items()}
+        nll, divergence = numbers["nll"], numbers["divergence"]
         blocks = tuple(_blocks(parts).tolist()) if self.blocks > 1 else ()
+        accepted = {name: tuple(numbers[name].tolist()) for name in ACCEPTANCES if name in numbers}
         whole = len(nll) == len(self.windows.ids)
         found = estimate(nll, divergence) if whole or leader is None else estimate_beside(nll, divergence, *leader)
         tokens = len(nll) * (self.windows.ids.shape[1] - 1)
-        return MeasuredProgram.of(found, tokens, nll, divergence, blocks=blocks, whole=whole)
+        known = {"blocks": blocks, "acceptances": accepted, "whole": whole}
+        return MeasuredProgram.of(found, tokens, nll, divergence, **known)
 
 
 def _blocks(parts: list[Quality]) -> Values:

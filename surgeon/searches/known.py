@@ -28,6 +28,7 @@ from surgeon.language.operations.lowrank import saves
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.data import Windows
+from surgeon.quality.head import ACCEPTANCES
 from surgeon.quality.summary import Values, estimate, mean_divergence
 from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.results.scan import Scan
@@ -281,11 +282,12 @@ def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
     Scan.read(folder, model.hash)
     identity, values = read_programs(folder / JOURNAL, "scan")
     programs, divergence = {}, {}
-    for text, (nll, diverged, done, _) in values.items():
+    for text, (nll, diverged, done, *accepted) in values.items():
         seen = ~np.isnan(done)
         divergence[text] = mean_divergence(diverged[seen])
         if seen.all() and identity.get("data") == windows.digest:
-            programs[text] = _measured(nll, diverged, windows)
+            measured = {name: own for name, own in zip(ACCEPTANCES, accepted, strict=True) if not np.isnan(own).any()}
+            programs[text] = _measured(nll, diverged, windows, measured)
     return KnownPass(Scan.COMMAND, folder, programs, divergence)
 
 
@@ -318,5 +320,9 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
     return KnownPass(Spectrum.COMMAND, folder, programs, divergence, MeasuredRanks(by_matrix, method, calibration))
 
 
-def _measured(nll: Values, divergence: Values, windows: Windows) -> MeasuredProgram:
-    return MeasuredProgram.of(estimate(nll, divergence), windows.predicted, nll, divergence)
+def _measured(
+    nll: Values, divergence: Values, windows: Windows, accepted: Mapping[str, Values] | None = None
+) -> MeasuredProgram:
+    acceptances = {name: tuple(own.tolist()) for name, own in (accepted or {}).items()}
+    found = estimate(nll, divergence)
+    return MeasuredProgram.of(found, windows.predicted, nll, divergence, acceptances=acceptances)

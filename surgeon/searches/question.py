@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Deployment
@@ -46,6 +47,7 @@ class SearchSettings:
         prompt, new: for times, tokens of each prompt, and added to it; by default 1024 and 512, or a half and a quarter
             of the model's positions.
         link_delay: for times, how long a collective takes at least, such as 1ms.
+        sampled_acceptance: measure that of every program, too.
 
     Raises:
         ValueError: if budget or objectives cannot be read.
@@ -59,9 +61,15 @@ class SearchSettings:
     prompt: int | None = None
     new: int | None = None
     link_delay: str | None = None
+    sampled_acceptance: bool = False
 
     def __post_init__(self) -> None:
         _ = self.limits, self.objectives
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All of them, as JSON values, but for what is not asked for: older studies do not know of it."""
+        return {name: value for name, value in asdict(self).items() if value is not False}
 
     def on(self, model: Model) -> SearchSettings:
         """These settings with their spaces named: of the usual ones, those that the model can have edits of."""

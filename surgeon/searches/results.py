@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial
 from surgeon.checkpoint.read import read_json
 from surgeon.language.recipe import Recipe
 from surgeon.processes.files import finite, write_text
+from surgeon.quality.head import GREEDY
 from surgeon.results.search import SearchRun
 from surgeon.searches.front import FrontPoint, QualityCurve
 from surgeon.searches.healing import HealedComparison
@@ -189,7 +190,9 @@ def _edits(trial: Trial) -> str:
 
 def _quality(measured: MeasuredProgram) -> dict[str, float]:
     names = ("divergence", "divergence_low", "divergence_high", "perplexity")
-    return {name: getattr(measured, name) for name in names}
+    accepted = (GREEDY, *(name for name in measured.acceptances if name != GREEDY))
+    found = {name: getattr(measured, name) for name in names}
+    return found | {name: measured.acceptance(name) for name in accepted}
 
 
 def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str]:

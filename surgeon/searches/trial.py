@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from surgeon.language.program import Program
@@ -23,6 +25,7 @@ class MeasuredProgram:
         nll, divergences: by window, in the order of the text, of as many windows as were run.
         blocks: the same as `divergences` by smaller parts of the windows, which races look at; nothing where windows
             are many.
+        acceptances: by window, too, of what the program would draft for the original, by name, as `Quality` has them.
         whole: whether those were all; else it was stopped, being worse than the best, and the numbers are estimates.
         more: what else was measured of it, by name: a task's accuracy, say.
     """
@@ -35,8 +38,13 @@ class MeasuredProgram:
     nll: tuple[float, ...] = ()
     divergences: tuple[float, ...] = ()
     blocks: tuple[float, ...] = ()
+    acceptances: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     whole: bool = True
     more: Mapping[str, float] = field(default_factory=dict)
+
+    def acceptance(self, name: str) -> float:
+        """One of the acceptances, the mean over the windows that were run; NaN: it was not measured."""
+        return fmean(self.acceptances[name]) if name in self.acceptances else math.nan
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values (infinities and NaN among them)."""
@@ -56,7 +64,8 @@ class MeasuredProgram:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MeasuredProgram:
         """The inverse of `to_json`."""
-        return cls(**{**values, **{name: tuple(values[name]) for name in _BY_PLACE}})
+        accepted = {name: tuple(own) for name, own in values.get("acceptances", {}).items()}
+        return cls(**{**values, **{name: tuple(values[name]) for name in _BY_PLACE}, "acceptances": accepted})
 
 
 @dataclass(frozen=True)

@@ -194,5 +194,6 @@ def quality_by(measured: MeasuredProgram, by: Measured) -> float:
 def quality_json(measured: MeasuredProgram) -> dict[str, float | None]:
     """A quality's numbers as JSON values; what is not finite is None."""
     names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
-    found: dict[str, float | None] = finite({name: getattr(measured, name) for name in names})
+    known = {name: getattr(measured, name) for name in names}
+    found: dict[str, float | None] = finite(known | {name: measured.acceptance(name) for name in measured.acceptances})
     return found

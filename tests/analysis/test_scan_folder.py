@@ -19,7 +19,10 @@ import torch
 import surgeon
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.scan import JOURNAL
+from surgeon.language.operations import prune
+from surgeon.models.edit import edit, program_of
 from surgeon.quality.data import Windows
+from surgeon.quality.text import logits_of, text_values
 from surgeon.results.scan import Scan
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, run, stopping
@@ -165,6 +168,20 @@ def test_a_journal_of_before_acceptance_was_measured_is_gone_on_with(windows: Wi
     assert again["greedy_acceptance"].isna().all()
     pd.testing.assert_series_equal(again["divergence"], whole["divergence"])
     assert Scan.read(tmp_path).cells["greedy_acceptance"].isna().all()
+
+
+def test_sampled_acceptance_is_measured_where_it_is_asked_for(windows: Windows, tmp_path: Path) -> None:
+    without = run(tmp_path, windows, operations=["prune"]).cells
+    assert "sampled_acceptance" not in without
+    cells = run(tmp_path, windows, operations=["prune"], sampled=True).cells
+    pd.testing.assert_frame_equal(cells[without.columns].iloc[:, :-1], without.iloc[:, :-1])  # but for what ran
+    original, changed = tiny_model("llama", LAYERS), tiny_model("llama", LAYERS)
+    edit(changed, prune(program_of(changed), range(1, 2)))
+    (cell,) = cells[(cells["first"] == 1) & (cells["last"] == 1)].to_dict("records")
+    wanted = text_values(logits_of(changed), windows.ids, logits_of(original), bar=False)
+    assert cell["sampled_acceptance"] == pytest.approx(wanted.sampled_acceptance.mean(), rel=1e-5)
+    again = run(tmp_path, windows, operations=["prune"]).cells
+    pd.testing.assert_series_equal(again["sampled_acceptance"], cells["sampled_acceptance"])
 
 
 def test_a_damaged_journal_is_said_to_be(windows: Windows, tmp_path: Path) -> None:

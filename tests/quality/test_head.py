@@ -39,8 +39,9 @@ def test_quality_equals_full_logits(model: Any, block: int, monkeypatch: pytest.
     original = torch.randn(3, 9, HIDDEN)
     changed = original + torch.randn(3, 9, HIDDEN)  # so near that some of the likeliest tokens are the same
     head = OutputHead(model)
-    reference = head.reference(original, ids)
+    reference = head.reference(original, ids, sampled=True)
     quality = head.compare(changed, reference)
+    assert quality.sampled_acceptance is not None
     log_p, log_q = (logits(model, stream).log_softmax(-1) for stream in (original, changed))
     assert 0 < quality.greedy_acceptance.mean() < 1
     for window in range(3):
@@ -52,9 +53,17 @@ def test_quality_equals_full_logits(model: Any, block: int, monkeypatch: pytest.
         chosen, wanted = (logits(model, stream)[window].argmax(-1) for stream in (changed, original))
         same = (chosen == wanted).double().mean()
         assert float(quality.greedy_acceptance[window]) == pytest.approx(float(same))
+        shared = torch.minimum(log_p[window].exp(), log_q[window].exp()).sum(-1).mean()
+        assert float(quality.sampled_acceptance[window]) == pytest.approx(float(shared), rel=1e-5)
         assert float(reference.quality.nll[window]) == pytest.approx(float(base), rel=1e-5)
     assert not reference.quality.divergence.any()
     assert (reference.quality.greedy_acceptance == 1).all()
+    without = head.compare(changed, head.reference(original, ids))
+    assert without.sampled_acceptance is None
+    assert torch.equal(without.divergence, quality.divergence)
+    again = head.compare(original, reference).sampled_acceptance
+    assert again is not None
+    torch.testing.assert_close(again, torch.ones(3, dtype=torch.double), rtol=1e-5, atol=0)
 
 
 def test_blocks_are_means_over_parts_of_windows(model: Any) -> None:

@@ -104,3 +104,22 @@ def test_a_file_without_the_likeliest_tokens_is_made_again(tmp_path: Path) -> No
     assert not again.load(path, IDENTITY)
     assert references.save(path, IDENTITY)
     assert again.load(path, IDENTITY)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_file_that_is_not_for_sampled_acceptance_is_made_again(family: str, tmp_path: Path) -> None:
+    head, path = OutputHead(tiny_model(family, num_layers=1)), tmp_path / "reference.safetensors"
+    filled(head).save(path, IDENTITY)
+    references = TextReferences(IDS, sampled=True)
+    assert not references.load(path, IDENTITY)
+    references[range(5)] = head.reference(STREAM, IDS, sampled=True)
+    assert references.save(path, IDENTITY)
+    again, without = TextReferences(IDS, sampled=True), TextReferences(IDS)
+    assert again.load(path, IDENTITY)
+    assert without.load(path, IDENTITY)
+    found, plain = (head.compare(CHANGED[2:4], kept[range(2, 4)]) for kept in (again, without))
+    wanted = head.compare(CHANGED, head.reference(STREAM, IDS, sampled=True))
+    assert found.sampled_acceptance is not None
+    assert wanted.sampled_acceptance is not None
+    torch.testing.assert_close(found.sampled_acceptance, wanted.sampled_acceptance[2:4])
+    assert plain.sampled_acceptance is None

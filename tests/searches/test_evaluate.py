@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from surgeon.checkpoint.streamed import load_streamed
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
 from surgeon.quality.data import Windows
+from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.references import REFERENCE_FILE
 from surgeon.searches import evaluate as evaluate_module
 from surgeon.searches.evaluate import Evaluator
@@ -81,6 +83,22 @@ def test_divergence_and_perplexity_equal_those_of_full_logits() -> None:
     other = PROGRAMS[0]
     measure([other])
     assert sum(ran) == 14 + 4  # from the original's state after two layers
+
+
+def test_acceptances_are_those_of_full_logits_and_are_kept() -> None:
+    found = evaluator(sampled=True).measure([PAIRED])[PAIRED]
+    original, changed = logits_of(DENSE), logits_of(PAIRED)
+    same = (original.argmax(-1) == changed.argmax(-1)).double().mean(-1)
+    shared = torch.minimum(original.softmax(-1), changed.softmax(-1)).sum(-1).mean(-1)
+    assert found.acceptances[GREEDY] == pytest.approx(same.tolist())
+    assert found.acceptances[SAMPLED] == pytest.approx(shared.tolist(), rel=1e-5)
+    assert found.acceptance(SAMPLED) == pytest.approx(shared.mean().item(), rel=1e-5)
+    assert MeasuredProgram.from_json(json.loads(json.dumps(found.to_json()))) == found
+    plain = evaluator().measure([PAIRED])[PAIRED]
+    assert plain == replace(found, acceptances={GREEDY: found.acceptances[GREEDY]})
+    older = {name: value for name, value in plain.to_json().items() if name != "acceptances"}
+    assert MeasuredProgram.from_json(older) == replace(plain, acceptances={})
+    assert math.isnan(MeasuredProgram.from_json(older).acceptance(GREEDY))
 
 
 def test_what_a_program_is_measured_with_and_what_is_kept_change_nothing() -> None:

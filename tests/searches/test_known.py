@@ -57,6 +57,7 @@ def test_what_a_scan_has_measured_is_what_the_search_would_measure(
         assert found.whole
         assert found.divergences == pytest.approx(measured.divergences, rel=1e-5, abs=1e-9)
         assert found.nll == pytest.approx(measured.nll, rel=1e-6)
+        assert found.acceptances == measured.acceptances
         assert found.divergence_high == pytest.approx(measured.divergence_high, rel=1e-4)
         assert found.tokens == measured.tokens
     assert known.alone(mixture) == pytest.approx([known.measured(p).divergence for p in programs])  # type: ignore[union-attr]

@@ -70,6 +70,7 @@ class MeasureOptions:
         memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
         folder: where such a model's hidden states are put that do not fit into it.
         blocks: into how many parts each window is cut for `Quality.blocks`.
+        sampled: whether programs get their sampled acceptance; references that are known have to be for it, too.
         cache: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
             for a model whose weights are streamed.
         factors: makes the factors of matrices that programs have ranks for; by default anew in every call.
@@ -86,6 +87,7 @@ class MeasureOptions:
     folder: Path | None = None
     first: int | None = None
     blocks: int = 0
+    sampled: bool = False
     cache: StateCache | None = None
     factors: FactorSource | None = None
 
@@ -230,7 +232,7 @@ class _Run:
         references = self.options.references
         if program != self.original:
             return self.head.compare(stream, references[windows], self.options.blocks)
-        reference = self.head.reference(stream, chunk)
+        reference = self.head.reference(stream, chunk, self.options.sampled)
         with self.lock:
             references[windows] = reference
         if not reference.quality.nll.isfinite().all():

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from surgeon.analysis.engine.measure import MeasuredWindows
 from surgeon.language.program import Program
 from surgeon.processes.journal import Journal, read_journal
+from surgeon.quality.head import ACCEPTANCES
 
-ACCEPTANCE = "greedy_acceptance"
+_DONE, _ACCEPTED = 2, slice(3, 3 + len(ACCEPTANCES))  # rows
 
 
 class ProgramJournal(Journal):
@@ -24,10 +25,14 @@ class ProgramJournal(Journal):
         name: of the file in it.
         work, identity: as in `Journal`.
         windows: how many windows are measured.
+        sampled: whether a program without its sampled acceptance is measured again.
     """
 
-    def __init__(self, folder: Path, name: str, work: str, identity: dict[str, Any], windows: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, work: str, identity: dict[str, Any], windows: int, sampled: bool = False
+    ) -> None:
         self.folder, self.windows = folder, windows
+        self._wanted = [_DONE, -1] if sampled else [_DONE]
         self._values: dict[str, NDArray[np.float64]] = {}
         super().__init__(folder / name, work, identity)
 
@@ -40,21 +45,21 @@ class ProgramJournal(Journal):
         for one in measured:
             part = windows[one.start : one.start + len(one.quality.nll)]
             if not self.is_done(one.program, part):
-                numbers = {name: getattr(one.quality, name).tolist() for name in ("nll", "divergence", ACCEPTANCE)}
+                numbers = {name: tensor.tolist() for name, tensor in one.quality.numbers.items()}
                 self.keep({"program": str(one.program), "windows": list(part)} | numbers)
 
     def is_done(self, program: Program, windows: Sequence[int]) -> bool:
         """Whether a program was measured on all of these windows."""
         values = self._values.get(str(program))
-        return values is not None and not np.isnan(values[2, list(windows)]).any()
+        return values is not None and not np.isnan(values[self._wanted][:, list(windows)]).any()
 
-    def acceptance(self, program: Program, windows: Sequence[int]) -> NDArray[np.float64]:
-        """A program's greedy acceptance on windows, (windows,); NaN where that was not yet measured."""
-        return self._values[str(program)][3, list(windows)]
+    def acceptances(self, program: Program, windows: Sequence[int]) -> NDArray[np.float64]:
+        """A program's acceptances on windows, (kinds, windows); NaN where one was not measured."""
+        return self._values[str(program)][_ACCEPTED, list(windows)]
 
     def values(self, program: Program, windows: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Negative log-likelihood and divergence of a program on windows it was measured on, each (windows,)."""
-        nll, divergence, done, _ = self._values[str(program)][:, list(windows)]
+        nll, divergence, done, *_ = self._values[str(program)][:, list(windows)]
         assert not np.isnan(done).any(), "asked for a program on windows that it was not measured on"
         return nll, divergence
 
@@ -65,13 +70,14 @@ class ProgramJournal(Journal):
 def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int) -> None:
     """Take in what a line says of a program.
 
-    Rows of its nll, its divergence, 1 where it was measured, else NaN, and its greedy acceptance, NaN in older lines.
+    Rows of its nll, its divergence, 1 where it was measured, else NaN, and its acceptances, NaN where there are none.
     """
     # The third row, so that a NaN that was measured is not taken for a gap.
-    found = values.setdefault(line["program"], np.full((4, windows), np.nan))
+    found = values.setdefault(line["program"], np.full((_ACCEPTED.stop, windows), np.nan))
     here = line["windows"]
-    found[0, here], found[1, here], found[2, here] = line["nll"], line["divergence"], 1.0
-    found[3, here] = line.get(ACCEPTANCE, np.nan)
+    found[0, here], found[1, here], found[_DONE, here] = line["nll"], line["divergence"], 1.0
+    for row, name in enumerate(ACCEPTANCES, start=_ACCEPTED.start):
+        found[row, here] = line.get(name, np.nan)
 
 
 def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:

@@ -50,7 +50,7 @@ class Job:
         memory: a limit in bytes for this worker.
         batch: at most this many windows are run together; each worker finds what suits it by default.
         folder: for hidden states that do not fit into the memory.
-        factors: as `MeasureOptions` has it.
+        factors, sampled: as `MeasureOptions` has them.
     """
 
     checkpoint: Path
@@ -63,6 +63,7 @@ class Job:
     batch: int | None = None
     folder: Path | None = None
     factors: FactorSource | None = None
+    sampled: bool = False
 
     @property
     def plan(self) -> SharedPlan:
@@ -131,8 +132,8 @@ def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[flo
             _check_alive(processes)
             continue
         match message:
-            case ("measured", program, start, *numbers):
-                quality = Quality(*map(torch.from_numpy, numbers))
+            case ("measured", program, start, numbers):
+                quality = Quality(**{name: torch.from_numpy(values) for name, values in numbers.items()})
                 yield MeasuredWindows(Program.parse(program), start, quality)
             case ("ran", amount):
                 ran(amount)
@@ -173,11 +174,11 @@ def _work(job: Job, messages: Any) -> None:
             memory=job.memory,
             folder=job.folder,
             factors=job.factors,
+            sampled=job.sampled,
         )
         for measured in measure(model, job.ids, plan, options):
-            quality = measured.quality
-            numbers = quality.nll.numpy(), quality.divergence.numpy(), quality.greedy_acceptance.numpy()
-            messages.put(("measured", str(measured.program), measured.start, *numbers))
+            numbers = {name: tensor.numpy() for name, tensor in measured.quality.numbers.items()}
+            messages.put(("measured", str(measured.program), measured.start, numbers))
         messages.put(("ended",))
     except Exception as error:  # noqa: BLE001 - the first process raises it
         known = next((kind for kind in _ERRORS if isinstance(error, _ERRORS[kind])), "")
