@@ -3,13 +3,15 @@
 The rule is one sentence: a node leaves its output pending; a plain step first lands what is pending, then reads the
 stream and computes; a late step reads and computes, then lands it. Under tensor parallelism what is pending is an
 all-reduce in flight, so that a late step computes while its predecessor's output travels (Ladder Residual,
-algorithm 1). On one device nothing travels, and the same code gives the same numbers. Analysis, generation, export
-and the tensor-parallel runtime all run programs through this module.
+algorithm 1). Parts of a batch may take turns, a node of each before the next node of any: then one part's output
+travels while another part computes, and no program need be edited for that. On one device nothing travels, and the same
+code gives the same numbers. Analysis, generation, export and the tensor-parallel runtime all run programs through this
+module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple, Protocol
@@ -74,10 +76,18 @@ class State:
 
 def run(program: Program, stream: Tensor, machine: Machine) -> Tensor:
     """The stream after the whole program, (batch, tokens, hidden)."""
-    state = State(stream)
-    for node in program.nodes:
-        state = advance(state, node, machine)
+    (state,) = in_turn(program.nodes, [State(stream)], [machine])
     return land(state).stream
+
+
+def in_turn(nodes: Iterable[Node], states: Sequence[State], machines: Sequence[Machine]) -> Sequence[State]:
+    """The states of parts of a batch after some nodes, each part on a machine of its own.
+
+    What a node reads of an earlier part, such as its keys and values, is there when a later part comes to it.
+    """
+    for node in nodes:
+        states = [advance(state, node, machine) for state, machine in zip(states, machines, strict=True)]
+    return states
 
 
 def advance(state: State, node: Node, machine: Machine) -> State:
@@ -115,9 +125,7 @@ def fork_output(fork: Fork, stream: Tensor, machine: Machine) -> Tensor:
 
 def branch_output(branch: Branch, stream: Tensor, machine: Machine) -> Tensor:
     """What one branch adds to the stream it starts from."""
-    state = State(stream, added=torch.zeros_like(stream))
-    for node in branch:
-        state = advance(state, node, machine)
+    (state,) = in_turn(branch, [State(stream, added=torch.zeros_like(stream))], [machine])
     added = land(state).added
     assert added is not None
     return added

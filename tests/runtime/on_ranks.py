@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -22,6 +23,7 @@ from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.model import low_rank
 from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
@@ -273,4 +275,28 @@ def greedy(engine: RankEngine, prompt: list[int], new_tokens: int) -> list[int]:
         best = engine.step([Row(start, newest, ([(0, blocks)],), Wanted.BEST)], cache).best
         start, newest = start + len(newest), best
         found += best
+    return found
+
+
+class Halved(NamedTuple):
+    """Passes of one rank, computed in one piece and in halves: what came out, what the layers sent, what is cached."""
+
+    results: list[list[Results]]
+    sent: list[Counts]
+    cached: list[Tensor]
+    halved: list[int]
+
+
+def in_halves(rank: Rank, plan: Plan, passes: list[list[Row]], blocks: int) -> Halved:
+    """Compute some passes both ways."""
+    found = Halved([], [], [], [])
+    for way in ("off", "on"):
+        engine = RankEngine(replace(plan, halves=way), rank.collectives, rank.device)
+        cache = engine.new_cache(blocks)
+        cache.stored.fill_(0.5)
+        found.results.append([engine.step(rows, cache) for rows in passes])
+        phases = engine.figures.prefill, engine.figures.decode
+        found.sent.append(phases[0].layers + phases[1].layers)
+        found.halved.append(sum(phase.halved for phase in phases))
+        found.cached.append(cache.stored)
     return found

@@ -26,6 +26,7 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.coda import DraftingPasses, RankCoda
 from surgeon.runtime.model.dynamic import DynamicPasses
+from surgeon.runtime.model.halves import HalvedPasses
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
@@ -55,6 +56,7 @@ class RankEngine(RankModel):
         coda: that drafts tokens, if any.
         drafter: the engine of the program that does, if any; it has the cache of this one, and no weights twice.
         ways: through a pass; the first that fits its rows computes it.
+        halves: another one, for passes that are asked for so; None where nothing can be hidden.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RankEngine(RankModel):
         self.figures = Figures()
         self.coda = None if plan.coda is None else RankCoda(plan.coda, self)
         self.ways = ways_through(self, self.coda)
+        self.halves = HalvedPasses(self) if plan.ranks > 1 and self.coda is None else None
         self.drafter: RankEngine | None = None
         if plan.draft is not None:
             self.drafter = RankEngine(plan.draft.plan, collectives, device, [self, *beside])
@@ -132,11 +135,20 @@ class RankEngine(RankModel):
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One forward pass, which extends the cache."""
+    def step(self, rows: Sequence[Row], cache: PagedCache, halved: bool = False) -> Results:
+        """One forward pass, which extends the cache.
+
+        Args:
+            halved: whether it is computed in halves; `may_halve` says of which rows it can be.
+        """
         decodes = all(row.start and (row.drafted or len(row.tokens) == 1) for row in rows)
+        way = self.halves if halved and self.halves is not None else self._way(rows)
         with self._counted(self.figures.decode if decodes else self.figures.prefill, rows):
-            return self._way(rows).step(rows, cache)
+            return way.step(rows, cache)
+
+    def may_halve(self, rows: Sequence[Row]) -> bool:
+        """Whether a pass of these rows could be computed in halves, and no faster way than the last one fits them."""
+        return self.halves is not None and self._way(rows) is self.ways[-1] and self.halves.fits(rows)
 
     def passes_to_record(self, cache: PagedCache, texts: int) -> list[list[Row]]:
         """Rows of passes over up to so many texts that are recorded when they first come."""
@@ -224,7 +236,7 @@ def ways_through(model: RankModel, coda: RankCoda | None) -> tuple[Way, ...]:
         coda: that drafts tokens; how many of them a pass verifies changes, so that none has a fixed shape by itself.
     """
     plan, device = model.plan, model.device
-    decode: list[Way] = []
+    decode: list[Way] = [HalvedPasses(model)] if plan.halves == "on" else []
     if plan.is_static(device.type):
         decode.append(StaticDecode(model, model.graphs))
     kernels = kernels_for(model.vocabulary.like)

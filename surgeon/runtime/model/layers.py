@@ -118,12 +118,14 @@ class Pass:
         angles: of its tokens.
         attend_raw: the same, where kernels norm, turn and keep in one launch.
         waits: whether the host may wait for the device.
+        parts: of the batch that take turns, of which this is one; while sums of one travel others are computed.
     """
 
     attend: Attend
     angles: AllAngles
     attend_raw: AttendRaw | None = None
     waits: bool = True
+    parts: int = 1
 
 
 def gain_of(stored: Tensor, plan: Plan) -> Tensor:

@@ -15,7 +15,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
+from surgeon.language.execute import Branch, Machine, Partial, Pending, State, in_turn, land
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
@@ -59,6 +59,7 @@ class Phase:
     Attributes:
         tokens: that went through them.
         new: tokens that they brought, on rank 0.
+        halved: passes that were computed in two halves.
         layers: collectives of the program's steps and forks.
         vocabulary: collectives of the embedding and the output head.
     """
@@ -67,6 +68,7 @@ class Phase:
     passes: int = 0
     tokens: int = 0
     new: int = 0
+    halved: int = 0
     layers: Counts = field(default_factory=Counts)
     vocabulary: Counts = field(default_factory=Counts)
 
@@ -337,11 +339,15 @@ class RankProgram:
         Args:
             first, end: of the nodes that are run, all by default; the first may be late if something is pending.
         """
-        work = WorkAhead(self.work[self._work_before(first) :])
-        machine = self.machine(shared, self.collectives.group, work)
-        for node in self.program.nodes[first:end]:
-            state = advance(state, node, machine)
-        return state
+        return self.run_in_turn([state], [shared], first, end)[0]
+
+    def run_in_turn(
+        self, states: Sequence[State], passes: Sequence[Pass], first: int = 0, end: int | None = None
+    ) -> Sequence[State]:
+        """The same of parts of a batch that take turns."""
+        work, group = self.work[self._work_before(first) :], self.collectives.group
+        machines = [self.machine(shared, group, WorkAhead(work)) for shared in passes]
+        return in_turn(self.program.nodes[first:end], states, machines)
 
     def _work_before(self, node: int) -> int:
         """How much of this rank's work comes before a node of the program."""
@@ -365,12 +371,26 @@ class RankProgram:
             places: of the tokens whose stream is wanted, all by default; of others, nothing is computed behind the last
                 attention, where nobody looks at them any more.
         """
-        if places is None or places == list(range(len(stream))):
-            return land(self.run(State(stream), shared, first, end)).stream
+        return self.streams_after([stream], [shared], first, end, None if places is None else [places])[0]
+
+    def streams_after(
+        self,
+        streams: Sequence[Tensor],
+        passes: Sequence[Pass],
+        first: int = 0,
+        end: int | None = None,
+        places: Sequence[list[int]] | None = None,
+    ) -> list[Tensor]:
+        """The same of parts of a batch that take turns."""
+        states: Sequence[State] = [State(stream) for stream in streams]
+        if places is None or all(few == list(range(len(one))) for few, one in zip(places, streams, strict=True)):
+            return [land(state).stream for state in self.run_in_turn(states, passes, first, end)]
         behind = max(first, self._attended)
-        state = self.run(State(stream), shared, first, behind)
-        few = _of_places(state, places or [0])  # one at least: who times steps counts on all in every pass
-        return land(self.run(few, shared, behind, end)).stream[: len(places)]
+        states = self.run_in_turn(states, passes, first, behind)
+        # One place at least: who times steps counts on all in every pass.
+        states = [_of_places(state, few or [0]) for state, few in zip(states, places, strict=True)]
+        states = self.run_in_turn(states, passes, behind, end)
+        return [land(state).stream[: len(few)] for state, few in zip(states, places, strict=True)]
 
     def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
         """What runs steps on a group of ranks."""
@@ -435,7 +455,7 @@ class RankMachine(Machine):
         work = next(self.work)
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
         outputs = [self._output(part, stream) for part in work.parts]
-        self.rank_program.passes += 1 / len(self.rank_program.work)
+        self.rank_program.passes += 1 / (len(self.rank_program.work) * self.shared.parts)
         if work.whole:
             norms = self.rank_program.norms
             normed = (norms[part.sublayer](out) if part.sublayer in norms else out for part, out in outputs)
@@ -461,7 +481,7 @@ class RankMachine(Machine):
         if len(self.group) == 1:
             return lambda: part if finish is None else finish(part)
         program = self.rank_program
-        at_once = self._node not in program.travelling
+        at_once = self.shared.parts == 1 and self._node not in program.travelling
         wait = program.groups[self.group].all_reduce(part, program.counts.layers, at_once)
         return wait if finish is None else lambda: finish(wait())
 

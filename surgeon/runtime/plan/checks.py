@@ -37,6 +37,7 @@ from surgeon.runtime.plan.mixtures import ExpertsMode, Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Decoding,
+    HalvesMode,
     KvMode,
     Longer,
     LowRankMode,
@@ -52,6 +53,7 @@ WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {  # what is said of a word that 
     "decoding": ("decoding {!r}", get_args(Decoding)),
     "low_rank": ("way {!r} of sharing factors among ranks", get_args(LowRankMode)),
     "kv": ("kv {!r}", get_args(KvMode)),
+    "halves": ("mode {!r} of computing passes in halves", get_args(HalvesMode)),
     "experts": ("way {!r} of sharing experts among ranks", get_args(ExpertsMode)),
 }
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
@@ -67,6 +69,7 @@ def make_plan(
     *,
     experts: str = "auto",
     sliced: bool = False,
+    halves: str = "off",
     **ways: Unpack[Ways],
 ) -> Plan:
     """Check that a checkpoint's program can run on this many ranks with texts this long, and gather what they need.
@@ -78,6 +81,7 @@ def make_plan(
         device: "cpu" or "cuda".
         experts: as `Mixtures.mode`.
         sliced: as `Plan.sliced`.
+        halves: as `Plan.halves`.
         ways: how it is computed.
 
     Raises:
@@ -85,7 +89,7 @@ def make_plan(
         ValueError: if the architecture or something in its configuration is not supported, the program names what the
             model does not have, heads or neurons do not divide among the ranks (with the numbers of ranks that would
             do), there is no such dtype or way of decoding, `kv` is "lowrank" and no attention has factors of k and
-            v, or the text is longer than the model's positions.
+            v, `halves` is "on" and there is one rank, or the text is longer than the model's positions.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
@@ -99,7 +103,7 @@ def make_plan(
     for piece in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(piece.kind, piece.layers[0]), family)
     _check_shapes(parsed, source, config)
-    chosen = _chosen({"experts": experts, **ways})
+    chosen = _chosen({"experts": experts, "halves": halves, **ways}, ranks)
     mixtures = Mixtures.of(partial(mixture_size, source), layers, chosen["experts"])
     latent = cached_latent(family.latent(config))
     check_division(parsed, shared_units(source.units, latent), ranks, mixtures, sliced)
@@ -133,6 +137,7 @@ def make_plan(
         ranks=ranks,
         dtype=dtype,
         decoding=chosen["decoding"],
+        halves=chosen["halves"],
         low_rank=chosen["low_rank"],
         kv=kv,
         model_type=family.model_type,
@@ -179,16 +184,21 @@ def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
     return None if experts is None else MixtureSize(experts, source.stored_width(FEED_FORWARD, layer))
 
 
-def _chosen(ways: Mapping[str, Any]) -> dict[str, Any]:
+def _chosen(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """All ways by name, "auto" where nothing is chosen.
 
     Raises:
-        ValueError: if there is no such way, and which was probably meant.
+        ValueError: if there is no such way, and which was probably meant; or none on so many ranks.
     """
     for name, wanted in ways.items():
         what, known = WAYS[name]
         if wanted not in known:
             raise ValueError(f"there is no {what.format(wanted)}; {did_you_mean(wanted, known)}")
+    if ways.get("halves") == "on" and ranks == 1:
+        raise ValueError(
+            "halves take turns so that one computes while the other's reductions are on their way, and one rank has "
+            "nothing to reduce; use more ranks, or halves auto or off"
+        )
     return dict.fromkeys(WAYS, "auto") | dict(ways)
 
 

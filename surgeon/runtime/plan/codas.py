@@ -28,8 +28,10 @@ def with_coda(plan: Plan) -> Plan:
         FileNotFoundError: if a file of the codas is missing.
         ValueError: if there are no codas, they are not of these weights or damaged, the program cannot be cut behind
             the first rack, the coda's heads or neurons do not divide among the ranks, or decoding is asked for in
-            fixed shapes.
+            fixed shapes, or in halves.
     """
+    if plan.halves == "on":
+        raise ValueError("what a coda drafts is verified in one piece; use halves auto or off with a coda")
     if plan.decoding in ("static", "captured"):
         raise ValueError(
             f"drafts are verified in passes of changing shapes, which decoding {plan.decoding} cannot compute; use "

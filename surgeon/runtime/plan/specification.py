@@ -22,6 +22,9 @@ from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 # recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
 Decoding = Literal["auto", "dynamic", "static", "captured"]
 
+# Whether passes are computed in two halves, one while the other's reductions are on their way (model/halves.py):
+# all that can be (on), none (off), or those that are faster so, as measured while they are computed (auto).
+HalvesMode = Literal["auto", "on", "off"]
 
 # How ranks that share a sublayer with two factors in place of a matrix compute it. First factors of what reads the
 # stream are shared out by rank columns, and what they give is gathered (DeInfer), or every rank has them whole
@@ -128,6 +131,7 @@ class Plan:
         query_factor: which of the rotary positions turns nothing, and is a factor on queries before they are turned.
         plain_head_norms: whether attentions with rotary positions norm heads of queries and keys without gains.
         decoding: how passes that add one token to each text are computed.
+        halves: which passes are computed in two halves that take turns.
         low_rank: how ranks share matrices that are two factors.
         kv: what is kept in the cache of attentions whose k and v are two factors each.
         tight: whether memory is the limit: the cache that is asked for would not fit with whole keys and values.
@@ -168,6 +172,7 @@ class Plan:
     query_factor: int | None = None
     plain_head_norms: bool = False
     decoding: Decoding = "auto"
+    halves: HalvesMode = "off"
     low_rank: LowRankMode = "auto"
     kv: KvMode = "auto"
     tight: bool = False
