@@ -18,7 +18,8 @@ right are taken first, as long as tokens per second become more.
 
 D, V and a are measured while texts are written: times by the number of tokens in a pass, chances by text, where the
 mean of all texts counts as much as a few tokens. Where nothing pays, nothing is drafted, but for a round now and then,
-in case that has changed; and where drafts pay, a pass now and then has none.
+in case that has changed; and where drafts pay, a pass now and then has none. For eight texts the question itself takes
+a tenth of a small model's pass: where the answer was none, it is asked again after 16 passes, or for other texts.
 
 Estimates may be wrong, so that what drafts can lose is bounded by an account in seconds. Each drafted token that was
 right earns V(n) / n with n texts; passes of the draft cost what they took, and one of the model what it took beyond
@@ -27,7 +28,8 @@ that was interrupted, with drafts or without, counts as twice what is usual. A r
 otherwise, only if what it costs where no draft is right is covered by what drafts have won, less what they have lost,
 and two passes, and 1.5% of the time of the latest thousand passes. So of a thousand passes' time at most 1.5% and two
 passes are lost, but for what a round takes beyond what was expected: passes of more tokens than any before are taken to
-need time in proportion to tokens, and a draft whose time is not known as long as the model. No tensors here.
+need time in proportion to tokens, and a draft whose time is not known as long as the model; the first pass of a size,
+which may be recorded, as much longer than the next as others were. No tensors here.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from statistics import median
 
 MOST_AHEAD = 8
 FIRST_WAIT, LONGEST_WAIT = 16, 256  # passes without drafts until they are tried again; twice as many each time
-PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change
+ASK_AFTER = 16  # passes without drafts, whether they pay
+LEAST_CHANCE = 0.02  # of a token that is drafted
+PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change; earlier at first
 LEAST_GAIN = 1.05  # in tokens per second, that drafts are to promise
 FIRST_CHANCE = 0.8  # what is taken for a before anything is known
 OWN_WEIGHT = 4.0  # as how many tokens a mean counts
@@ -50,7 +54,11 @@ IDLE_FADE = 0.99  # with each pass in which nothing is drafted for a text
 NEWEST, NEWEST_SHORTER = 1 / 8, 1 / 2  # the weight of the newest time: it is no accident if a pass was fast
 LATEST, FEWEST = 64, 5  # passes without drafts that say what these take, at most and at least
 MAY_LOSE, MAY_LOSE_PASSES = 0.015, 2  # of the time of passes, and whole ones besides
+ENOUGH = (
+    12  # passes, to cover any trial: of the first ones of a size, which are recorded, one may take more than ever can
+)
 ACCOUNT_FADE = 0.999  # with each pass
+USED_AGAIN = 8  # how often a size is, among many others
 LONGEST = 2.0  # a pass that takes longer than so many times what is usual was interrupted
 
 
@@ -72,22 +80,24 @@ def best_ahead(
     """
     count = len(chances)
     further = [
-        (chance**place, place, text) for text, chance in enumerate(chances) for place in range(1, most[text] + 1)
+        (-(chance**place), place, text)
+        for text, chance in enumerate(chances)
+        for place in range(1, most[text] + 1)
+        if chance**place >= LEAST_CHANCE
     ]
-    further.sort(key=lambda each: (-each[0], each[1]))
+    further.sort()
     tokens, drafted, taken = float(count), 0.0, 0
     plain = count / verifying(count)
     fastest = LEAST_GAIN * plain
-    of_pass = Counter[int]()  # texts in each of the draft's passes
-    for number, (chance, place, _) in enumerate(further, start=1):
-        before = drafting(of_pass[place]) if of_pass[place] else 0.0
-        of_pass[place] += 1
-        drafted += drafting(of_pass[place]) - before
-        tokens += chance
-        if not covered(drafted, count + number):
-            break
+    texts = [0] * (1 + max(most))  # in each of the draft's passes
+    seconds = [0.0, *map(drafting, range(1, count + 1))]
+    for number, (less, place, _) in enumerate(further, start=1):
+        drafted -= seconds[texts[place]]
+        texts[place] += 1
+        drafted += seconds[texts[place]]
+        tokens -= less
         rate = tokens / (drafted + verifying(count + number))
-        if rate > fastest:
+        if rate > fastest and covered(drafted, count + number):
             fastest, taken = rate, number
     best = Counter(text for _, _, text in further[:taken])
     return [best[text] for text in range(count)], fastest if taken else plain
@@ -119,10 +129,16 @@ class Hits:
 
 
 class PassTimes:
-    """Seconds of a kind of passes, by how many tokens they have."""
+    """Seconds of a kind of passes, by how many tokens they have.
+
+    Attributes:
+        longer_at_first: than others of its size the first pass takes, as the newest have shown.
+    """
 
     def __init__(self) -> None:
-        self._begun = set[int]()
+        self._begun = dict[int, float]()  # the first of each size
+        self._longer = list[float]()  # than the second that was, of the newest sizes
+        self.longer_at_first = 0.0
         self._sizes = list[int]()
         self._seconds = dict[int, float]()
         self._first = defaultdict[int, list[float]](list)
@@ -132,12 +148,14 @@ class PassTimes:
     def note(self, tokens: int, seconds: float) -> None:
         """Add what a pass took; the first of a size may have been recorded, and does not count."""
         if tokens not in self._begun:
-            self._begun.add(tokens)
+            self._begun[tokens] = seconds
             return
         self._average(tokens, seconds)
         if tokens not in self._seconds:
             insort(self._sizes, tokens)
             self._seconds[tokens] = seconds
+            self._longer = [*self._longer[1 - FEWEST :], max(0.0, self._begun[tokens] - seconds)]
+            self.longer_at_first = median(self._longer)
         else:
             before = self._seconds[tokens]
             weight = NEWEST if seconds > before else NEWEST_SHORTER
@@ -161,27 +179,43 @@ class PassTimes:
         """Whether a few passes of just this size were measured."""
         return self._counts[tokens] >= FEWEST
 
+    def count(self, tokens: int) -> int:
+        """How many passes of just this size were measured."""
+        return self._counts[tokens]
+
     def mean(self, tokens: int) -> float:
-        """What the latest passes of just this size took, of which one that was interrupted says little."""
-        return self._means[tokens]
+        """What the latest passes of just this size took, of which one that was interrupted says little; 0 for none."""
+        return self._means.get(tokens, 0.0)
 
     def at_most(self, tokens: int) -> float:
-        """As `of`, but beyond what was measured in proportion to tokens."""
-        return self.of(tokens) * max(1.0, tokens / self._sizes[-1])
+        """As `of`, but beyond what was measured in proportion to tokens, and with what a first pass takes besides."""
+        longest = self.of(tokens) * max(1.0, tokens / self._sizes[-1])
+        if tokens in self._seconds:
+            return longest
+        if tokens in self._begun:
+            return min(self._begun[tokens], longest)
+        return longest + self.longer_at_first
+
+    @property
+    def begun(self) -> bool:
+        """Whether there was any."""
+        return bool(self._begun)
 
     def of(self, tokens: int) -> float:
         """What a pass takes: between sizes that were measured in proportion, beyond them as the nearest.
 
-        So larger passes than any before are expected to take no longer, until they are tried.
+        So larger passes than any before are expected to take no longer, until they are tried; but what the first one of
+        a size takes besides counts as far as it is to be used again.
         """
         if tokens in self._seconds:
             return self._seconds[tokens]
+        first = 0.0 if tokens in self._begun else self.longer_at_first / USED_AGAIN
         at = bisect_left(self._sizes, tokens)
         low, high = self._sizes[max(0, at - 1)], self._sizes[min(at, len(self._sizes) - 1)]
         if low == high:
-            return self._seconds[low]
+            return first + self._seconds[low]
         share = (tokens - low) / (high - low) if low < tokens else 0.0
-        return self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
+        return first + self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
 
 
 class Ahead:
@@ -199,6 +233,7 @@ class Ahead:
         self._wait = FIRST_WAIT
         self._drafted, self._alike = False, 0  # whether the last pass had drafts, and how many before it were so, too
         self._texts, self._plain = 0, 0.0  # of this round, and what a pass takes without drafts
+        self._unasked = 0  # passes more without drafts, until it is asked whether they pay
         self._spent, self._won = 0.0, 0.0  # the account, in seconds
 
     def choose(self, texts: Several[Hits], most: Several[int]) -> list[int]:
@@ -209,23 +244,35 @@ class Ahead:
             most: that may be drafted for it.
         """
         found = [0] * len(texts)
-        self._texts, self._plain = len(texts), 0.0
-        if self.verifying.knows(len(texts)) and any(most):
+        if len(texts) != self._texts:
+            self._texts, self._unasked = len(texts), 0
+        if self._unasked:
+            self._unasked -= 1
+        elif self.verifying.knows(len(texts)) and any(most):
             self._plain = self.verifying.mean(len(texts))
-            to_lose = self._won + MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
-            found = self._best(texts, most, to_lose)
-            if any(found):
-                self._wait = FIRST_WAIT
-                if self._drafted and self._alike == PLAIN_AFTER:
-                    found = [0] * len(texts)
-            elif to_lose >= (self.drafting.of(len(texts)) if self.drafting.known else self._plain) and (
-                not self.drafting.known or (self._alike >= self._wait and not self._drafted)
-            ):
-                found = [min(1, each) for each in most]
-                self._wait = min(2 * self._wait, LONGEST_WAIT) if self.drafting.known else FIRST_WAIT
+            found = self._worth(texts, most)
         self._alike = self._alike + 1 if any(found) == self._drafted else 1
         self._drafted = any(found)
         return found
+
+    def _worth(self, texts: Several[Hits], most: Several[int]) -> list[int]:
+        """The same, where it is asked."""
+        nothing = [0] * len(texts)
+        to_lose = self._won + MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
+        best = self._best(texts, most, to_lose)
+        if any(best):
+            self._wait = FIRST_WAIT
+            plain_after = min(PLAIN_AFTER, 2 * self.verifying.count(len(texts)))
+            return nothing if self._drafted and self._alike >= plain_after else best
+        trial = [min(1, each) for each in most]
+        together = self.verifying.at_most(len(texts) + sum(trial))
+        due = not self.drafting.known or (self._alike >= self._wait and not self._drafted)
+        cost = self._drafting_at_most(sum(trial)) + together - self._plain
+        if not due or to_lose < min(cost, ENOUGH * self._plain):
+            self._unasked = ASK_AFTER - 1
+            return nothing
+        self._wait = min(2 * self._wait, LONGEST_WAIT) if self.drafting.known else FIRST_WAIT
+        return trial
 
     def _best(self, texts: Several[Hits], most: Several[int], to_lose: float) -> list[int]:
         """Those with the most tokens per second, of those that lose no more seconds where no draft is right."""
@@ -240,9 +287,15 @@ class Ahead:
 
         return best_ahead(chances, most, self.drafting.of, self.verifying.of, covered)[0]
 
+    def _drafting_at_most(self, texts: int) -> float:
+        """What a pass of the draft takes."""
+        if self.drafting.known:
+            return self.drafting.at_most(texts)
+        return self._plain + (0.0 if self.drafting.begun else self.verifying.longer_at_first)
+
     def note_draft(self, texts: int, seconds: float) -> None:
         """Note what a pass of the draft took."""
-        longest = LONGEST * (self.drafting.of(texts) if self.drafting.known else self._plain)
+        longest = LONGEST * max(self._drafting_at_most(texts), self._plain)
         self.drafting.note(texts, seconds)
         self._spent, self._won = self._spent + seconds, self._won - min(seconds, longest)
 
@@ -250,7 +303,8 @@ class Ahead:
         """Note what a pass of the model took."""
         self._spent, self._won = ACCOUNT_FADE * self._spent + seconds, ACCOUNT_FADE * self._won
         if self._drafted and tokens > self._texts:
-            self._won += self._plain - min(seconds, LONGEST * self.verifying.at_most(tokens))
+            usual = max(self.verifying.at_most(tokens), self.verifying.mean(tokens), self._plain)
+            self._won += self._plain - min(seconds, LONGEST * usual)
         self.verifying.note(tokens, seconds)
 
     def verified(self, text: Hits, drafted: int, right: int) -> None:

@@ -226,12 +226,14 @@ class Leader:
 
     def step(self) -> list[Output]:
         """One pass on all ranks, the passes before it that draft tokens for it, and what it brings."""
+        began = time.perf_counter()
         chunks = self.scheduler.plan()
+        planned = time.perf_counter() - began  # with what is drafted, which may take long to choose
         if self.scheduler.limits.looked_up:
             chunks, drafts = self._look_up(chunks)
         else:
             drafts = self._draft(chunks)
-        began = time.perf_counter()
+        began = time.perf_counter() - planned
         pairs = zip(chunks, drafts, strict=True)
         if self.engine.coda is not None:
             rows = [chunk.row(drafted) for chunk, drafted in pairs]
