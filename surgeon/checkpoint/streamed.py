@@ -104,8 +104,13 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     config = copy.deepcopy(stored.config)  # which becomes the model's own
     with init_empty_weights(include_buffers=False):
         whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    outside = _without_layers(stored, dtype).to(device)
-    whole.load_state_dict(outside.state_dict(), strict=False, assign=True)
+    # Embeddings, final norm and head are those of the same model with no decoder layers.
+    shallow = copy.deepcopy(stored.config)
+    for key, value in stored.family.attention_entries(stored.config, []).items():
+        setattr(shallow, key, value)
+    shallow.num_hidden_layers = 0
+    outside: nn.Module = from_files(AutoModelForCausalLM, stored, config=shallow, dtype=dtype)
+    whole.load_state_dict(outside.to(device).state_dict(), strict=False, assign=True)
     whole.tie_weights()
     for module in whole.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -133,12 +138,3 @@ def streamed_layers(model: PreTrainedModel) -> StreamedLayers | None:
     """The decoder's layers, if their weights are read when they are needed."""
     layers = model.get_submodule(family_of(model.config).layers)
     return layers if isinstance(layers, StreamedLayers) else None
-
-
-def _without_layers(stored: StoredModel, dtype: torch.dtype) -> nn.Module:
-    """The same model with no decoder layers: embeddings, final norm and head, loaded as `transformers` loads them."""
-    shallow = copy.deepcopy(stored.config)
-    for key, value in stored.family.attention_entries(stored.config, []).items():
-        setattr(shallow, key, value)
-    shallow.num_hidden_layers = 0
-    return from_files(AutoModelForCausalLM, stored, config=shallow, dtype=dtype)

@@ -127,13 +127,9 @@ class ExportPlan:
         entries = form.class_entries(self.original, self.layout)
         if self.companions.auto_map:
             entries[AUTO_MAP] = self.companions.auto_map | entries.get(AUTO_MAP, {})
-        return self._as_quantised(config) | entries
-
-    def _as_quantised(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The same entries with what is true of quantised weights."""
         outside = {key: value for key, value in config.items() if key != QUANTIZATION}
         said = quantisation(self.original, self.layout, self.tensors)
-        return outside if said is None else outside | {QUANTIZATION: said}
+        return (outside if said is None else outside | {QUANTIZATION: said}) | entries
 
     @property
     def notes(self) -> Iterator[str]:

@@ -89,12 +89,13 @@ def _facts(model: Model) -> dict[str, str]:
     """What the model is, by label."""
     shapes = model.shapes
     stored = str(model.dtype).removeprefix("torch.")
+    rope = getattr(model.config, "rope_parameters", None)
     facts = {
         "model": f"{model.label}: {shapes.family.name}, {plural(shapes.layers, 'layer')} {shapes.hidden} wide, "
         f"{plural(shapes.heads, 'head')} of {shapes.head_dim} over {plural(shapes.kv_heads, 'KV head')}, "
         f"{shapes.neurons} neurons, vocabulary {shapes.vocabulary}, {'tied to' if shapes.tied else 'with'} the head",
         "weights": f"{model.parameters / 1e6:,.0f}M parameters, {show_size(model.size)}, {stored}",
-        "positions": _positions(model),
+        "positions": f"{model.positions:,}, {_listed(rope) if rope else 'learned'}",
     }
     if windows := [window for window in shapes.windows if window is not None]:
         facts["windows"] = f"of {max(windows):,} tokens in {len(windows)} of {plural(shapes.layers, 'layer')}"
@@ -117,12 +118,6 @@ def _quantised(said: Any) -> str:
     except ValueError as refusal:
         return f"not supported: {refusal}"
     return f"{', '.join(schemes)}; dequantised as they are read, which takes the memory said here"
-
-
-def _positions(model: Model) -> str:
-    """How far they reach, and by which rule."""
-    rope = getattr(model.config, "rope_parameters", None)
-    return f"{model.positions:,}, {_listed(rope) if rope else 'learned'}"
 
 
 def _listed(entries: Mapping[str, Any]) -> str:

@@ -96,7 +96,8 @@ class EditedLayers(nn.Module):
         slices: dict[Sublayer, list[nn.Module]] = {}
         for sublayer in dict.fromkeys(self.program.sublayers()) if self.keeps_derived else ():
             if sublayer.piece is not None:
-                slices.setdefault(first_slice(sublayer), []).append(self.owner(sublayer))
+                first = replace(sublayer, piece=(0, sublayer.piece[1]))
+                slices.setdefault(first, []).append(self.owner(sublayer))
         for first, modules in slices.items():
             share_undivided(modules, self.family.spec(first.kind, first.layers[0]))
         if self.family.shares_norm and self.keeps_derived:
@@ -277,12 +278,6 @@ class EditedLayers(nn.Module):
                 self.stream_tap(before.stream, state.stream)
         end: Tensor = self.stream_tap(state.stream, land(state, machine.add).stream)
         return end
-
-
-def first_slice(sublayer: Sublayer) -> Sublayer:
-    """The first one of the slices that a slice is one of."""
-    assert sublayer.piece is not None
-    return replace(sublayer, piece=(0, sublayer.piece[1]))
 
 
 class StreamTap(nn.Module):

@@ -79,7 +79,11 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.float().softmax(-1)
     compared = scores if correction is None else scores + correction.float()
     if routing.groups > 1:
-        compared = _within_groups(compared, routing)
+        check_groups(compared.shape[-1], routing)  # experts of groups that are not chosen from get minus infinity
+        by_group = compared.view(*compared.shape[:-1], routing.groups, -1)
+        value = by_group.topk(routing.group_best, dim=-1).values.sum(-1)
+        left_out = value.new_ones(value.shape).scatter(-1, value.topk(routing.top_groups, dim=-1).indices, 0.0).bool()
+        compared = by_group.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
     chosen = compared.topk(routing.chosen(logits.shape[-1]), dim=-1).indices
     weights = scores.gather(-1, chosen)
     if routing.divides:
@@ -121,12 +125,3 @@ def check_kept(kept: Sequence[int], experts: int, routing: Routing) -> None:
             f"many of each, not {[of_each[group] for group in range(routing.groups)]}"
         )
     check_groups(len(kept), routing)
-
-
-def _within_groups(compared: Tensor, routing: Routing) -> Tensor:
-    """The same scores, minus infinity for experts of groups that are not chosen from."""
-    check_groups(compared.shape[-1], routing)
-    by_group = compared.view(*compared.shape[:-1], routing.groups, -1)
-    value = by_group.topk(routing.group_best, dim=-1).values.sum(-1)
-    left_out = value.new_ones(value.shape).scatter(-1, value.topk(routing.top_groups, dim=-1).indices, 0.0).bool()
-    return by_group.masked_fill(left_out[..., None], float("-inf")).flatten(-2)

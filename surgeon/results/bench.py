@@ -49,7 +49,11 @@ class BenchSpeeds(RunResult):
         parts = [f"{self.heading}\n{kernels}{experts}", "Latency, medians over rounds", self._latency()]
         parts += ["", "One pass, on the rank that waits most", self._passes()]
         if "decode_launching_ms" in table:
-            parts += ["", "Until all of a decoding pass was launched, and the whole of it", self._launches()]
+            lines = [["program", "batch", "launched", "pass"], ["", "", "ms", "ms"]]
+            for _, row in self.speeds.iterrows():
+                times = row["decode_launching_ms"], row["decode_compute_ms"] + row["decode_waiting_ms"]
+                lines.append([row["program"], str(row["batch"]), *map(three_digits, times)])
+            parts += ["", "Until all of a decoding pass was launched, and the whole of it", aligned(lines)]
         if table["program"].nunique() > 1:
             parts += ["", f"Times as fast as {table['program'].iloc[0]} to the first token and per token"]
             parts.append(self._ratios())
@@ -77,13 +81,6 @@ class BenchSpeeds(RunResult):
                 counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
                 begin = [row["program"], str(row["batch"])] if phase == "prefill" else ["", ""]
                 lines.append([*begin, phase, three_digits(compute), three_digits(waiting), share, *counts])
-        return aligned(lines)
-
-    def _launches(self) -> str:
-        lines = [["program", "batch", "launched", "pass"], ["", "", "ms", "ms"]]
-        for _, row in self.speeds.iterrows():
-            times = row["decode_launching_ms"], row["decode_compute_ms"] + row["decode_waiting_ms"]
-            lines.append([row["program"], str(row["batch"]), *map(three_digits, times)])
         return aligned(lines)
 
     def _ratios(self) -> str:

@@ -184,6 +184,7 @@ def _surgery(found: Surgery) -> dict[str, Any]:
     if found.from_scratch:
         what_it_is = f"This is a {kind} of {layers}, made with {by} and {how}. There is no original behind it."
     proof = report.get("proof")
+    nodes = (str(node).replace(" ", "\N{NO-BREAK SPACE}") for node in program.nodes)
     return {
         "what_it_is": _line(what_it_is),
         "facts": [
@@ -193,19 +194,13 @@ def _surgery(found: Surgery) -> dict[str, Any]:
         ],
         "operations": _operations(report.get("recipe") or (found.training or {}).get("configuration")),
         "summaries": OPERATIONS,
-        "program": _in_lines(program),
+        "program": textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace("\N{NO-BREAK SPACE}", " "),
         "legend": _legend(program),
         "sizes": list(size_lines(program)),
         "proof": proof if isinstance(proof, dict) else None,
         "differ": _differ(proof) if isinstance(proof, dict) else "",
         "source_hash": report.get("source", {}).get("model_hash"),
     }
-
-
-def _in_lines(program: Program) -> str:
-    """The program, its nodes whole, in lines."""
-    nodes = (str(node).replace(" ", "\N{NO-BREAK SPACE}") for node in program.nodes)
-    return textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _operations(text: Any) -> tuple[AppliedOperation, ...]:

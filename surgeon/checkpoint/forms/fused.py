@@ -142,6 +142,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         rope = dict(config.rope_parameters)
         if not family.partly_rotary:
             rope.pop("partial_rotary_factor", None)
+    longer = long_rotary_angles(family, config) if family.computes_anew else None
     entries = {key: getattr(config, key) for key in CARRIED if hasattr(config, key)} | {
         "model_type": FUSED_FAMILY.model_type,
         "base_model_type": family.model_type,
@@ -172,7 +173,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "up_bias": biases["up"],
         "down_bias": biases["down"],
         "rope_parameters": rope,
-        "anew_beyond": _anew_beyond(family, config),
+        "anew_beyond": None if longer is None else longer[0],  # computed again beyond so many tokens
         "rotary_neighbours": family.rotary_neighbours,
         "learned_positions": shapes.get(f"{POSITIONS}.weight", (0,))[0],
         "position_offset": family.position_offset,
@@ -185,12 +186,6 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         str(k): _widths(layer, family, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width
     }
     return entries | ({WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True} if widths else {})
-
-
-def _anew_beyond(family: Family, config: Any) -> int | None:
-    """Beyond how many tokens generation computes a text again, if it does."""
-    longer = long_rotary_angles(family, config) if family.computes_anew else None
-    return None if longer is None else longer[0]
 
 
 def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from surgeon.models.weights import (
     packed,
 )
 from surgeon.models.weights.layout import modules_of, own_path, taken_apart
-from surgeon.models.weights.quantised import Quantised
 from surgeon.models.weights.units import LayerWeights
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
@@ -179,7 +178,10 @@ class TensorPlanner:
         dtype = self.dtype if self.dtype is not None and original.is_floating_point else original
         whole = outline[0] is read[sources[0]]
         if whole and matrices and self.dtype is None:
-            return self._as_stored(name, matrices[0])
+            # The tensors that hold a quantised matrix stay as they are, for one of another name.
+            module = name.removesuffix(matrices[0].scheme.stands_for)
+            parts = ((f"{module}{ending}", part) for ending, part in matrices[0].parts.items())
+            return [replace(carried(self.source.raw, part), name=written, part_of=name) for written, part in parts]
         return [
             PlannedTensor(
                 name,
@@ -194,12 +196,6 @@ class TensorPlanner:
                 dequantised=bool(matrices),
             )
         ]
-
-    def _as_stored(self, name: str, matrix: Quantised) -> list[PlannedTensor]:
-        """The tensors that hold a quantised matrix, as they are, for one of another name."""
-        module = name.removesuffix(matrix.scheme.stands_for)
-        parts = ((f"{module}{ending}", part) for ending, part in matrix.parts.items())
-        return [replace(carried(self.source.raw, part), name=written, part_of=name) for written, part in parts]
 
     def paths(self, sublayer: Sublayer) -> list[str]:
         """Paths from the layer of the sublayer's tensors, without buffers."""

@@ -194,7 +194,12 @@ class ModelWeights(StoredWeights):
         found = self.by_role(sublayer, dtype)
         for name, role in (("q_norm.weight", "q"), ("k_norm.weight", "k")):
             if name in found and found[name].dim() == 2:
-                found[name] = self._gains_in_turn(found[name], sublayer, role)
+                # One for each head of the slice, of those for one KV group of each turn.
+                units = self.units(sublayer)
+                count = units[self.spec(sublayer).projection(role).unit]
+                first, end = unit_bounds(count, sublayer.piece)
+                per_head = found[name].repeat_interleave(count // units["kv_heads"], dim=0)
+                found[name] = per_head.repeat(count // len(per_head), 1)[first:end]
         return found
 
     def by_role(self, sublayer: Sublayer, dtype: torch.dtype | None = None, experts: Sublayer | None = None) -> Tensors:
@@ -267,14 +272,6 @@ class ModelWeights(StoredWeights):
             found = {f"{role}.first.weight": first.to(kept), f"{role}.second.weight": second.to(kept)}
         bias = self.bias(sublayer, role, dtype)
         return found if bias is None else found | {f"{role}.bias": bias}
-
-    def _gains_in_turn(self, gains: Tensor, sublayer: Sublayer, role: str) -> Tensor:
-        """A gain for each head of a slice of a fused layer, of gains for one KV group of each turn."""
-        units = self.units(sublayer)
-        count = units[self.spec(sublayer).projection(role).unit]
-        first, end = unit_bounds(count, sublayer.piece)
-        per_head = gains.repeat_interleave(count // units["kv_heads"], dim=0)
-        return per_head.repeat(count // len(per_head), 1)[first:end]
 
     def _bounds(self, sublayer: Sublayer, projection: Projection) -> Bounds:
         """The first and the end of the features that a slice has of a projection, among those of the whole sublayer."""

@@ -30,7 +30,11 @@ _UNTOLD_NOTE = (
 def _show(run: Run[HealRun]) -> Iterator[Block]:
     record, healing = run.record, run.found.healing
     yield Paragraph(_what(record))
-    yield _states(healing)
+    back = _share(healing.of_perplexity), _share(healing.of_divergence)
+    rows = [["original", *_cells(healing.original, divergence=False)]] if healing.original else []
+    rows += [["edited", *_cells(healing.edited)], ["healed", *_cells(healing.healed, *back)]]
+    marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
+    yield Table("Before and after", ["", *_HEAD], rows, _note(back), marked=marked)
     yield Gallery(list(run.found.charts(run.name)))
     yield from settings_table(record.get("settings"))
     if record.get("program"):
@@ -47,15 +51,6 @@ def _what(record: dict[str, Any]) -> str:
     text += f" in {duration(float(record['seconds']))}."
     measured = f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
     return text + measured + (f" ({record['held_out']})." if record.get("held_out") else ".")
-
-
-def _states(healing: Healing) -> Table:
-    """Original, edited and healed, one below the other."""
-    back = _share(healing.of_perplexity), _share(healing.of_divergence)
-    rows = [["original", *_cells(healing.original, divergence=False)]] if healing.original else []
-    rows += [["edited", *_cells(healing.edited)], ["healed", *_cells(healing.healed, *back)]]
-    marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
-    return Table("Before and after", ["", *_HEAD], rows, _note(back), marked=marked)
 
 
 def _note(shares: Sequence[str]) -> str:
