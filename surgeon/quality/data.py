@@ -33,6 +33,7 @@ class Windows:
 
     Attributes:
         ids: (windows, tokens); in each window every token but the first is predicted.
+        answers: (windows, tokens), which tokens alone count, of conversations; None where all do.
         source: the data as the user named it.
         digest: SHA-256 of the token ids and their shape: which text this is, for this tokenizer.
         separator: what documents were told apart by, or None where the text was read as one.
@@ -48,6 +49,7 @@ class Windows:
     notes: tuple[str, ...] = ()
     column: str | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
+    answers: Tensor | None = None
 
     def record(self, name: str = "data") -> dict[str, Any]:
         """Which text this is, as JSON values, under names that begin with the given one."""
@@ -58,6 +60,8 @@ class Windows:
     @property
     def predicted(self) -> int:
         """How many tokens are predicted in all."""
+        if self.answers is not None:
+            return int(self.answers[:, 1:].sum())
         return len(self.ids) * (self.ids.shape[1] - 1)
 
 

@@ -21,6 +21,17 @@ def perplexity(nll: Values) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
+def pooled(values: Values, counts: Values) -> Values:
+    """Means of windows in which not as much was counted, for use as if as much had been.
+
+    Their mean is that over all that was counted, m, and they scatter as it does (the ratio estimator's linearisation):
+    m + c (x - m), with c what a window counted over what one counts on average.
+    """
+    shares = counts / counts.mean()
+    mean = (shares * values).mean()
+    return np.asarray(mean + shares * (values - mean), np.float64)
+
+
 def mean_divergence(divergence: Values) -> float:
     """The mean over windows, nats per token; infinity where it is no number. Rounding alone can make it less than 0."""
     mean = float(np.mean(divergence))

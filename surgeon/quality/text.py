@@ -23,6 +23,7 @@ from surgeon.quality.summary import (
     mean_divergence,
     perplexity,
     perplexity_interval,
+    pooled,
 )
 
 COMPARED = ("divergence", "greedy_acceptance", "sampled_acceptance")  # what is told of two models
@@ -114,10 +115,12 @@ def evaluated(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True) -> TextQuality:
+def text_quality(
+    model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True, answers: Tensor | None = None
+) -> TextQuality:
     """Measure a model on windows of text, one window at a time; arguments and errors as `text_values`."""
-    found = text_values(model, ids, original, bar)
-    tokens = ids.shape[0] * (ids.shape[1] - 1)
+    found = text_values(model, ids, original, bar, answers)
+    tokens = ids.shape[0] * (ids.shape[1] - 1) if answers is None else int(answers[:, 1:].sum())
     own = perplexity(found.nll), perplexity_interval(found.nll)
     if found.divergence is None or found.greedy_acceptance is None or found.sampled_acceptance is None:
         return TextQuality(*own, None, None, tokens)
@@ -137,6 +140,8 @@ def text_quality(model: Logits, ids: Tensor, original: Logits | None = None, bar
 class TextValues:
     """Per window: means over its predicted tokens, (windows,); what they are is said in `TextQuality`.
 
+    Where windows do not have as many, they are as `surgeon.quality.summary.pooled` makes them.
+
     Attributes:
         nll: negative log-likelihood, nats.
     """
@@ -148,36 +153,52 @@ class TextValues:
 
 
 @torch.inference_mode()
-def text_values(model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True) -> TextValues:
+def text_values(
+    model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True, answers: Tensor | None = None
+) -> TextValues:
     """Measure each window.
 
     Args:
         ids: (windows, tokens); every token but a window's first is predicted.
         original: what it is compared with, a model with the same vocabulary.
         bar: whether a progress bar says how far it is.
+        answers: (windows, tokens), which tokens count; None for all. Models are not asked for what is behind the last.
 
     Raises:
         ValueError: if the vocabularies differ, or the model's predictions are not finite.
     """
     parts = []
     with progress("text", len(ids), "windows") if bar else nullcontext(lambda _: None) as advance:
-        for window in ids.split(1):
-            parts.append(_window(model, window, original))
+        for window, counted in split_windows(ids, answers):
+            parts.append(_window(model, window, original, counted))
             advance(1)
-    found = TextValues(*np.array(parts).T)
-    if not np.isfinite(found.nll).all():
-        where = int(np.flatnonzero(~np.isfinite(found.nll))[0])
+    columns = list(np.array(parts).T)
+    if not np.isfinite(columns[0]).all():
+        where = int(np.flatnonzero(~np.isfinite(columns[0]))[0])
         raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
-    return found
+    if answers is not None:
+        counts = answers[:, 1:].sum(1).double().numpy()
+        columns = [pooled(column, counts) for column in columns]
+    return TextValues(*columns)
 
 
-def _window(model: Logits, window: Tensor, original: Logits | None) -> tuple[float, ...]:
-    """The means over a window's tokens, in the order of `TextValues`."""
-    logits = model(window)[0, :-1].float()
-    nll = float(functional.cross_entropy(logits, window[0, 1:].to(logits.device)))
+def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
+    """Each window, (1, tokens), up to its last answer, and the places, (tokens - 1,), whose next token counts."""
+    for window, marks in zip(ids.split(1), [None] * len(ids) if answers is None else answers, strict=True):
+        if marks is None:
+            yield window, slice(None)
+        else:
+            last = int(marks.nonzero().max())
+            yield window[:, : last + 1], marks[1 : last + 1].bool()
+
+
+def _window(model: Logits, window: Tensor, original: Logits | None, counted: Tensor | slice) -> tuple[float, ...]:
+    """The means over those of a window's tokens that count, in the order of `TextValues`."""
+    logits = model(window)[0, :-1][counted].float()
+    nll = float(functional.cross_entropy(logits, window[0, 1:][counted].to(logits.device)))
     if original is None:
         return (nll,)
-    wanted = original(window)[0, :-1].float().to(logits.device)
+    wanted = original(window)[0, :-1][counted].float().to(logits.device)
     if wanted.shape != logits.shape:
         raise ValueError(
             f"the models have vocabularies of {wanted.shape[-1]:,} and {logits.shape[-1]:,} tokens; divergence is "

@@ -12,7 +12,16 @@ from surgeon.models.families import family_of
 from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
-from surgeon.quality.text import Logits, TextQuality, TextValues, evaluated, logits_of, text_quality, text_values
+from surgeon.quality.text import (
+    Logits,
+    TextQuality,
+    TextValues,
+    evaluated,
+    logits_of,
+    split_windows,
+    text_quality,
+    text_values,
+)
 
 
 class Measure(Protocol):
@@ -40,7 +49,7 @@ class HeldOutQuality:
     """
 
     def __init__(self, windows: Windows, original: PreTrainedModel | None, drafting: bool = False) -> None:
-        self.ids = windows.ids
+        self.ids, self.answers = windows.ids, windows.answers
         self._verifies = original if drafting else None
         self._streams: dict[bytes, Tensor] = {}
         self._head: OutputHead | None = None
@@ -53,12 +62,12 @@ class HeldOutQuality:
         try:
             with torch.inference_mode():
                 self._head = OutputHead(original)
-                for window in self.ids.split(1):
+                for window, _ in split_windows(self.ids, self.answers):
                     original.base_model(input_ids=window.to(original.device), use_cache=False)
                     self._streams[window.numpy().tobytes()] = found.pop().cpu()
         finally:
             hook.remove()
-        self.original = text_quality(self._logits, self.ids, bar=False)
+        self.original = text_quality(self._logits, self.ids, bar=False, answers=self.answers)
 
     def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
         """The quality of a model as it is, without dropout."""
@@ -67,12 +76,12 @@ class HeldOutQuality:
     def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
         """The same by logits that the model takes part in, asked for window by window in their order."""
         with evaluated(model):
-            return text_quality(logits, self.ids, self._reference, bar=False)
+            return text_quality(logits, self.ids, self._reference, bar=False, answers=self.answers)
 
     def values(self, model: nn.Module) -> TextValues:
         """The same window by window, as `text_values` gives it."""
         with evaluated(model):
-            return text_values(self._logits_of(model), self.ids, self._reference, bar=False)
+            return text_values(self._logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
 
     def _logits_of(self, model: nn.Module) -> Logits:
         verifies, own = self._verifies, logits_of(model)

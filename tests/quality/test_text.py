@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 import surgeon
@@ -46,6 +47,29 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
     assert by_window.nll == pytest.approx(by_scan.quality.nll.numpy(), rel=1e-5)
     assert by_window.greedy_acceptance == pytest.approx(by_scan.quality.greedy_acceptance.numpy())
     assert by_window.divergence == pytest.approx(by_scan.quality.divergence.numpy(), rel=1e-4)
+
+
+def test_of_answers_every_token_counts_alike_and_nothing_behind_the_last_is_read() -> None:
+    model, other = tiny_model("llama", 1), tiny_model("llama", 1, seed=1)
+    answers = torch.tensor([[1, 0, 1, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 0, 1, 0]])
+    lengths = []
+
+    def read(ids: Tensor) -> Tensor:
+        lengths.append(ids.shape[1])
+        return logits_of(model)(ids)
+
+    found = text_quality(read, IDS, logits_of(other), answers=answers)
+    assert lengths == [4, 9, 8]
+    counted = answers[:, 1:].bool()
+    with torch.no_grad():
+        q, p = (one(IDS).logits[:, :-1][counted].double().log_softmax(-1) for one in (model, other))
+    assert found.tokens == len(q) == 12
+    nll = -q.gather(-1, IDS[:, 1:][counted][:, None])
+    assert found.perplexity == pytest.approx(float(nll.mean().exp()), rel=1e-5)
+    assert found.divergence == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
+    every = text_quality(logits_of(model), IDS, logits_of(other), answers=torch.ones_like(IDS))
+    plain = text_quality(logits_of(model), IDS, logits_of(other))
+    assert every.table().iloc[:, 1:].to_numpy() == pytest.approx(plain.table().iloc[:, 1:].to_numpy())
 
 
 def test_acceptance_is_the_share_of_equal_choices_and_what_distributions_share() -> None:

@@ -154,6 +154,11 @@ def test_held_out_quality_is_that_of_the_whole_model() -> None:
     assert found.perplexity == pytest.approx(expected.perplexity)
     assert other.training
     assert HeldOutQuality(TEXTS.held_out, None).measure(other).divergence is None
+    answers = torch.ones_like(TEXTS.held_out.ids).tril(5)  # another count, and another end, in each window
+    expected = text_quality(logits_of(other.eval()), TEXTS.held_out.ids, logits_of(original), answers=answers)
+    found = HeldOutQuality(replace(TEXTS.held_out, answers=answers), original).measure(other)
+    assert found.divergence == pytest.approx(expected.divergence, rel=1e-5)
+    assert found.tokens == int(answers[:, 1:].sum())
 
 
 def test_a_draft_is_judged_by_the_keys_that_it_will_read() -> None:
