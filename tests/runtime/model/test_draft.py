@@ -190,6 +190,13 @@ def test_drawn_texts_have_the_models_distribution(looked_up: bool, tmp_path: Pat
     assert deviation(found, {text: hotter[text] for text in expected}) > 6
 
 
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are tried at once, also where passes are recorded, which may take longer than such short texts have."""
+    monkeypatch.setattr("surgeon.runtime.batching.ahead.MAY_LOSE_PASSES", 1000)
+
+
+@pytest.mark.usefixtures("trials")
 @pytest.mark.parametrize("as_pays", [False, True])
 def test_a_texts_own_tokens_as_drafts(as_pays: bool, tmp_path: Path) -> None:
     """Greedy, where blocks are few, and drawn."""
@@ -208,6 +215,7 @@ def test_a_texts_own_tokens_as_drafts(as_pays: bool, tmp_path: Path) -> None:
     assert run(engine, drawn, 4, looked_up=True)[1].accepted > 0
 
 
+@pytest.mark.usefixtures("trials")
 def test_as_many_as_pay(tmp_path: Path) -> None:
     """Greedy texts stay the same whatever pays; what is to be drawn again is drawn without drafts."""
     saved(tmp_path)
