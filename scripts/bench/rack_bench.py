@@ -18,9 +18,9 @@ from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, Outcome, read_o
 from scripts.bench.rack_model import Optimisation, build, bytes_of, config_of
 from scripts.bench.rack_processes import PROCESSES, RackRun, is_there, paced_seconds, run_racks
 from surgeon.checkpoint.read import read_json
-from surgeon.quality.data import digest_of
+from surgeon.quality.data import Windows, digest_of
 from surgeon.training.racks.run_files import PLAN_FILE
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 
 HIDDEN, WINDOW, BYTES, BATCH = 64, 128, 256, 8
 WARM, MEASURED = 1, 2  # steps
@@ -92,8 +92,9 @@ class Bench:
     def texts(self) -> TrainTexts:
         """As many windows as a run goes through, and one that is held out."""
         texts, count = bytes_of(WINDOW, WINDOW), self.optimisation.steps * self.optimisation.batch
-        ids = texts.training.ids[:count].clone()
-        return TrainTexts(replace(texts.training, ids=ids, digest=digest_of(ids)), texts.held_out)
+        ids = texts.training.ids[:count]
+        training = TrainingText.of(Windows(ids, texts.training.source, digest_of(ids)))
+        return TrainTexts(training, texts.held_out)
 
     def job(self, cell: Cell) -> Job:
         """What the ranks of a cell do."""

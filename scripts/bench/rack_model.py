@@ -27,7 +27,7 @@ from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.demo import demo_data, demo_training_data
 from surgeon.quality.data import DEMO, Windows, digest_of
 from surgeon.quality.sources import DEMO_TRAINING
-from surgeon.training.texts import RunOrder, TrainTexts, load_train_texts
+from surgeon.training.texts import RunOrder, TrainingText, TrainTexts, load_train_texts
 
 if TYPE_CHECKING:
     from surgeon.training.settings import TrainSettings
@@ -53,7 +53,7 @@ def bytes_of(window: int, held_out: int) -> TrainTexts:
     So a small model is not mostly embedding, and tokens per parameter mean what they mean for large ones.
     """
     training = _cut_bytes(demo_training_data(), DEMO_TRAINING, window, ALL_TEXT)
-    return TrainTexts(training, _cut_bytes(demo_data(), DEMO, window, held_out))
+    return TrainTexts(TrainingText.of(training), _cut_bytes(demo_data(), DEMO, window, held_out))
 
 
 def _cut_bytes(texts: Iterable[str], source: str, window: int, wanted: int) -> Windows:

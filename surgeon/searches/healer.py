@@ -31,7 +31,7 @@ from surgeon.training.distill.distiller import Distillation
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CandidateHealing:
             warnings.warn(note, stacklevel=2)
         require_apart(text, searched, held_out)
         settings = brief_settings(self.steps, self.batch, by)
-        texts = TrainTexts(text, held_out)
+        texts = TrainTexts(TrainingText.of(text), held_out)
         model = subject.opened
         return CandidateHealer(model.folder, model.hash, subject.model, texts, settings, folder, factors, made or {})
 
@@ -180,7 +180,7 @@ class CandidateHealer:
     def how(self) -> str:
         """What it does, for people."""
         settings, text = self.settings, self.texts.training
-        tokens = settings.steps_on(len(text.ids)) * settings.batch * text.ids.shape[1]
+        tokens = settings.steps_on(len(text)) * settings.batch * text.window
         return f"healed for {settings.steps:,} steps ({settings.method}) on {tokens:,} tokens of {text.source}"
 
     @property

@@ -104,7 +104,7 @@ class TrainedModel:
         entries = {
             "method": self.method,
             **texts.record(),
-            "window": texts.training.ids.shape[1],
+            "window": texts.training.window,
             "settings": settings.to_json(),
             "steps": self.whole.steps,
             "tokens": self.whole.tokens,

@@ -143,9 +143,9 @@ def train(
     """
     if task is not None and settings.distillation is not None:
         raise ValueError("a model with a task of its own is not distilled as well; leave the distillation out")
-    windows = texts.training.ids
+    text = texts.training
     with alone(folder, device):
-        steps = settings.steps_on(len(windows))
+        steps = settings.steps_on(len(text))
         processes, _ = join_processes(device)
         share = share_of_batch(settings, processes.num_processes)
         arguments = training_arguments(settings, folder, steps, share, device, called_classes(model))
@@ -174,9 +174,9 @@ def train(
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
             trained = add_adapters(model, settings.scope, program, settings.lora, settings.router)
 
-        trainer = ModelTrainer(trained, arguments, windows, task.held_out, task.towards)
+        trainer = ModelTrainer(trained, arguments, text, task.held_out, task.towards)
         is_first = bool(arguments.should_save)
-        tokens = settings.batch * windows.shape[1]
+        tokens = settings.batch * text.window
         log = RunLog(trainer, folder if is_first else None, checkpoint, tokens)
         trainer.checkpoints.carried = log.files
         trainer.add_callback(log)
@@ -226,8 +226,7 @@ def _task_by(
         return TrainingTask(held_out)
     if wanted.kept is None:
         return TrainingTask(held_out, Distiller(wanted, program, original))
-    ids, dtype = texts.training.ids, str(original.dtype).removeprefix("torch.")
-    (windows, window), text = ids.shape, texts.training.digest
-    follows = str(known.get("original")), dtype, text, windows, window, wanted.kept, wanted.temperature
-    teacher = keep_logits(original, ids, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
+    text, dtype = texts.training, str(original.dtype).removeprefix("torch.")
+    follows = str(known.get("original")), dtype, text.digest, len(text), text.window, wanted.kept, wanted.temperature
+    teacher = keep_logits(original, text, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
     return TrainingTask(held_out, Distiller(wanted, program, teacher))

@@ -36,7 +36,8 @@ from surgeon.training.checkpoints import (
     write_trained,
 )
 from surgeon.training.held_out import Measure
-from surgeon.training.texts import RunOrder, TrainingWindows
+from surgeon.training.packing import IGNORED, attends_across
+from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows, model_inputs
 from surgeon.words import first_few
 
 _WINDOWS_NAMED = 16
@@ -49,8 +50,9 @@ class LossParts(Protocol):
         """The mean loss of a micro-batch under "loss", in nats per predicted token, and its parts by their names.
 
         Args:
-            inputs: (windows, tokens) `input_ids` and `labels`; and, (windows,), `index`, which training windows they
-                are, and `place`, at which places of the run's order they stand: step s has those from s * batch on.
+            inputs: (windows, tokens) `input_ids` and `labels`, and `position_ids` of documents that are apart; and,
+                (windows,), `index`, which training windows they are, and `place`, at which places of the run's order
+                they stand: step s has those from s * batch on.
         """
 
 
@@ -78,7 +80,7 @@ class ModelTrainer(Trainer):
         self,
         model: PreTrainedModel | nn.Module,
         arguments: TrainingArguments,
-        windows: Tensor,
+        text: TrainingText,
         held_out: Measure,
         towards: LossParts | None = None,
     ) -> None:
@@ -86,18 +88,26 @@ class ModelTrainer(Trainer):
         arguments.per_device_train_batch_size *= arguments.gradient_accumulation_steps
         arguments.gradient_accumulation_steps = 1
         self.batch = arguments.per_device_train_batch_size * arguments.world_size
-        self.order = RunOrder(len(windows), arguments.max_steps, self.batch, arguments.seed)
+        self.order = RunOrder(len(text), arguments.max_steps, self.batch, arguments.seed)
         self.checkpoints = RunCheckpoints(arguments)
         self.held_out, self.towards, self.balance = held_out, towards, ExpertBalance(model)
         self.latest: TextQuality | None = None
         self._parts: dict[str, Tensor] = {}  # of the loss, summed over so many micro-batches since the last log
         self._counted = 0
-        data = TrainingWindows(windows, self.order)
+        self._share: Tensor | None = None
+        self.data = data = TrainingWindows(text, self.order)
+        config: Any = model.config
+        if "position_ids" in text.rows.column_names and attends_across(config):
+            warnings.warn(
+                f"attentions of {config.model_type} see across the borders of documents in a window; only positions "
+                "and what is predicted go by documents",
+                stacklevel=2,
+            )
         super().__init__(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[self.checkpoints])
         self.remove_callback(PrinterCallback)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.empty: nn.Module | None = meta_copy(model) if sharded else None
-        self.model_accepts_loss_kwargs = False  # every window has as many tokens: nothing is to be counted
+        self.model_accepts_loss_kwargs = False  # what is predicted is counted here (`_shares`)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -204,12 +214,26 @@ class ModelTrainer(Trainer):
         by_itself = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # it goes by `sync_gradients`
         always = by_itself or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         total = torch.zeros((), device=self.args.device)
-        for start in starts:
-            last = self.accelerator.sync_gradients = start == starts[-1]
-            part = {name: value[start : start + self.micro_batch] for name, value in inputs.items()}
+        parts = [{name: value[at : at + self.micro_batch] for name, value in inputs.items()} for at in starts]
+        for part, share in zip(parts, self._shares(parts), strict=True):
+            self._share = share
+            last = self.accelerator.sync_gradients = part is parts[-1]
             with nullcontext() if last or always else self.accelerator.no_sync(model):
                 total = total + super().training_step(model, part)
         return total
+
+    def _shares(self, parts: list[dict[str, Any]]) -> list[Tensor | None]:
+        """What the mean loss of each micro-batch counts for, so that all that is predicted in a step counts alike.
+
+        None where every window predicts as much.
+        """
+        if not self.data.has_labels:
+            return [None] * len(parts)
+        counts = [(part["labels"][:, 1:] != IGNORED).sum() for part in parts]
+        predicted = torch.stack(counts).float().to(self.args.device)
+        mean = predicted.mean()
+        mean = self.accelerator.reduce(mean, "mean") if self.args.world_size > 1 else mean
+        return list((predicted / mean.clamp_min(torch.finfo(torch.float32).tiny)).unbind())
 
     def compute_loss(
         self,
@@ -221,10 +245,9 @@ class ModelTrainer(Trainer):
         """The mean loss of a micro-batch, in nats per predicted token, and what the balance of experts adds to it."""
         del num_items_in_batch
         with self.balance.watched() as seen:
-            if self.towards is None:
-                parts = {"loss": text_loss(model, inputs["input_ids"])}
-            else:
-                parts = self.towards.loss(model, inputs)
+            parts = {"loss": text_loss(model, inputs)} if self.towards is None else self.towards.loss(model, inputs)
+        if (share := self._share) is not None:
+            parts = {name: part * share.to(part.device) for name, part in parts.items()}
         loss = parts.pop("loss")
         if self.balance.weight:
             parts["balance"] = self.balance.loss(seen)
@@ -367,10 +390,16 @@ class ModelTrainer(Trainer):
             raise ValueError(f"the checkpoint is not of what is trained now: {odd[0]}")
 
 
-def text_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """The mean negative log-likelihood per predicted token of windows, (windows, tokens)."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-    return functional.cross_entropy(logits.float(), ids[:, 1:].flatten().to(logits.device))
+def text_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The mean negative log-likelihood per predicted token of windows, 0 where nothing is predicted.
+
+    Args:
+        inputs: (windows, tokens) `input_ids` and `labels`, and `position_ids` of documents that are apart.
+    """
+    logits = model(**model_inputs(inputs), use_cache=False).logits[:, :-1].flatten(0, 1)
+    labels = inputs["labels"][:, 1:].flatten().to(logits.device)
+    summed = functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    return summed / (labels != IGNORED).sum().clamp_min(1)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.healer import CandidateHealer, brief_settings, require_apart
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.run import train
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import save_checkpoint
 
 PAIRED = Program.parse("A0 F0 [A1 A2] [F1 F2]")
@@ -29,7 +29,7 @@ def windows(count: int, seed: int) -> Windows:
     return Windows(ids, f"text {seed}", digest_of(ids))
 
 
-TEXTS = TrainTexts(windows(12, 1), windows(3, 2))
+TEXTS = TrainTexts(TrainingText.of(windows(12, 1)), windows(3, 2))
 
 
 def healer(folder: Path, steps: int = 4, texts: TrainTexts = TEXTS) -> CandidateHealer:
@@ -62,7 +62,7 @@ def test_what_healing_depends_on_tells_keys_apart(tmp_path: Path) -> None:
     others = [
         replace(own, settings=brief_settings(5, 2, "divergence")),
         replace(own, settings=brief_settings(4, 2, "perplexity")),
-        replace(own, texts=TrainTexts(windows(12, 3), TEXTS.held_out)),
+        replace(own, texts=TrainTexts(TrainingText.of(windows(12, 3)), TEXTS.held_out)),
         replace(own, texts=TrainTexts(TEXTS.training, windows(3, 4))),
         replace(own, model_hash="another"),
     ]

@@ -23,7 +23,7 @@ from surgeon.quality.data import Windows, digest_of
 from surgeon.training import checkpoints, run_log
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -78,7 +78,9 @@ def run(folder: Path, name: str, fatal: int | None) -> None:
     training, held_out = (Windows(part, "random", digest_of(part)) for part in (ids[:10], ids[10:]))
     student = edit(tiny_model("llama", 2, dropout=0.2), "[A0 A1] [F0 F1]")
     torch.manual_seed(os.getpid())  # nothing may follow from where random numbers happen to be
-    found = train(student, TrainTexts(training, held_out), TrainSettings(batch=2, **SETTINGS[name]), folder)
+    found = train(
+        student, TrainTexts(TrainingText.of(training), held_out), TrainSettings(batch=2, **SETTINGS[name]), folder
+    )
     assert found is not None
     state = found.model.state_dict()
     numbers = hashlib.sha256(b"".join(key.encode() + state[key].numpy().tobytes() for key in sorted(state)))

@@ -16,7 +16,7 @@ from surgeon.models.edit import edit
 from surgeon.quality.data import Windows, digest_of
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
 
 PAIRED = "[A0 A1] [F0 F1]"
@@ -28,7 +28,7 @@ def windows(count: int, seed: int, tokens: int = 8) -> Windows:
     return Windows(ids, "random", digest_of(ids))
 
 
-TEXTS = TrainTexts(windows(10, 1), windows(3, 2))
+TEXTS = TrainTexts(TrainingText.of(windows(10, 1)), windows(3, 2))
 
 
 def student(dropout: float = 0.0, family: str = "llama", program: str = PAIRED) -> PreTrainedModel:

@@ -28,9 +28,11 @@ def trainer_of(model: Any, folder: Path) -> ModelTrainer:
     from surgeon.quality.data import Windows, digest_of
     from surgeon.training.arguments import training_arguments
     from surgeon.training.held_out import HeldOutQuality
+    from surgeon.training.texts import TrainingText
 
     arguments = training_arguments(TrainSettings(scope="all"), folder, 1, 4)
-    return ModelTrainer(model, arguments, IDS, HeldOutQuality(Windows(IDS, "", digest_of(IDS)), None))
+    windows = Windows(IDS, "", digest_of(IDS))
+    return ModelTrainer(model, arguments, TrainingText.of(windows), HeldOutQuality(windows, None))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -24,7 +24,7 @@ from surgeon.training.heal import student_of
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import RunOrder, TrainTexts
+from surgeon.training.texts import RunOrder, TrainingText, TrainTexts
 from tests.checkpoint.helpers import save_source
 from tests.quantised import quantise_folder
 from tests.tiny_models import tiny_model
@@ -37,7 +37,7 @@ def windows(count: int, seed: int, tokens: int = 12) -> Windows:
     return Windows(ids, "random", digest_of(ids))
 
 
-TEXTS = TrainTexts(windows(10, 1), windows(3, 2))
+TEXTS = TrainTexts(TrainingText.of(windows(10, 1)), windows(3, 2))
 
 
 def healed(folder: Path, settings: TrainSettings, texts: TrainTexts = TEXTS, **options: Any) -> Trained:
@@ -180,7 +180,7 @@ def test_distillation_brings_the_original_back(distillation: Distillation, tmp_p
     settings = TrainSettings(
         scope="all", distillation=distillation, steps=30, batch=8, learning_rate=5e-3, evaluate_every=30, save_every=30
     )
-    found = healed(tmp_path, settings, TrainTexts(windows(64, 1), TEXTS.held_out), dropout=0.0)
+    found = healed(tmp_path, settings, TrainTexts(TrainingText.of(windows(64, 1)), TEXTS.held_out), dropout=0.0)
     assert found.after.divergence is not None
     assert found.before.divergence is not None
     assert found.after.divergence < 0.8 * found.before.divergence

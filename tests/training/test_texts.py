@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.training.texts import RunOrder, TrainingWindows, load_train_texts
+from surgeon.quality.data import Windows, digest_of
+from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows, load_train_texts
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -58,7 +59,8 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 def test_windows_say_which_they_are() -> None:
     ids = torch.arange(12).view(3, 4)
     order = RunOrder(3, 2, 3, seed=0)
-    items = list(map(TrainingWindows(ids, order).__getitem__, range(6)))
+    text = TrainingText.of(Windows(ids, "numbers", digest_of(ids)))
+    items = list(map(TrainingWindows(text, order).__getitem__, range(6)))
     assert [int(item["place"]) for item in items] == list(range(6))
     assert [int(item["index"]) for item in items] == list(order)
     for item in items:

@@ -27,8 +27,10 @@ from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.training.distill.counterparts import Counterpart, counterparts
-from surgeon.training.distill.logits_loss import IGNORED, FullLogits, LogitsTask, TeacherTarget
+from surgeon.training.distill.logits_loss import FullLogits, LogitsTask, TeacherTarget
 from surgeon.training.distill.teacher_logits import TeacherLogits
+from surgeon.training.packing import IGNORED
+from surgeon.training.texts import model_inputs
 
 PARTS = ("logits", "hidden", "text")
 
@@ -142,8 +144,8 @@ class Distiller:
         Args:
             model: the student, or whatever wraps it (DDP, FSDP, peft); it is called once.
             batch: `input_ids` and `labels`, (windows, tokens), the latter -100 where nothing is predicted (a window's
-                first one is never predicted); and `index`, (windows,), which training windows these are, if logits are
-                kept on disk.
+                first one is never predicted); `position_ids` of documents that are apart; and `index`, (windows,),
+                which training windows these are, if logits are kept on disk.
 
         Returns:
             `loss`, with its gradient; and those of `logits` (times T^2), `hidden` and `text` that have a weight, each
@@ -152,16 +154,16 @@ class Distiller:
         Raises:
             ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
-        input_ids = batch["input_ids"]
+        windows = model_inputs(batch)
         labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
         if self.stored is not None:
             taught = TeacherOutput(self.stored.read(batch["index"]), {})
         else:
             assert self.teacher is not None
-            taught = ask_teacher(self.teacher, input_ids, self.counterparts, self.distillation)
+            taught = ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
         nodes = [one.node for one in self.counterparts]
         with watched_streams(model, nodes, len(self.program)) as streams, drafting(model, taught.keys):
-            logits = model(input_ids=input_ids, use_cache=False).logits
+            logits = model(**windows, use_cache=False).logits
         return parts_of_loss(self.distillation, logits, labels, streams, taught)
 
 
@@ -178,26 +180,33 @@ def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
 
 
 def ask_teacher(
-    teacher: PreTrainedModel, input_ids: Tensor, places: Sequence[Counterpart], distillation: Distillation
+    teacher: PreTrainedModel,
+    windows: Mapping[str, Tensor],
+    places: Sequence[Counterpart],
+    distillation: Distillation,
 ) -> TeacherOutput:
-    """What a teacher in memory says of some windows, (windows, tokens); it goes where they are.
+    """What a teacher in memory says of some windows; it goes where they are.
 
     Args:
+        windows: (windows, tokens) `input_ids`, and `position_ids` of documents that are apart (`model_inputs`).
         places: of the streams.
         distillation: whether predictions are asked for, and at which temperature.
     """
-    if teacher.device != input_ids.device and not hasattr(teacher, "hf_device_map"):
-        teacher.to(input_ids.device)  # type: ignore[arg-type] # transformers wraps it untyped
+    device = windows["input_ids"].device
+    if teacher.device != device and not hasattr(teacher, "hf_device_map"):
+        teacher.to(device)  # type: ignore[arg-type] # transformers wraps it untyped
     steps = family_of(teacher.config).steps_per_layer
     nodes, keys = {one.node: one.layer * steps for one in places}, None
     with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None) as streams:
         target = None
         if distillation.drafting:
-            logits, keys = VerifiedKeys.of(teacher, input_ids)
+            if "position_ids" in windows:
+                raise ValueError("a draft is trained on running text; join the documents (documents=joined)")
+            logits, keys = VerifiedKeys.of(teacher, windows["input_ids"])
         elif distillation.logits:
-            logits = teacher(input_ids=input_ids, use_cache=False).logits
+            logits = teacher(**windows, use_cache=False).logits
         else:
-            teacher.base_model(input_ids=input_ids, use_cache=False)
+            teacher.base_model(**windows, use_cache=False)
         if distillation.logits:
             target = FullLogits(logits.flatten(0, 1), distillation.temperature)
     return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, keys)

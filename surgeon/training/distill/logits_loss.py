@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from surgeon.quality.head import BLOCK_BYTES
+from surgeon.training.packing import IGNORED
 
 LEAST_ROWS = 8  # of a block
-IGNORED = -100  # the label of a token that is not predicted, as PyTorch has it
 
 
 class TeacherTarget(Protocol):

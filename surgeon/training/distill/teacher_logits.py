@@ -19,6 +19,7 @@ from surgeon.processes.locks import locked
 from surgeon.progress import progress
 from surgeon.quality.identified import UNREADABLE, open_identified, write_identified
 from surgeon.training.distill.logits_loss import TopLogits, blocks
+from surgeon.training.texts import TrainingText, model_inputs
 
 _FILE_BYTES = 16 << 20  # no more is lost in a kill
 _MOST_WINDOWS = 128  # in a file
@@ -111,14 +112,14 @@ class TeacherLogits:
         return TopLogits(*(torch.cat(each) for each in zip(*rows, strict=True)))
 
 
-def keep_logits(teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: TeacherIdentity) -> TeacherLogits:
+def keep_logits(teacher: PreTrainedModel, text: TrainingText, folder: Path, identity: TeacherIdentity) -> TeacherLogits:
     """Run the teacher on every training window and keep its largest logits; goes on where it was killed.
 
     Of several processes that call this at once, one makes them, and the others wait for it.
 
     Args:
         teacher: unedited; it is left in evaluation mode.
-        ids: (windows, tokens), all training windows.
+        text: all training windows.
         folder: is made if it is not there.
 
     Raises:
@@ -126,10 +127,10 @@ def keep_logits(teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: T
             windows are not those that the identity tells of, or the teacher's logits are not finite.
         OSError: if there is no room for them; what was made by then stays.
     """
-    if tuple(ids.shape) != (identity.windows, identity.window):
+    if (len(text), text.window) != (identity.windows, identity.window):
         raise ValueError(
             f"kept logits of {identity.windows} windows of {identity.window} tokens cannot be made from "
-            f"{' x '.join(map(str, ids.shape))} tokens; give all training windows"
+            f"{len(text)} x {text.window} tokens; give all training windows"
         )
     make_folder(folder)
     if any(not _is_whole(_path(folder, windows), identity) for windows in identity.files):
@@ -138,18 +139,20 @@ def keep_logits(teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: T
                 part.unlink()
             missing = [windows for windows in identity.files if not _is_whole(_path(folder, windows), identity)]
             if missing:  # or another process has made them meanwhile
-                _make(teacher, ids, folder, identity, missing)
+                _make(teacher, text, folder, identity, missing)
     return TeacherLogits(folder, identity)
 
 
-def _make(teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: TeacherIdentity, missing: list[range]) -> None:
+def _make(
+    teacher: PreTrainedModel, text: TrainingText, folder: Path, identity: TeacherIdentity, missing: list[range]
+) -> None:
     left = sum(map(len, missing))
     teacher.eval()
     with progress("the teacher's logits", identity.windows, "windows", identity.windows - left) as advance:
         for windows in missing:
             parts = []
             for window in windows:
-                parts.append(_top_of(teacher, ids, window, identity))
+                parts.append(_top_of(teacher, text, window, identity))
                 advance(1)
             tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
             shaped = {name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()}
@@ -165,8 +168,9 @@ def _make(teacher: PreTrainedModel, ids: Tensor, folder: Path, identity: Teacher
 
 
 @torch.inference_mode()
-def _top_of(teacher: PreTrainedModel, ids: Tensor, window: int, identity: TeacherIdentity) -> TopLogits:
-    logits = teacher(input_ids=ids[window : window + 1].to(teacher.device), use_cache=False).logits[0]
+def _top_of(teacher: PreTrainedModel, text: TrainingText, window: int, identity: TeacherIdentity) -> TopLogits:
+    row = model_inputs(text.rows.with_format("torch")[window : window + 1])
+    logits = teacher(**{name: one.to(teacher.device) for name, one in row.items()}, use_cache=False).logits[0]
     parts = [TopLogits.of(logits[rows], identity.kept, identity.temperature) for rows in blocks(logits)]
     found, log_p, rest = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in _TENSORS)
     if not log_p.isfinite().all():

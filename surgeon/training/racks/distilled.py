@@ -30,12 +30,13 @@ from surgeon.training.distill.distiller import (
     require_unedited_teacher,
     watched_streams,
 )
-from surgeon.training.distill.logits_loss import IGNORED
+from surgeon.training.packing import IGNORED
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.streams import RackStreams
 from surgeon.training.racks.stretch import fed
+from surgeon.training.texts import model_inputs
 
 
 def teacher_of(original: PreTrainedModel, racks: Racks, index: int) -> RackModel:
@@ -83,18 +84,18 @@ class DistilledRackLoss:
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """As `LossParts` has it."""
-        ids, stream = inputs["input_ids"], self.streams.take(inputs["place"])
+        windows, stream = model_inputs(inputs), self.streams.take(inputs["place"])
         incoming = [None, None] if stream is None else stream.chunk(2, dim=-1)
         teacher: Any = self.teacher.model
         with fed(teacher, incoming[1]) as stretch:
-            taught = ask_teacher(teacher, ids, self.counterparts, self.own)
+            taught = ask_teacher(teacher, windows, self.counterparts, self.own)
             original = stretch.outgoing
         nodes = [one.node for one in self.counterparts]
         length = len(self.rack.layers.program)
         with fed(model, incoming[0]) as layers, watched_streams(model, nodes, length) as streams:
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits = model(**windows, use_cache=False).logits
             assert layers.outgoing is not None
             assert original is not None
             self.streams.give(inputs["place"], torch.cat([layers.outgoing, original.to(layers.outgoing)], dim=-1))
-        labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
+        labels = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
         return parts_of_loss(self.own, logits, labels, streams, taught)

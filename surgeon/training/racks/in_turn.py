@@ -61,10 +61,10 @@ def _train(asked: RacksToTrain, index: int, held_out: HeldOutQuality) -> None:
         assert asked.original is not None
         teacher = teacher_of(asked.original(), asked.racks, index)
     if sink is not None:
-        ids, steps = asked.texts.training.ids, settings.steps_on(len(asked.texts.training.ids))
+        text, steps = asked.texts.training, settings.steps_on(len(asked.texts.training))
         training = steps * settings.batch * (1 if teacher is None else 2)  # beside it the original's
         measured = (2 + steps // settings.evaluate_every) * len(asked.texts.held_out.ids)
-        window = math.prod((ids.shape[1], int(rack.model.config.hidden_size), rack.model.dtype.itemsize))
+        window = math.prod((text.window, int(rack.model.config.hidden_size), rack.model.dtype.itemsize))
         sink.require_room((training + measured) * window)
     streams = RackStreams(settings.batch, source, sink)
     task = rack_task(rack, held_out, streams, teacher, settings.distillation)

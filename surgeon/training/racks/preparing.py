@@ -14,6 +14,7 @@ from surgeon.training.racks.run_files import (
     PLAN_FILE,
     START,
     TEXTS_FILE,
+    TRAINING_TEXT_FILE,
     ProcessOptions,
     RacksPlan,
     start_file,
@@ -29,7 +30,7 @@ from surgeon.training.settings import TrainSettings
 def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
     """Write what the racks' processes begin with, where it is not there; errors as of `train_in_processes`."""
     racks, settings, folder = asked.racks, asked.settings, asked.folder
-    settings.steps_on(len(asked.texts.training.ids))
+    settings.steps_on(len(asked.texts.training))
     options = options or ProcessOptions()
     _check_shares(settings, options.replicas)
     if options.pace and len(options.pace) != len(racks):
@@ -43,7 +44,7 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
         plan = RacksPlan(len(racks), of_racks, settings, options, asked.device)
     files = [start_file(folder, index) for index in range(len(racks))]
     files += [] if settings.distillation is None else [teacher_file(folder, index) for index in range(len(racks))]
-    if not all(path.is_file() for path in (*files, folder / TEXTS_FILE)):
+    if not all(path.is_file() for path in (*files, folder / TRAINING_TEXT_FILE, folder / TEXTS_FILE)):
         _write_racks(asked)
         write_texts(folder, asked.texts)
     plan.write(folder)  # the last one: a run that has it is prepared

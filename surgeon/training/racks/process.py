@@ -1,7 +1,7 @@
 """One rack's process: `python -m surgeon.training.racks.process RUN RACK`.
 
 The supervisor starts one for each rack, and again where one is killed. By hand, on several machines: a copy of RUN as
-it was prepared (racks.json, texts.safetensors, start/) lies on each of them, and for rack 1 of three, say,
+it was prepared (racks.json, texts.arrow, texts.safetensors, start/) lies on each of them, and for rack 1 of three, say,
 
     python -m surgeon.training.racks.process RUN 1 --listen 10.0.0.2:4000 --peer 0=10.0.0.1:4000 --peer 2=10.0.0.3:4000
 

@@ -1,7 +1,8 @@
 """The folder of a run of racks in processes of their own: all that a rack's process has to know, and what it leaves.
 
 RUN/racks.json            what is trained, and how: `RacksPlan`
-RUN/texts.safetensors     both texts, in windows
+RUN/texts.arrow           the training text, in windows
+RUN/texts.safetensors     the held-out text, in windows, and what both are
 RUN/start/rack-R.safetensors   the rack as it begins
 RUN/start/teacher-R.safetensors   its part of the original, where racks are distilled
 RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
@@ -12,8 +13,8 @@ RUN/rack-R/traffic.json   what went over its connections (`rack_log.RackLog`)
 RUN/rack-R/log.txt        what it said
 RUN/rack-R/rack.safetensors, result.json   what came of it
 
-Racks in turn leave the same, but for racks.json, texts, start/ and what a process has for itself; their streams lie in
-RUN/rack-R/streams/.
+Racks in turn leave the same, but for racks.json, texts.*, start/ and what a process has for itself; their streams lie
+in RUN/rack-R/streams/.
 
 Where several processes share a rack's batches, replicas of it, RUN/rack-R/ is the run of all of them. What each has for
 itself (address.json, spool/, timeline.csv, traffic.json, log.txt) the first one has there, and the others have in
@@ -41,9 +42,10 @@ from surgeon.training.racks.averaging import NEVER, parse_averaging
 from surgeon.training.racks.pace import RackPace
 from surgeon.training.racks.wire import TOKEN_BYTES
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts, read_rows, write_rows
 
-PLAN_FILE, TEXTS_FILE, ADDRESS_FILE = "racks.json", "texts.safetensors", "address.json"
+PLAN_FILE, ADDRESS_FILE = "racks.json", "address.json"
+TEXTS_FILE, TRAINING_TEXT_FILE = "texts.safetensors", "texts.arrow"
 RACK_FILE, RESULT_FILE, LOG_FILE = "rack.safetensors", "result.json", "log.txt"
 SPOOL, STREAMS, START = "spool", "streams", "start"
 
@@ -144,10 +146,10 @@ def teacher_file(run: Path, index: int) -> Path:
 
 def write_texts(run: Path, texts: TrainTexts) -> None:
     """Write both texts as tokens, whole or not at all."""
-    tensors = {"training": texts.training.ids.contiguous(), "held_out": texts.held_out.ids.contiguous()}
-    sources = {"training": texts.training.source, "held_out": texts.held_out.source}
+    write_rows(run / TRAINING_TEXT_FILE, texts.training.rows)
+    said = {"training": texts.training.source, "held_out": texts.held_out.source, "digest": texts.training.digest}
     with whole_file(run / TEXTS_FILE) as beside:
-        save_file(tensors, beside, metadata=sources)
+        save_file({"held_out": texts.held_out.ids.contiguous()}, beside, metadata=said)
 
 
 def read_texts(run: Path) -> TrainTexts:
@@ -157,6 +159,6 @@ def read_texts(run: Path) -> TrainTexts:
         FileNotFoundError: if they are not there.
     """
     with safe_open(run / TEXTS_FILE, framework="pt") as file:
-        sources = file.metadata()
-        ids = {name: file.get_tensor(name) for name in ("training", "held_out")}
-    return TrainTexts(*(Windows(ids[name], sources[name], digest_of(ids[name])) for name in ("training", "held_out")))
+        said, ids = file.metadata(), file.get_tensor("held_out")
+    training = TrainingText(read_rows(run / TRAINING_TEXT_FILE), said["training"], said["digest"])
+    return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids)))

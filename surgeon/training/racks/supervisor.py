@@ -83,7 +83,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
         )
     with alone(asked.folder, asked.device):
         plan = prepare(asked, options)
-        _Supervisor(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training.ids))).work()
+        _Supervisor(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training))).work()
     found = gather(asked.whole, asked.racks, asked.folder)
     if asked.original is None:
         return found

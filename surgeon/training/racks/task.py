@@ -30,7 +30,7 @@ class RackLoss:
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """As `LossParts` has it."""
         with fed(model, self.streams.take(inputs["place"])) as layers:
-            loss = text_loss(model, inputs["input_ids"])
+            loss = text_loss(model, inputs)
             assert layers.outgoing is not None
             self.streams.give(inputs["place"], layers.outgoing)
         return {"loss": loss}

@@ -25,6 +25,7 @@ from surgeon.training.racks.run_files import (
     SPOOL,
     START,
     TEXTS_FILE,
+    TRAINING_TEXT_FILE,
     rack_folder,
 )
 from surgeon.training.racks.subject import own_settings
@@ -127,4 +128,5 @@ def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
             for path in (each / RACK_FILE, each / RESULT_FILE, *(own / ADDRESS_FILE for own in of_processes)):
                 path.unlink(missing_ok=True)
     shutil.rmtree(folder / START, ignore_errors=True)
-    (folder / TEXTS_FILE).unlink(missing_ok=True)
+    for name in (TEXTS_FILE, TRAINING_TEXT_FILE):
+        (folder / name).unlink(missing_ok=True)

@@ -80,7 +80,7 @@ class Blueprint:
             config.separator,
         )
         with config.under("data"):
-            settings.steps_on(len(texts.training.ids))
+            settings.steps_on(len(texts.training))
         return texts
 
     def identity(self) -> dict[str, Any]:

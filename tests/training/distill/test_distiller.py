@@ -17,9 +17,11 @@ import surgeon
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.models.verified import VerifiedKeys, drafting
+from surgeon.quality.data import Windows
 from surgeon.training.distill.counterparts import counterparts
 from surgeon.training.distill.distiller import Distillation, Distiller, watched_streams
 from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
+from surgeon.training.texts import TrainingText
 from tests.tiny_models import VOCABULARY, tiny_model
 
 PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -284,7 +286,7 @@ def test_logits_from_disk(tmp_path: Path) -> None:
     settings = Distillation(temperature=2, text=0.5, kept=VOCABULARY)
     live = Distiller(Distillation(temperature=2, text=0.5), surgeon.program_of(student), teacher)
     identity = TeacherIdentity("0" * 64, "float32", "d" * 64, *batch["input_ids"].shape, VOCABULARY, 2.0)
-    kept = keep_logits(teacher, batch["input_ids"], tmp_path, identity)
+    kept = keep_logits(teacher, TrainingText.of(Windows(batch["input_ids"], "", "")), tmp_path, identity)
     distiller = Distiller(settings, surgeon.program_of(student), kept)
     for some in (slice(0, 4), slice(2, 3)):
         wanted = live.loss(student, rows(batch, some))

@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from surgeon.quality.data import Windows
 from surgeon.training.distill import teacher_logits
 from surgeon.training.distill.teacher_logits import TeacherIdentity, TeacherLogits, keep_logits
+from surgeon.training.texts import TrainingText
 from tests import tiny_models as models
 from tests import warm
 from tests.waiting import PATIENCE
@@ -58,7 +60,7 @@ def text() -> Tensor:
 
 
 def make(teacher: CountedTeacher, folder: Path, identity: TeacherIdentity = IDENTITY) -> TeacherLogits:
-    return keep_logits(teacher.model, text(), folder, identity)
+    return keep_logits(teacher.model, TrainingText.of(Windows(text(), "random", "")), folder, identity)
 
 
 @pytest.fixture

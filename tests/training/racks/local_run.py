@@ -22,7 +22,7 @@ from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.supervisor import train_in_processes
 from surgeon.training.racks.trained import RacksTrained
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
 from tests.training.racks.reference import train_together
 
@@ -32,7 +32,7 @@ def windows(count: int, seed: int) -> Windows:
     return Windows(ids, "random", digest_of(ids))
 
 
-TEXTS = TrainTexts(windows(10, 1), windows(3, 2))
+TEXTS = TrainTexts(TrainingText.of(windows(10, 1)), windows(3, 2))
 SETTINGS = TrainSettings(
     scope="all", steps=6, batch=4, micro_batch=2, learning_rate=1e-2, evaluate_every=2, save_every=2,
     arguments={"logging_steps": 1},

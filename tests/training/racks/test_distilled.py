@@ -88,7 +88,8 @@ def made() -> tuple[list[RackModel], list[DistilledRackLoss], dict[str, Tensor]]
         DistilledRackLoss(found[0], teachers[0], BOTH, RackStreams(4, sink=between)),
         DistilledRackLoss(found[1], teachers[1], BOTH, RackStreams(4, source=between)),
     ]
-    return found, losses, {"input_ids": TEXTS.training.ids[:2], "place": torch.arange(4, 6)}
+    ids = TEXTS.training.ids[:2]
+    return found, losses, {"input_ids": ids, "labels": ids, "place": torch.arange(4, 6)}
 
 
 def test_the_first_rack_learns_the_original_s_streams(made: Any) -> None:

@@ -27,12 +27,12 @@ from surgeon.training.racks.task import RackLoss
 from surgeon.training.racks.trained import RacksTrained
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
 from tests.training.racks.reference import train_together
 from tests.training.runs import windows
 
-TEXTS = TrainTexts(windows(10, 1), windows(3, 2))
+TEXTS = TrainTexts(TrainingText.of(windows(10, 1)), windows(3, 2))
 SETTINGS: dict[str, Any] = {
     "scope": "all",
     "steps": 3,

@@ -1,0 +1,163 @@
+"""Tokens of documents, packed into windows of one size: the rows that a model is trained on.
+
+Three ways to treat documents:
+
+    joined    one after the other, as one running text: neither positions nor attention know where one ends
+    apart     one after the other, cut where a window ends. Positions begin anew with each document, which tells
+              `transformers` that its tokens see no other's (`masking_utils.find_packed_sequence_indices`)
+    whole     as apart, but a document that fits a window is not cut; what no document fills is padding
+
+Of documents that are apart nothing predicts the first token, nor padding, nor what is no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.errors import did_you_mean
+
+Documents = Literal["joined", "apart", "whole"]
+Row = dict[str, NDArray[np.int32]]
+IGNORED = -100  # a label of what is not to be predicted, as PyTorch's losses have it
+ATTEND_ACROSS = ("gpt_oss", "llama4_text", "opt")  # model types whose masks `transformers` makes without positions
+_OPEN = 64  # windows that documents may still be put into
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a document, or of a stretch of one; further stretches follow it until one ends the document.
+
+    Attributes:
+        ids: (tokens,).
+        answer: (tokens,), which of them the model learns to predict; None for all.
+        ends: whether the document ends with them.
+    """
+
+    ids: NDArray[np.int32]
+    answer: NDArray[np.bool_] | None = None
+    ends: bool = True
+
+
+def columns(documents: Documents) -> tuple[str, ...]:
+    """The columns that rows have: `input_ids`, and of documents that are apart `position_ids` and `labels`."""
+    return ("input_ids",) if documents == "joined" else ("input_ids", "position_ids", "labels")
+
+
+def attends_across(config: Any) -> bool:
+    """Whether a model's attentions see other documents of their window even where documents are apart.
+
+    Linear attentions do, which carry a state along.
+    """
+    return config.model_type in ATTEND_ACROSS or "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
+class Packer:
+    """Makes windows of tokens as they come; of the same tokens always the same, whatever stretches they come in.
+
+    Args:
+        window: tokens in a window.
+        pad: the token that fills windows of whole documents.
+
+    Raises:
+        ValueError: if there is no such way to treat documents.
+    """
+
+    def __init__(self, window: int, documents: Documents = "joined", pad: int = 0) -> None:
+        if documents not in get_args(Documents):
+            raise ValueError(
+                f"documents cannot be {documents!r} in a window; {did_you_mean(str(documents), get_args(Documents))}"
+            )
+        self.window, self.documents, self.pad = window, documents, pad
+        self._open = [_nothing()] if documents != "whole" else []  # windows, as their marked tokens (`_marked`)
+        self._document = _nothing()  # a whole one, as far as it has come
+        self._begins = True  # a document, with the next token
+
+    def add(self, tokens: Tokens) -> Iterator[Row]:
+        """The windows that are full now."""
+        marked = _marked(tokens, self._begins)
+        self._begins = tokens.ends
+        if self.documents != "whole":
+            yield from self._cut(marked)
+            return
+        self._document = np.concatenate([self._document, marked], axis=1)
+        if tokens.ends:
+            document, self._document = self._document, _nothing()
+            for start in range(0, document.shape[1], self.window):
+                yield from self._place(document[:, start : start + self.window])
+
+    def rest(self) -> Iterator[Row]:
+        """The windows of whole documents that are not full, once there are no more tokens; else a rest is left out."""
+        if self.documents == "whole":
+            left, self._open = self._open, []
+            yield from map(self._padded, left)
+
+    def state(self) -> dict[str, Any]:
+        """What it holds, as JSON values, for `resume`."""
+        return {
+            "open": [each.tolist() for each in self._open],
+            "document": self._document.tolist(),
+            "begins": self._begins,
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on where another one was that said `state`."""
+        self._open = [_from_lists(each) for each in state["open"]]
+        self._document, self._begins = _from_lists(state["document"]), bool(state["begins"])
+
+    def _cut(self, marked: NDArray[np.int32]) -> Iterator[Row]:
+        (held,) = self._open
+        whole = np.concatenate([held, marked], axis=1)
+        full = whole.shape[1] // self.window * self.window
+        for start in range(0, full, self.window):
+            yield self._row(whole[:, start : start + self.window])
+        self._open = [whole[:, full:]]
+
+    def _place(self, document: NDArray[np.int32]) -> Iterator[Row]:
+        """Put a document into the open window that it fills best; where there are too many, the fullest is done."""
+        room = [self.window - each.shape[1] - document.shape[1] for each in self._open]
+        fitting = [(left, index) for index, left in enumerate(room) if left >= 0]
+        if fitting:
+            left, index = min(fitting)
+            self._open[index] = np.concatenate([self._open[index], document], axis=1)
+        else:
+            if len(self._open) == _OPEN:
+                yield self._padded(self._open.pop(room.index(min(room))))
+            self._open.append(document)
+            left, index = self.window - document.shape[1], len(self._open) - 1
+        if left == 0:
+            yield self._row(self._open.pop(index))
+
+    def _padded(self, marked: NDArray[np.int32]) -> Row:
+        left = self.window - marked.shape[1]
+        padding = _marked(Tokens(np.full(left, self.pad, np.int32), np.zeros(left, np.bool_)), begins=True)
+        return self._row(np.concatenate([marked, padding], axis=1))
+
+    def _row(self, marked: NDArray[np.int32]) -> Row:
+        ids, first, answer = marked
+        if self.documents == "joined":
+            return {"input_ids": ids}
+        place = np.arange(self.window, dtype=np.int32)
+        start = np.maximum.accumulate(np.where(first, place, 0))  # of the document that each token is of, in the window
+        labels = np.where(answer.astype(bool) & (first == 0), ids, np.int32(IGNORED))
+        return {"input_ids": ids, "position_ids": place - start, "labels": labels}
+
+
+def _marked(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
+    """(3, tokens): ids, whether each is the first of a document, and whether it is an answer."""
+    found = np.zeros((3, len(tokens.ids)), np.int32)
+    found[0], found[2] = tokens.ids, 1 if tokens.answer is None else tokens.answer
+    found[1, :1] = begins
+    return found
+
+
+def _nothing() -> NDArray[np.int32]:
+    return np.zeros((3, 0), np.int32)
+
+
+def _from_lists(lists: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    return np.array(lists, np.int32).reshape(3, -1)
