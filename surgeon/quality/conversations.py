@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 from jinja2 import TemplateError
 
 from surgeon.errors import first_line, shown
-from surgeon.quality.text_files import lone_surrogate
+from surgeon.quality.sources import table_rows
+from surgeon.quality.tables import Row
+from surgeon.quality.text_files import Reading, lone_surrogate
 from surgeon.words import plural
 
 _COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"))
@@ -52,6 +54,54 @@ class ConversationTokens:
     ids: list[int] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+
+
+def read_conversations(
+    tokenizer: Any, data: str, longest: int, reading: Reading | None = None
+) -> Iterator[ConversationTokens] | None:
+    """The conversations of a table or a dataset, as a stream; None of other data, which is read as text.
+
+    Which it is says the first row, or a column that is named, if there is a list in it.
+
+    Args:
+        data: as `surgeon.quality.data.load_windows` takes it.
+        longest, tokenizer: as `ConversationTokenizer` has them.
+        reading: is told, as rows are read, how many have been, and what of them is left out.
+
+    Raises:
+        FileNotFoundError: if there is no such file or dataset.
+        ValueError: as `ConversationTokenizer`; or if a row is damaged, or no row has an answer to train on.
+    """
+    reading = reading or Reading()
+    found = table_rows(data, reading)
+    if found is None:
+        return None
+    column, rows = found
+    first = list(islice(rows, 1))
+    columns = conversation_columns(first[0][1]) if first else ()
+    if column is not None:
+        columns = (column,) if first and isinstance(first[0][1].get(column), list) else ()
+    if not columns:
+        return None
+    return _read(ConversationTokenizer(tokenizer, columns, longest), chain(first, rows), data, reading)
+
+
+def _read(
+    convert: ConversationTokenizer, rows: Iterable[tuple[str, Row]], data: str, reading: Reading
+) -> Iterator[ConversationTokens]:
+    has_answers = False
+    for where, row in rows:
+        found = convert(row, where)
+        reading.rows += 1
+        reading.left_out.update(found.left_out)
+        if found.ids:
+            has_answers = True
+            yield found
+    if not has_answers:
+        raise ValueError(
+            f"there is nothing to train on: {reading.lines(data)[-1]}; give rows with answers, a larger window where "
+            "they are too long, or a chat template that marks answers ({% generation %}) where its own way is another"
+        )
 
 
 class ConversationTokenizer:

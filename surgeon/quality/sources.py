@@ -15,7 +15,7 @@ from pathlib import Path
 from surgeon.checkpoint.offline import without_retries
 from surgeon.errors import first_line
 from surgeon.named import is_path, on_disk
-from surgeon.quality.tables import is_table, read_column, read_table
+from surgeon.quality.tables import Row, is_table, read_column, read_rows, read_table
 from surgeon.quality.text_files import Reading, ending, is_packed, read_pieces
 
 DEMO = "demo"
@@ -132,10 +132,38 @@ def _joined(rows: Iterable[str]) -> Iterator[str]:
         yield ROW_SEPARATOR.join(piece)
 
 
+def table_rows(data: str, reading: Reading) -> tuple[str | None, Iterator[tuple[str, Row]]] | None:
+    """The rows of a table or a dataset, each with where it stands, and the column that is named; None of other text.
+
+    Raises:
+        FileNotFoundError: if there is no such file or dataset.
+        ValueError: (as rows are asked for) if one is damaged.
+    """
+    path, column = file_and_column(data)
+    if path is not None:
+        return (column, read_rows(path, reading)) if is_table(path) else None
+    if data in (DEMO, DEMO_TRAINING):
+        return None
+    name, *_, column = _parts(data)
+    rows = _open_dataset(data)
+    return column or None, ((f"{name}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _parts(data: str) -> list[str]:
+    """Name, configuration, split and column of a dataset, "" for what is not said."""
+    parts = data.split(":", 3)
+    return parts + [""] * (4 - len(parts))
+
+
 def _dataset_rows(data: str, reading: Reading) -> Iterator[tuple[str, str | None]]:
     """The text column of a dataset, read as a stream."""
-    parts = data.split(":", 3)
-    name, config, split, column = parts + [""] * (4 - len(parts))
+    name, config, split, column = _parts(data)
+    located = ((f"{name}: row {number}", row) for number, row in enumerate(_open_dataset(data), start=1))
+    return read_column(located, f"dataset {name}", column or None, reading, f"{name}:{config}:{split}:{{column}}")
+
+
+def _open_dataset(data: str) -> Iterator[Row]:
+    name, config, split, _ = _parts(data)
     import datasets
 
     try:
@@ -147,5 +175,4 @@ def _dataset_rows(data: str, reading: Reading) -> Iterator[tuple[str, str | None
             f"{data} is no file here and could not be read as a dataset ({first_line(error)}); give a local text, "
             ".jsonl or .parquet file, or name:config:split of a dataset that can be reached"
         ) from error
-    located = ((f"{name}: row {number}", row) for number, row in enumerate(chain(first, rows), start=1))
-    return read_column(located, f"dataset {name}", column or None, reading, f"{name}:{config}:{split}:{{column}}")
+    return chain(first, rows)

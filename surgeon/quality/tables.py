@@ -49,10 +49,36 @@ def read_table(
     """
     reading = reading or Reading()
     if ending(path) == PARQUET:
-        column, rows = _open_parquet(path, column)
+        column = _parquet_column(path, column)
+        rows = read_rows(path, reading, [column])
     else:
-        rows = ((f"{path}:{number}", row) for number, row in read_json_lines(path, reading))
+        rows = read_rows(path, reading)
     return read_column(rows, str(path), column, reading)
+
+
+def read_rows(path: Path, reading: Reading, columns: list[str] | None = None) -> Iterator[tuple[str, Row]]:
+    """The rows of a table, each with where it stands, as a stream.
+
+    Args:
+        columns: of a parquet file, which alone are read; None for all.
+
+    Raises:
+        ValueError: if a row is damaged, with file and line.
+    """
+    if ending(path) != PARQUET:
+        yield from ((f"{path}:{number}", row) for number, row in read_json_lines(path, reading))
+        return
+    row = 0
+    try:
+        with _parquet(path) as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
+                for values in batch.to_pylist():
+                    row += 1
+                    yield f"{path}: row {row}", values
+    except UnicodeDecodeError as error:
+        which = f": column {columns[0]!r} is" if columns else " is"
+        reason = f"not text in UTF-8 (byte {error.start} of a row behind row {row})"
+        raise ValueError(f"{path}{which} {reason}; mend that row") from error
 
 
 def read_column(
@@ -150,45 +176,31 @@ def _checked(value: Any, where: str, column: str) -> str:
     return value
 
 
-def _open_parquet(path: Path, column: str | None) -> tuple[str, Iterator[tuple[str, Row]]]:
-    """The column to read of a parquet file, whose schema says which have text, and the rows with it alone."""
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet, types
+    from pyarrow import parquet
 
     if is_packed(path):
         raise ValueError(f"{path} is compressed as a whole, and parquet is so within; unpack it (gunzip {path})")
+    try:
+        yield parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = first_line(error)
+        raise ValueError(f"{path} is damaged or no parquet file ({reason}); copy it again") from error
 
-    @contextmanager
-    def reading() -> Iterator[None]:
-        try:
-            yield
-        except (pyarrow.ArrowException, OSError) as error:
-            reason = first_line(error)
-            raise ValueError(f"{path} is damaged or no parquet file ({reason}); copy it again") from error
 
-    with reading():
-        file = parquet.ParquetFile(path)
-    schema = file.schema_arrow
-    if column is None:
-        kinds = {each.name: each.type.value_type if types.is_dictionary(each.type) else each.type for each in schema}
-        strings = (types.is_string, types.is_large_string, types.is_string_view)
-        with_text = [name for name, kind in kinds.items() if name == TEXT_COLUMN or any(is_(kind) for is_ in strings)]
-        chosen = _choose_column(str(path), with_text, str(path))
-    elif column not in schema.names:
-        raise _no_column(column, str(path), schema.names)
-    else:
-        chosen = column
+def _parquet_column(path: Path, column: str | None) -> str:
+    """The column to read of a parquet file, whose schema says which have text."""
+    from pyarrow import types
 
-    def rows() -> Iterator[tuple[str, Row]]:
-        row = 0
-        try:
-            with reading():
-                for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[chosen]):
-                    for value in batch.column(0).to_pylist():
-                        row += 1
-                        yield f"{path}: row {row}", {chosen: value}
-        except UnicodeDecodeError as error:
-            reason = f"not text in UTF-8 (byte {error.start} of a row behind row {row})"
-            raise ValueError(f"{path}: column {chosen!r} is {reason}; mend that row") from error
-
-    return chosen, rows()
+    with _parquet(path) as file:
+        schema = file.schema_arrow
+    if column is not None:
+        if column not in schema.names:
+            raise _no_column(column, str(path), schema.names)
+        return column
+    kinds = {each.name: each.type.value_type if types.is_dictionary(each.type) else each.type for each in schema}
+    strings = (types.is_string, types.is_large_string, types.is_string_view)
+    with_text = [name for name, kind in kinds.items() if name == TEXT_COLUMN or any(is_(kind) for is_ in strings)]
+    return _choose_column(str(path), with_text, str(path))

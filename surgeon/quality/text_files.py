@@ -44,7 +44,7 @@ class Reading:
         column: of a table or dataset, which is read; None of a text.
         rows: of a table, how many have been read.
         left_out: how many of what is no part of the text that comes out: byte_order_marks, carriage_returns,
-            null_rows, rows_without_column, empty_documents.
+            null_rows, rows_without_column, empty_documents; and of conversations what `ConversationTokens` names.
         notes: what else to know, one line each.
     """
 
@@ -62,6 +62,11 @@ class Reading:
             "null_rows": f"{plural(count['null_rows'], 'row')} with null in column {self.column!r}",
             "rows_without_column": f"{plural(count['rows_without_column'], 'row')} without column {self.column!r}",
             "empty_documents": plural(count["empty_documents"], "empty document"),
+            "rows_without_answer": f"{plural(count['rows_without_answer'], 'row')} without an answer",
+            "rows_too_long": f"{plural(count['rows_too_long'], 'row')} whose first answer ends behind a window's end",
+            "answers_cut": f"{plural(count['answers_cut'], 'answer')} behind a window's end",
+            "answers_rewritten": f"the learning of {plural(count['answers_rewritten'], 'answer')} that the chat "
+            "template writes in another way than the model at its turn",
         }
         named = [words[name] for name in words if count[name]]
         read = f" (of {plural(self.rows, 'row')} read)" if self.rows else ""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from transformers import PreTrainedTokenizer
 
-from surgeon.quality.conversations import ConversationTokenizer, conversation_columns
+from surgeon.quality.conversations import ConversationTokenizer, conversation_columns, read_conversations
+from surgeon.quality.text_files import Reading
 from tests.tiny_models import tiny_tokenizer
 
 CHATML = (
@@ -199,3 +203,56 @@ def test_a_tokenizer_without_places_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Slow does not say where"):
         ConversationTokenizer(Slow(), ("messages",), 10)
+
+
+def written(folder: Path, rows: list[dict[str, Any]], name: str = "chat.jsonl") -> str:
+    """A table of rows in a file."""
+    path = folder / name
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["chat.jsonl", "chat.parquet"])
+def test_tables_of_conversations_are_read_in_order_and_counted(name: str, tmp_path: Path) -> None:
+    rows = [{"text": "", "messages": each} for each in (TWO_TURNS, [ASKED], [ASKED, MORE], [ASKED, ANSWERED])]
+    data, reading = written(tmp_path, rows, name), Reading()
+    longest = len(reader()(rows[0], "").ids) - 1
+    found = read_conversations(tokenizer(), data, longest, reading)
+    assert found is not None
+    convert = reader(longest=longest)
+    assert list(found) == [convert(row, "") for row in rows if row["messages"] != [ASKED]]
+    assert reading.lines("x") == [
+        "x: left out 1 row without an answer, 1 answer behind a window's end (of 4 rows read)"
+    ]
+
+
+def test_a_column_of_lists_is_one_of_conversations_if_it_is_named(tmp_path: Path) -> None:
+    data = written(tmp_path, [{"chosen": [ASKED, MORE], "text": "the fox"}])
+    assert read_conversations(tokenizer(), data, 100) is None
+    assert read_conversations(tokenizer(), f"{data}:text", 100) is None
+    assert read_conversations(tokenizer(), "demo", 100) is None
+    found = read_conversations(tokenizer(), f"{data}:chosen", 100)
+    assert found is not None
+    assert next(found) == reader()({"messages": [ASKED, MORE]}, "")
+
+
+def test_where_no_row_has_an_answer_it_is_said_why(tmp_path: Path) -> None:
+    data = written(tmp_path, [{"messages": [ASKED]}, {"messages": [ASKED, ANSWERED]}])
+    found = read_conversations(tokenizer(), data, 3)
+    assert found is not None
+    message = r"nothing to train on: .*1 row without an answer, 1 row whose first answer ends behind .*\(of 2 rows"
+    with pytest.raises(ValueError, match=message):
+        list(found)
+    thinking = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"  # which no answer here begins with
+    found = read_conversations(tokenizer(thinking), written(tmp_path, [{"messages": TWO_TURNS}]), 1000)
+    assert found is not None
+    with pytest.raises(ValueError, match="the learning of 2 answers that the chat template writes in another way"):
+        list(found)
+    broken = written(tmp_path, [{"messages": [ASKED, MORE]}, {"messages": "no"}])
+    found = read_conversations(tokenizer(), broken, 100)
+    assert found is not None
+    with pytest.raises(ValueError, match=r"chat.jsonl:2: column 'messages' should hold a list"):
+        list(found)
