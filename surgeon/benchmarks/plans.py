@@ -12,7 +12,7 @@ from surgeon.cost.candidates import Candidate
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.specification import Plan, Ways, require_low_rank
+from surgeon.runtime.plan.specification import HalvesMode, Plan, Ways, require_low_rank
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Needs:
     device: str
     ways: Ways = field(default_factory=Ways)
 
-    def plan(self, model: str | Path | Model, program: Program | str | None = None) -> Plan:
+    def plan(self, model: str | Path | Model, program: Program | str | None = None, halves: HalvesMode = "off") -> Plan:
         """A checkpoint's plan, as `make_plan` makes it."""
         text = None if program is None else str(program)
         lowrank = self.ways.get("kv") == "lowrank"
         ways: Ways = {**self.ways, "kv": "auto"} if lowrank else self.ways
-        plan = make_plan(model, self.ranks, self.tokens, text, self.device, **ways)
+        plan = make_plan(model, self.ranks, self.tokens, text, self.device, halves=halves, **ways)
         return replace(plan, kv="lowrank") if lowrank and plan.can_be_low_rank else plan
 
 
@@ -48,7 +48,7 @@ def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, 
     """
     plans = {}
     for one in candidates:
-        plans[one.name] = needs.plan(one.model, one.program(needs.ranks))
+        plans[one.name] = needs.plan(one.model, one.program(needs.ranks), one.halves)
         if one.recipe is not None and not plan_factors(one.recipe, one.model).is_of_weights:
             warnings.warn(
                 f"{one.recipe.source}: ranks run factors, heads and neurons by the weights alone, not those that the "

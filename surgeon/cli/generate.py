@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import CheckpointArgument, DraftArguments, RunArguments
+from surgeon.cli.options import CheckpointArgument, DraftArguments, ServedRun
 
 if TYPE_CHECKING:
     from surgeon.library.generation import GeneratedText
@@ -86,7 +86,7 @@ def generate(
         int, typer.Option(min=1, help="Texts that are computed together; others follow as these end.")
     ] = 32,
     drafting: DraftArguments,
-    run: RunArguments,
+    run: ServedRun,
 ) -> None:
     """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
 

@@ -258,6 +258,25 @@ class RunArguments:
 
 
 @dataclass(frozen=True)
+class ServedRun(RunArguments):
+    """The same of a model that works on requests; a group of options (see grouped.py)."""
+
+    halves: Annotated[
+        str,
+        typer.Option(
+            metavar="[auto|on|off]",
+            help="Compute passes in two halves, one while the other's reductions are on their way: exact, and faster "
+            "where reductions take long. All that have two halves (on), none (off), or those sizes of pass that are "
+            "faster so, as tried now and then (auto).",
+        ),
+    ] = "auto"
+
+    def options(self) -> dict[str, Any]:
+        """As of `RunArguments`."""
+        return super().options() | {"halves": self.halves}
+
+
+@dataclass(frozen=True)
 class DraftArguments:
     """What drafts tokens that the model verifies, in the user's words; a group of options (see grouped.py)."""
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import CheckpointArgument, DraftArguments, RunArguments
+from surgeon.cli.options import CheckpointArgument, DraftArguments, ServedRun
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def serve(
     address: AddressArguments,
     capacity: CapacityArguments,
     drafting: DraftArguments,
-    run: RunArguments,
+    run: ServedRun,
 ) -> None:
     """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
 

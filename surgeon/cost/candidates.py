@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surgeon.language.operations.variants import UPPER_BOUND, is_variant, variant_of
+from surgeon.language.operations.variants import HALVES, UPPER_BOUND, is_variant, variant_of
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.named import is_program, is_recipe
 from surgeon.opened import EditedModel, Model, open_model
+from surgeon.runtime.plan.specification import HalvesMode
 
 _LONGEST_NAME = 18  # so that tables fit a terminal
 
@@ -24,6 +25,7 @@ class Candidate:
         program: for so many ranks: tracks have a slice for each.
         connected: whether ranks wait for each other; without, results are wrong and nothing can be faster.
         recipe: that made it, if one did.
+        halves: which of its passes are computed in two halves.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Candidate:
     program: Callable[[int], Program]
     connected: bool = True
     recipe: Recipe | None = None
+    halves: HalvesMode = "off"
 
 
 def open_candidates(
@@ -91,6 +94,8 @@ def _fixed(name: str, model: Model, program: Program) -> Candidate:
 def _variant(name: str, first: Candidate, layers: range | None) -> Candidate:
     if name == UPPER_BOUND:
         return replace(first, name=name, connected=False)
+    if name == HALVES:
+        return replace(first, name=name, halves="on")
     model = first.model
     return Candidate(name, model, variant_of(name, model.num_layers, model.family.steps_per_layer, layers))
 

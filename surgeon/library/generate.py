@@ -51,7 +51,7 @@ def generate(
         stop: texts that end what is written, and are no part of it.
         max_batch: texts that are computed together; others follow as these end.
         on_event: called with a text so far and what is new of it, of one prompt after the other.
-        running: ranks, program, dtype, decoding, low_rank, kv, draft, draft_tokens: how it runs, as of `Running`.
+        running: ranks, program, dtype, decoding, low_rank, kv, halves, draft, draft_tokens: as of `Running`.
 
     Raises:
         FileNotFoundError, ValueError: if the model cannot be used or cannot run so, a number is out of its range, or a

@@ -20,12 +20,14 @@ class Running(Ways, total=False):
     Keys:
         ranks: how many, on GPUs where there is one for each, or what they are in full; one by default.
         program: to run in place of the checkpoint's own.
+        halves: as of `ServiceOptions`.
         draft: as of `ServiceOptions`; or a recipe (.yaml), or an edit of the model (`surgeon.edit`).
         draft_tokens: as of `ServiceOptions`.
     """
 
     ranks: int | RankOptions
     program: Program | str | None
+    halves: str
     draft: str | Path | Program | EditedModel | None
     draft_tokens: int | None
 

@@ -76,7 +76,7 @@ def serve(
         max_batch, max_waiting, max_tokens, blocks: how much it takes on at a time, as of `ServiceOptions`.
         memory: of weights and cache, in bytes or as text ("2GB"); most of what is free by default.
         on_start: called when the first request can be answered.
-        running: ranks, program, dtype, decoding, low_rank, kv, draft, draft_tokens: how it runs, as of `Running`.
+        running: ranks, program, dtype, decoding, low_rank, kv, halves, draft, draft_tokens: as of `Running`.
 
     Raises:
         FileNotFoundError, ValueError: if the model cannot be used or cannot run so, not within the memory, the port may

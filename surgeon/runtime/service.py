@@ -27,7 +27,7 @@ from typing import Any
 
 from surgeon.errors import shown
 from surgeon.language.operations.declare import VARIANTS
-from surgeon.language.operations.variants import UPPER_BOUND, is_variant
+from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant
 from surgeon.language.program import Program
 from surgeon.memory import free_bytes
 from surgeon.named import is_program
@@ -75,6 +75,9 @@ class ServiceOptions:
         max_waiting: requests that may be open beyond `max_batch`.
         patience: seconds without any progress after which ranks that have something to do are given up.
         dtype, decoding, low_rank, kv: as of `Ways`.
+        halves: which passes are computed in two halves, one while the other's reductions are on their way: all that can
+            be ("on"), none ("off"), or those sizes of pass that are faster so, as tried while they are computed
+            ("auto").
         draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
             variant of the model by name ("lp"); "coda" where the checkpoint's first rack and its coda do; "lookup"
             where a text's own tokens do, what came before behind its last few ones; None for none. Greedy tokens stay
@@ -100,6 +103,7 @@ class ServiceOptions:
     decoding: str = "auto"
     low_rank: str = "auto"
     kv: str = "auto"
+    halves: str = "auto"
     draft: Program | str | None = None
     draft_tokens: int | None = None
 
@@ -110,7 +114,9 @@ class ServiceOptions:
                     "codas draft for the checkpoint's own program; leave the other program or the drafts out"
                 )
         elif isinstance(self.draft, str) and not (
-            is_program(self.draft) or self.draft == LOOKUP or (is_variant(self.draft) and self.draft != UPPER_BOUND)
+            is_program(self.draft)
+            or self.draft == LOOKUP
+            or (is_variant(self.draft) and self.draft not in RUN_OTHERWISE)
         ):
             raise ValueError(
                 f"there are no drafts {shown(self.draft)}; give a program over the model's weights, as in "
@@ -185,7 +191,7 @@ class Service(AbstractContextManager["Service"]):
         """
         self.options = options = options or ServiceOptions()
         ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
-        plan = make_plan(model, ranks, options.max_tokens, program, device, **options.ways)
+        plan = make_plan(model, ranks, options.max_tokens, program, device, halves=options.halves, **options.ways)
         if options.draft == CODA:
             plan = with_coda(plan)
         elif options.draft is not None and options.draft != LOOKUP:

@@ -36,6 +36,7 @@ _COUNTERS = {
     "preempted": "How often a running request was put back into the queue.",
     "passes": "Forward passes.",
     "drafting_passes": "Of these, passes that drafted tokens.",
+    "halved_passes": "Of these, passes in two halves, one computed while the other's reductions are on their way.",
     "collective_bytes": "Bytes of the operands of collectives on rank 0.",
 }
 

@@ -12,17 +12,19 @@ from surgeon.language.program import Program
 
 DENSE = "dense"  # the unedited program
 UPPER_BOUND = "upper-bound"  # the program compared with, on ranks that do not wait for each other
+HALVES = "halves"  # the same, of half of the tokens at a time while the others' reductions are on their way
+RUN_OTHERWISE = (HALVES, UPPER_BOUND)
 SPARED = 2  # layers at either end that the papers leave alone
 
 
 def variant_names() -> tuple[str, ...]:
     """All variants, in the order in which they are listed."""
-    return (DENSE, *VARIANTS, UPPER_BOUND)
+    return (DENSE, *VARIANTS, *RUN_OTHERWISE)
 
 
 def is_variant(name: str) -> bool:
     """Whether it is the name of a variant (`tracks:4` for tracks that meet every 4 layers)."""
-    return name in (DENSE, UPPER_BOUND) or _declared(name) is not None
+    return name in (DENSE, *RUN_OTHERWISE) or _declared(name) is not None
 
 
 def middle_layers(num_layers: int) -> range:

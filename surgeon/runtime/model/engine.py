@@ -26,7 +26,7 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.coda import DraftingPasses, RankCoda
 from surgeon.runtime.model.dynamic import DynamicPasses
-from surgeon.runtime.model.halves import HalvedPasses
+from surgeon.runtime.model.halves import HalvedPasses, HalvesChoice
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
@@ -57,6 +57,7 @@ class RankEngine(RankModel):
         drafter: the engine of the program that does, if any; it has the cache of this one, and no weights twice.
         ways: through a pass; the first that fits its rows computes it.
         halves: another one, for passes that are asked for so; None where nothing can be hidden.
+        halving: says of which passes that is asked, where nobody else does; on rank 0.
     """
 
     def __init__(
@@ -73,6 +74,9 @@ class RankEngine(RankModel):
         self.coda = None if plan.coda is None else RankCoda(plan.coda, self)
         self.ways = ways_through(self, self.coda)
         self.halves = HalvedPasses(self) if plan.ranks > 1 and self.coda is None else None
+        self.halving: HalvesChoice | None = None
+        if plan.halves == "auto" and self.halves is not None and self.rank == 0:
+            self.halving = HalvesChoice(self.may_halve)
         self.drafter: RankEngine | None = None
         if plan.draft is not None:
             self.drafter = RankEngine(plan.draft.plan, collectives, device, [self, *beside])

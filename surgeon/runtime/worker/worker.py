@@ -50,6 +50,10 @@ class Drafting(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
 
 
+class InHalves(tuple[Row, ...]):
+    """To every rank but the first: the rows of a pass that is computed in halves."""
+
+
 class RowsToRecord(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that is only to be recorded."""
 
@@ -187,8 +191,11 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
         else:
-            compute = {Drafting: engine.draft, RowsToRecord: engine.record_ahead}.get(type(message), engine.step)
-            compute(list(message), cache)
+            compute = {Drafting: engine.draft, RowsToRecord: engine.record_ahead}.get(type(message))
+            if compute is None:
+                engine.step(list(message), cache, isinstance(message, InHalves))
+            else:
+                compute(list(message), cache)
             engine.pause()  # only rank 0 knows what is a wait for work
 
 
@@ -239,9 +246,13 @@ class Leader:
             rows = [chunk.row(drafted) for chunk, drafted in pairs]
         else:
             rows = [row for chunk, drafted in pairs for row in chunk.rows_apart(drafted)]
-        self._sender.send(rows)
-        results = self.engine.step(rows, self.cache)
+        halving = self.engine.halving
+        halved = halving is not None and halving.halved(rows)
+        self._sender.send(InHalves(rows) if halved else rows)
+        results = self.engine.step(rows, self.cache, halved)
         chosen = self._choose(chunks, drafts, results)
+        if halving is not None:
+            halving.note(rows, time.perf_counter() - began)
         if self.scheduler.ahead is not None and all(row.start and len(row.tokens) == 1 for row in rows):
             self.scheduler.ahead.note_pass(len(rows), time.perf_counter() - began)
         outputs = self.scheduler.advance(chunks, chosen, results.scores)
@@ -324,6 +335,7 @@ class Leader:
             scheduler.pool.free,
             sum(phase.passes for phase in phases),
             figures.drafting.passes,
+            sum(phase.halved for phase in phases),
             sum(count.all_reduces for count in counts),
             sum(count.all_gathers for count in counts),
             sum(count.bytes for count in counts),

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from surgeon.runtime.model.thread_choice import PASSES_PER_TRIAL, ThreadChoice
+from surgeon.runtime.model.thread_choice import ThreadChoice
+from surgeon.runtime.model.trials import PASSES_PER_TRIAL
 
 
 class Machine:
