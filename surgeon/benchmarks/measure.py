@@ -15,8 +15,9 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+from surgeon.benchmarks.passes import PassTiming, RankRun
 from surgeon.benchmarks.profiles import Profiled, trace_files, write_profile
-from surgeon.benchmarks.timing import PassTiming, RankRun, load_timed, run_timed
+from surgeon.benchmarks.timing import load_timed, run_timed
 from surgeon.cost.workload import Workload
 from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits

@@ -1,20 +1,30 @@
 """Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
 
 A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
-started and waited for (marks.py). Times are the machine's monotonic clock in seconds, so that those of its ranks can be
-compared. On a GPU a mark is an event, which takes time of its own: there passes are marked where that is asked for.
+started and waited for (passes.py, by the clocks of marks.py). On a GPU a mark is an event, which takes time of its own:
+there passes are marked where that is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
-from surgeon.benchmarks.marks import UNKNOWN, DeviceClock, HostClock, Mark, PassClock, in_profile, now
+from surgeon.benchmarks.marks import DeviceClock, HostClock, in_profile, now
+from surgeon.benchmarks.passes import (
+    COMPUTING,
+    EMBEDDING,
+    HEAD,
+    JOIN,
+    STARTING,
+    WAITING,
+    Computation,
+    Exchange,
+    PassRecorder,
+    RankRun,
+)
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
 from surgeon.runtime.batching.request import Request, UndefinedLogits
@@ -34,194 +44,6 @@ from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
-
-EMBEDDING, HEAD, JOIN = "embedding", "head", "join"
-COMPUTING, STARTING, WAITING = "computing", "starting", "waiting"  # spans of passes that are recorded
-
-
-@dataclass(slots=True)
-class Computation:
-    """One step on one rank.
-
-    Attributes:
-        inside: how many exchanges it had to wait for, of factors that ranks share.
-        waited: seconds of them.
-        first: which of the pass's exchanges is the first of these.
-    """
-
-    step: Step
-    began: float
-    ended: float
-    inside: int = 0
-    waited: float = 0.0
-    first: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """That it computed."""
-        return self.ended - self.began - self.waited
-
-
-@dataclass(slots=True)
-class Exchange:
-    """One collective on one rank.
-
-    Attributes:
-        what: the step whose output it sums, or the fork's join, the embedding, the head.
-        group: the ranks in it.
-        gather: whether it is an all-gather.
-        bytes: of this rank's operand, as sent.
-        began: when it was started.
-        started: when starting it was done, and the rank could go on.
-        waited: when the rank came back for its result.
-        ended: when it had it.
-    """
-
-    what: Step | str
-    group: Group
-    gather: bool
-    bytes: int
-    began: float
-    started: float
-    waited: float = 0.0
-    ended: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """What it has kept this rank from computing."""
-        return self.started - self.began + self.ended - self.waited
-
-    def read(self, read: Callable[[Mark], float]) -> Exchange:
-        """The same with seconds in place of marks."""
-        moments = map(read, (self.began, self.started, self.waited, self.ended))
-        return Exchange(self.what, self.group, self.gather, self.bytes, *moments)
-
-
-@dataclass(slots=True)
-class PassTiming:
-    """One forward pass on one rank.
-
-    Attributes:
-        decode: whether it added one token to each text.
-        tokens: that went through it.
-        began: when the rank turned to it; on rank 0 this is the end of the pass before.
-        waiting: seconds in collectives, starting them included; None where that cannot be told.
-        steps: seconds of each step's computation, in the order of the rank's work; none where that cannot be told.
-        layers: collectives of the program's steps and forks.
-        vocabulary: collectives of the embedding and the output head.
-        starting: of waiting, what it took to start a collective, the mean.
-        inside: how many collectives each step waited for before it had computed its part.
-        launching: seconds until all of it was launched on a GPU; NaN elsewhere, and where it was not marked.
-    """
-
-    decode: bool
-    tokens: int
-    began: float
-    ended: float
-    waiting: float | None
-    steps: list[float]
-    layers: Counts
-    vocabulary: Counts
-    computations: list[Computation] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
-    starting: float = 0.0
-    inside: list[int] = field(default_factory=list)
-    launching: float = UNKNOWN
-
-    @property
-    def seconds(self) -> float:
-        """From beginning to end."""
-        return self.ended - self.began
-
-
-@dataclass
-class RankRun:
-    """What one rank measured while some texts were continued.
-
-    Attributes:
-        began: when the rank was asked to.
-    """
-
-    began: float
-    passes: list[PassTiming]
-
-
-@dataclass
-class PassRecorder:
-    """Collects what happens in a pass.
-
-    Attributes:
-        figures: of the engine, which tell collectives of the vocabulary from others.
-        clock: that marks the beginning and the end of steps and exchanges; what they are is read at the pass's end.
-        marking: whether it does.
-        what: being computed.
-        events: whether each pass keeps its computations and exchanges.
-        profiled: whether steps have names in a profile.
-    """
-
-    figures: Figures
-    clock: PassClock = field(default_factory=HostClock)
-    marking: bool = True
-    what: Step | str = EMBEDDING
-    events: bool = False
-    profiled: bool = False
-    computations: list[Computation] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
-    passes: list[PassTiming] = field(default_factory=list)
-
-    def close(self, decode: bool, tokens: int, began: float, ended: float, sent: Sequence[Counts]) -> None:
-        """End a pass.
-
-        Args:
-            sent: the collectives of the program's steps, and those of the vocabulary. A pass that is replayed from a
-                recording starts no exchange that could be seen here.
-        """
-        self._read()
-        timing = PassTiming(
-            decode=decode,
-            tokens=tokens,
-            began=began,
-            ended=ended,
-            waiting=sum(exchange.seconds for exchange in self.exchanges) if self.marking else None,
-            steps=[one.seconds for one in self.computations],
-            layers=sent[0],
-            vocabulary=sent[1],
-            starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
-            inside=[one.inside for one in self.computations],
-            launching=self.clock.launched - began if self.marking else UNKNOWN,
-        )
-        if self.events:
-            timing.computations, timing.exchanges = self.computations, self.exchanges
-        self.passes.append(timing)
-        self.drop()
-
-    def _read(self) -> None:
-        """Make seconds of marks."""
-        if self.marking and self.clock.deferred:
-            self.clock.end()
-            read = self.clock.read
-            self.computations = [
-                replace(one, began=read(one.began), ended=read(one.ended)) for one in self.computations
-            ]
-            self.exchanges = [one.read(read) for one in self.exchanges]
-        for one in self.computations:
-            one.waited = sum(exchange.seconds for exchange in self.exchanges[one.first : one.first + one.inside])
-
-    def drop(self) -> None:
-        """Begin another pass."""
-        self.computations, self.exchanges, self.what = [], [], EMBEDDING
-
-    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
-        """Note the steps and exchanges of a pass that is computed from a recording, in which spans were noted."""
-        found: dict[int, Exchange] = {}
-        for (kind, what), began, ended in spans:
-            if kind == COMPUTING:
-                self.computations.append(Computation(what, began, ended))
-            elif kind == STARTING and what:
-                found[id(what)] = replace(what[0], began=began, started=ended)
-                self.exchanges.append(found[id(what)])
-            elif what:
-                found[id(what)].waited, found[id(what)].ended = began, ended
 
 
 class TimedCollectives(Collectives):

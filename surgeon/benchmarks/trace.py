@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.benchmarks.timing import Exchange, PassTiming, RankRun
+from surgeon.benchmarks.passes import Exchange, PassTiming, RankRun
 from surgeon.language.program import Step
 from surgeon.language.sublayer import ATTENTION
 from surgeon.runtime.comm.link import Link

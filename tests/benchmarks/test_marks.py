@@ -14,7 +14,8 @@ import torch
 
 from surgeon.benchmarks.marks import DeviceClock, HostClock, now
 from surgeon.benchmarks.measure import Measurement, RankBench, Split
-from surgeon.benchmarks.timing import PassRecorder, TimedEngine, watched
+from surgeon.benchmarks.passes import PassRecorder
+from surgeon.benchmarks.timing import TimedEngine, watched
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.batching.sequence import Row, Wanted

@@ -14,8 +14,8 @@ import pytest
 
 from scripts.bench.expected import expected_decode
 from surgeon.benchmarks.measure import Measurement, RankBench, Result, summarise
+from surgeon.benchmarks.passes import Exchange, PassTiming, RankRun
 from surgeon.benchmarks.plans import Needs, plan_candidates
-from surgeon.benchmarks.timing import Exchange, PassTiming, RankRun
 from surgeon.benchmarks.trace import Wires, arrivals, chrome_trace, explain
 from surgeon.cost.candidates import open_candidates
 from surgeon.cost.workload import Workload

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.benchmarks.timing import PassRecorder, TimedCollectives
+from surgeon.benchmarks.passes import PassRecorder
+from surgeon.benchmarks.timing import TimedCollectives
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from surgeon.runtime.comm.collectives import Alone, Counts, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
