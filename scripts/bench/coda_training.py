@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from surgeon.checkpoint.codas import Coda, has_codas, write_codas
+from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.read import locate
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
@@ -29,7 +29,7 @@ TOKENS = 2_000_000  # of training text, at most
 
 def demo_with_coda(folder: Path, cut: int, depth: int, seconds: float) -> Path:
     """The demo model with a coda of `depth` layers behind layer `cut`, trained for so long; kept if it is there."""
-    if folder.is_dir() and has_codas(folder):
+    if folder.is_dir() and read_codas(folder) is not None:
         return folder
     source = locate("demo")
     folder.mkdir(parents=True, exist_ok=True)

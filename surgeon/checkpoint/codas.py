@@ -121,11 +121,6 @@ def write_codas(
         publish(beside, target)
 
 
-def has_codas(folder: Path) -> bool:
-    """Whether codas lie beside a checkpoint."""
-    return (folder / CODAS / INDEX).is_file()
-
-
 def read_codas(folder: Path, check_weights: bool = True) -> StoredCodas | None:
     """The codas beside a checkpoint; None if there are none.
 

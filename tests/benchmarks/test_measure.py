@@ -23,7 +23,7 @@ from surgeon.language.operations import tracks
 from surgeon.language.program import Program, Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import Plan, Ways
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.tiny_models import damage, tiny_model
@@ -211,7 +211,7 @@ def test_variants_by_name(checkpoint: Path, needs: Needs) -> None:
 
 
 def test_caches_in_rank_space_are_for_those_that_can(checkpoint: Path, needs: Needs) -> None:
-    wanted = replace(needs, kv="lowrank")
+    wanted = replace(needs, ways=Ways(kv="lowrank"))
     found = open_plans(str(checkpoint), ["A0@k3,v3 F0", "A0@k3 F0"], wanted)
     assert [plan.kv for plan in found.values()] == ["auto", "lowrank", "auto"]
     with pytest.raises(ValueError, match="no attention here has factors of both"):

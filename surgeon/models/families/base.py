@@ -48,15 +48,7 @@ def _nothing_else(*_: Any) -> dict[str, Any]:
     return {}
 
 
-def _no_obstacle(_: Any) -> str | None:
-    return None
-
-
-def _no_factor(_: Any) -> float | None:
-    return None
-
-
-def _no_growth(_: Any) -> Growth | None:
+def _none(_: Any) -> None:
     return None
 
 
@@ -174,14 +166,14 @@ class Family:
     layer_counts: tuple[str, ...] = ("num_hidden_layers",)
     layer_lists: tuple[str, ...] = ("layer_types",)
     heads_fill_stream: bool = False
-    embedding_scale: Scale = _no_factor
-    attention_scale: Scale = _no_factor
+    embedding_scale: Scale = _none
+    attention_scale: Scale = _none
     computes_anew: bool = False
-    query_growth: Callable[[Any], Growth | None] = _no_growth
+    query_growth: Callable[[Any], Growth | None] = _none
     grows_unturned: bool = False
     plain_head_norms: Callable[[Any], bool] = _not
-    output_scale: Scale = _no_factor
-    logit_scale: Scale = _no_factor
+    output_scale: Scale = _none
+    logit_scale: Scale = _none
     head_norm_turns: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
@@ -190,8 +182,8 @@ class Family:
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
-    unsupported: Callable[[Any], str | None] = _no_obstacle
-    unfusable: Callable[[Any], str | None] = _no_obstacle
+    unsupported: Callable[[Any], str | None] = _none
+    unfusable: Callable[[Any], str | None] = _none
 
     def spec(self, kind: str, layer: int | None = None) -> SublayerSpec:
         """The description of a sublayer of kind "A" or "F" in a layer; without one, in most of them."""

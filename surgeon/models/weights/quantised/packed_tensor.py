@@ -58,11 +58,6 @@ class PackedTensor(Compact):
         values = self.scheme.values(self.parts, self.size_stored).to(self.dtype).contiguous()
         return values.T if self.turned else values
 
-    @property
-    def packed_bytes(self) -> int:
-        """How much memory it takes."""
-        return sum(part.nbytes for part in self.parts.values())
-
     def _like(self, **changed: Any) -> PackedTensor:
         """The same matrix with another `dtype`, `turned`, or other `parts`."""
         kept: dict[str, Any] = {"parts": self.parts, "dtype": self.dtype, "turned": self.turned} | changed
