@@ -17,7 +17,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from statistics import median
@@ -28,19 +28,17 @@ from transformers.utils import logging
 
 from scripts.bench.decoding import DENSE, write_tables
 from scripts.bench.draft_runs import prompts_of
+from surgeon.benchmarks.drafting import decode_together
 from surgeon.language.operations import ladder, pair, prune, tracks
 from surgeon.language.program import Program
 from surgeon.opened import Model, open_model
-from surgeon.runtime.batching.ahead import MOST_AHEAD
-from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
+from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.link import Link, parse_seconds
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import complete, load
+from surgeon.runtime.worker.worker import load
 
 LOOKUP, ALONE, GLOO = "lookup", "alone", "gloo"
 
@@ -109,22 +107,9 @@ def decoded(
 ) -> Run:
     """One run."""
     sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True, seed=turn)
-    requests = [
-        Request(number, tuple(prompt), replace(sampling, place=(number, 0)), own_seed=False)
-        for number, prompt in enumerate(prompts)
-    ]
-    batch, longest = len(prompts), asked.prompt + asked.new
-    drafting = way != DENSE and not way.endswith(ALONE)
-    limits = Limits(batch, longest, pass_tokens=max(PASS_TOKENS["cpu"], batch * (1 + MOST_AHEAD)))
-    if drafting:
-        limits = replace(limits, draft_tokens=MOST_AHEAD, as_pays=True, looked_up=way == LOOKUP)
-    name = DENSE if way == LOOKUP else way
-    outputs, figures = started.call(complete, requests, batch * blocks_for(longest), limits, name)[0]
-    tokens = [[each.token for each in outputs if each.request == number] for number in range(batch)]
-    last = [each for each in outputs if each.finish_reason is not None]
-    told = sum(each.drafted for each in last), sum(each.accepted for each in last)
-    seconds = figures.decode.seconds + figures.drafting.seconds
-    return Run(place, batch, way, turn, tokens, figures.decode.new, seconds, figures.decode.passes, *told)
+    drafting, name = way != DENSE and not way.endswith(ALONE), DENSE if way == LOOKUP else way
+    found = decode_together(started, name, prompts, sampling, drafting, looked_up=way == LOOKUP)
+    return Run(place, len(prompts), way, turn, **vars(found))
 
 
 def table(found: Sequence[Run]) -> Iterator[str]:

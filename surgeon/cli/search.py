@@ -29,24 +29,26 @@ class PredictedUse:
     ranks: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel ranks, for tracks and whatever depends on them.")
     ] = 2
-    batch: Annotated[int, typer.Option(min=1, help="For a latency or speedup: texts computed together.")] = 1
+    batch: Annotated[int, typer.Option(min=1, help="For a latency, speedup or draft: texts computed together.")] = 1
     prompt: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="For a latency or speedup: tokens of each prompt. Default: 1024, or half of the model's positions.",
+            help="For a latency, speedup or draft: tokens of each prompt. Default: 1024, or half of the model's positions.",
         ),
     ] = None
     new: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="For a latency or speedup: tokens added to each. Default: 512, or a quarter of the model's positions.",
+            help="For a latency, speedup or draft: tokens added to each. Default: 512, or a quarter of the model's positions.",
         ),
     ] = None
     link_delay: Annotated[
         str | None,
-        typer.Option(help="For a latency or speedup: a link on top, how long a collective takes at least, e.g. 1ms."),
+        typer.Option(
+            help="For a latency, speedup or draft: a link on top, how long a collective takes at least, e.g. 1ms."
+        ),
     ] = None
 
 
@@ -79,7 +81,8 @@ class SearchQuestion:
         typer.Option(
             "--objective",
             help="What to make small: divergence, perplexity, accuracy:TASK, or a cost such as depth or size. Several "
-            "by commas give a Pareto front, and so does a cost without a limit of quality.",
+            "by commas give a Pareto front, and so does a cost without a limit of quality. Or draft (on this machine; "
+            "draft@h100-sxm): the program with which generate --draft is expected to be fastest.",
         ),
     ] = "divergence"
     sampled_acceptance: SampledOption = False
@@ -188,6 +191,7 @@ def search(
     """
     from surgeon.library.search import search as run_search
     from surgeon.searches.mixing import gains_in_words
+    from surgeon.words import plural
 
     options = vars(asked) | vars(use) | vars(last) | vars(work) | vars(text)
     found = run_search(model, data, output, trials, **options, using=using or (), memory=memory)
@@ -202,6 +206,10 @@ def search(
     _print("divergence", f"{measured.divergence:.4g} nats per token")
     _print("perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
     _print("measured", f"{len(found.trials)} trials; {found.work.line}")
+    for line in winner.draft.lines() if winner.draft else []:
+        _print("draft", line)
+    for space, refused in found.record.get("refused", {}).items():
+        _print("refused", f"{plural(refused['edits'], 'edit')} of {space}: {refused['reason']}")
     for curve in found.curves:
         _print("knee", curve.line())
     for line in gains_in_words(found.gains):

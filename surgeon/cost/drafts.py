@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import plan_on_paper
@@ -45,6 +45,11 @@ class DraftedPrediction:
     per_token: float
 
     @property
+    def speedup(self) -> float:
+        """Times the tokens per second without drafts, behind the prompts."""
+        return self.model.per_token / self.per_token
+
+    @property
     def rate(self) -> float:
         """New tokens per second of all texts, prompts included."""
         load = self.model.workload
@@ -69,31 +74,85 @@ def predict_drafting(
             attentions have no keys and values to read.
     """
     check_chances(acceptances)
-    if workload.new < 2:
-        raise ValueError("the first new token comes of the prompt's pass; to draft, ask for at least 2")
-    if deployment.kv == "lowrank":
-        raise ValueError("drafts read the keys and values of the model's own program; use kv full, not lowrank")
-    model = predict(shapes, programs[0], hardware, workload, deployment)
-    plan = model.plan
+    drafting = DraftPrices(shapes, programs[0], hardware, workload, deployment)
+    draft = drafting.seconds(drafting.plan(programs[1]))
+    return [drafting.at(acceptance, draft) for acceptance in acceptances]
+
+
+@dataclass(frozen=True)
+class DraftPrices:
+    """A model that verifies what any programs over its weights draft; checked as it is made.
+
+    Attributes:
+        program: the one that verifies.
+
+    Raises:
+        ValueError: as `predict`, or if there is no token to draft.
+    """
+
+    shapes: ModelShapes
+    program: Program
+    hardware: Hardware
+    workload: Workload
+    deployment: Deployment
+
+    def __post_init__(self) -> None:
+        if self.workload.new < 2:
+            raise ValueError("the first new token comes of the prompt's pass; to draft, ask for at least 2")
+        if self.deployment.kv == "lowrank":
+            raise ValueError("drafts read the keys and values of the model's own program; use kv full, not lowrank")
+        _ = self.model
+
+    @cached_property
+    def model(self) -> Prediction:
+        """What the program that verifies costs by itself."""
+        return predict(self.shapes, self.program, self.hardware, self.workload, self.deployment)
+
+    def plan(self, draft: Program) -> Plan:
+        """Of a draft beside the model.
+
+        Raises:
+            ValueError: as `draft_beside`.
+        """
+        return draft_on_paper(self.model.plan, self.shapes, draft)
+
+    def seconds(self, draft: Plan) -> float:
+        """Of one pass of a draft, the mean."""
+        ranks = PredictedRanks(self.shapes, draft, self.hardware, self.deployment)
+        return mean_decode(ranks, self.workload).seconds
+
+    def verifying(self, tokens: int) -> float:
+        """Seconds of a pass of the model over so many tokens of each text."""
+        if tokens not in self._verifying:
+            load = replace(self.workload, batch=self.workload.batch * tokens)
+            self._verifying[tokens] = mean_decode(self._verifier, load).seconds
+        return self._verifying[tokens]
+
+    def at(self, acceptance: float, draft: float) -> DraftedPrediction:
+        """What drafts with an acceptance bring, of which a pass takes so many seconds."""
+        (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, self.verifying)
+        return DraftedPrediction(self.model, acceptance, ahead, draft, self.verifying(ahead + 1), 1 / rate)
+
+    @cached_property
+    def _verifier(self) -> PredictedRanks:
+        return PredictedRanks(self.shapes, self.model.plan, self.hardware, self.deployment)
+
+    @cached_property
+    def _verifying(self) -> dict[int, float]:
+        return {}
+
+
+def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
+    """The plan of a draft beside a model's.
+
+    Raises:
+        ValueError: as `draft_beside`.
+    """
 
     def paper(sliced: bool) -> Plan:
-        return plan_on_paper(
-            shapes, programs[1], plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, "full", sliced
-        )
+        return plan_on_paper(shapes, draft, plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, "full", sliced)
 
-    draft_plan = replace(draft_beside(plan, shapes, paper).plan, mixtures=plan.mixtures)
-    verifier, drafter = (PredictedRanks(shapes, one, hardware, deployment) for one in (plan, draft_plan))
-    draft = mean_decode(drafter, workload).seconds
-
-    @cache
-    def verifying(tokens: int) -> float:
-        return mean_decode(verifier, replace(workload, batch=workload.batch * tokens)).seconds
-
-    found = []
-    for acceptance in acceptances:
-        (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, verifying)
-        found.append(DraftedPrediction(model, acceptance, ahead, draft, verifying(ahead + 1), 1 / rate))
-    return found
+    return replace(draft_beside(plan, shapes, paper).plan, mixtures=plan.mixtures)
 
 
 def check_chances(acceptances: Sequence[float]) -> Sequence[float]:

@@ -15,9 +15,8 @@ from surgeon.cost.dissect import ATTENDING, BEST, EMBEDDING, HEAD, NORM, READING
 from surgeon.cost.kernels import Kernel
 from surgeon.cost.samples import PROMPT, SHORT, SIZES, WHOLE, PassSample, Round
 from surgeon.cost.work import OF_EXPERTS, Forward, RankWork
-from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.plan.placement import rank_work
+from surgeon.runtime.plan.placement import work_of
 from surgeon.runtime.plan.specification import Plan
 
 Figures = dict[str, float]  # by where they stand in a hardware file, below a number of ranks
@@ -58,7 +57,7 @@ class Fit:
         self.plan, self.shapes, self.measured = plan, shapes, measured
         self.adding = adding
         self.rank_work = RankWork(plan, shapes, lambda _: False, adding=False)  # norms that are timed add nothing
-        self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
+        self.works = work_of(plan, 0)
         self.waits = self._waits()
         self.product_launch = self._launch("product")
 

@@ -25,11 +25,12 @@ from surgeon.provenance import FORMAT
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, held_out
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
+from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.front import QualityCurve, quality_curves
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
-from surgeon.searches.here import ROUNDS, fast_enough_here
+from surgeon.searches.here import ROUNDS, drafts_here, fast_enough_here
 from surgeon.searches.known import Known
 from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
 from surgeon.searches.quantities import ACCURACY, HERE
@@ -166,7 +167,8 @@ def search(
             for a depth, else all that lessen what is asked for.
         budget: what to come down to, one limit or several: "depth=12"; limits of a cost and of quality give a front
             between them; None: how deep is the model really?
-        objective: what to make small, several give a front, and so does a cost without a limit of quality.
+        objective: what to make small, several give a front, and so does a cost without a limit of quality; or "draft":
+            the program that drafts best for the model, on this machine or a hardware ("draft@h100-sxm").
         sampled_acceptance: measure that of every program, too, beside greedy acceptance.
         ranks, batch, prompt, new, link_delay: what tracks and times are of, as `SearchSettings` has them.
         sampler: who proposes programs: "surgeon", or one of Optuna's, "tpe", "gp", "cmaes", "nsga2" or "random", with
@@ -223,6 +225,10 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     asked, output = AskedSearch.of(model, options.settings, options.using), Path(options.output)
     settings, opened = asked.settings, asked.model
     options = replace(options, settings=settings)
+    if settings.draft is not None and options.healing.steps is not None:
+        raise ValueError(
+            "a draft that is healed has weights of its own, and a search is for those over the model's; leave heal out"
+        )
     require_sampler(options.sampler, len(settings.recorded))
     options.healing.require_layers_in_turn(opened.own)
     storage = open_storage(options.storage, output)
@@ -358,7 +364,8 @@ def _end(
         healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
     """
     settings, opened, pricing = question.settings, setup.subject.opened, question.budget.pricing
-    curves = [one for cost in question.along for one in quality_curves(cost, trials, question.original, pricing)]
+    along = () if settings.draft else question.along
+    curves = [one for cost in along for one in quality_curves(cost, trials, question.original, pricing)]
     if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
         tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
         SearchRun.TABLES["front"].write(output, tables["front"])
@@ -377,7 +384,8 @@ def _end(
         finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
         programs = dict.fromkeys([*finalists, salient, *(program for level in levels for program in level.programs)])
         text_of = "held-out text"
-        measured = setup.evaluator(output, unseen).measure([*programs])
+        on_unseen = setup.evaluator(output, unseen).measure([*programs])
+        measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
         gains = mixing_gains(levels, measured)
         by = compared_by(question.objectives)
         compared = remeasure(first, runners_up, opened.program, lambda _: measured, by)
@@ -386,6 +394,8 @@ def _end(
             with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
                 healed = heal_candidates(compared, healer, known, healer.how, say_aside)
             winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
+    if settings.draft is not None:
+        winner = replace(winner, draft=_as_draft(question, winner, setup, unseen))
     if salient in measured:
         experts = against_most_salient(question.mixture, chosen, measured, text_of)
         record |= {} if experts is None else {"experts": experts}
@@ -408,3 +418,13 @@ def _end(
     recipe_file = output / SearchRun.TEXTS["recipe_text"]
     write_text(recipe_file, text)
     return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))
+
+
+def _as_draft(question: Question, winner: Winner, setup: SearchSetup, unseen: Windows | None) -> FoundDraft:
+    """What the winner is worth as a draft, measured where it is asked for of this machine."""
+    settings, program, known = question.settings, winner.trial.program, [winner.trial.measured]
+    known += [] if winner.comparison is None else [winner.comparison.chosen.unseen]
+    measured = None
+    if settings.is_timed_here:
+        measured = drafts_here(setup.subject.opened, program, unseen or setup.subject.windows, settings)
+    return FoundDraft(settings.acceptance, question.drafted(program, *known), measured)

@@ -9,10 +9,10 @@ from typing import get_args
 import numpy as np
 
 from surgeon.searches.front import QualityCurve, pareto_front
-from surgeon.searches.quantities import Aspect
+from surgeon.searches.quantities import DRAFT, Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.trial import Trial
-from surgeon.searches.winners import Measured
+from surgeon.searches.winners import DRAFT_TIME, Measured
 
 
 def choose(question: Question, trials: Sequence[Trial], curves: Sequence[QualityCurve]) -> tuple[list[Trial], str]:
@@ -29,7 +29,7 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[Quality
     within = [trial for trial in trials if trial.measured.whole and question.is_met(trial)]
     if not within:
         raise ValueError(_nearest(question, trials))
-    if not question.along or question.budget.of_quality:
+    if question.has_one_best:
         words = f"The best within {question.budget}" if question.budget.limits else "The best"
         return _as_dear(question, ranked(question, within)), words
     if len(question.objectives) > 1:
@@ -44,14 +44,19 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[Quality
 
 def _as_dear(question: Question, best: Sequence[Trial]) -> list[Trial]:
     """The first trial, and those that cost the same of what is looked along."""
-    if not question.along or question.settings.is_between_limits:
+    if not question.along or question.settings.is_between_limits or question.settings.draft is not None:
         return [*best]
     prices = [question.price(question.along[0], trial) for trial in best]
     return [trial for trial, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
 
 
 def compared_by(objectives: Sequence[Aspect]) -> Measured:
-    """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one."""
+    """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one.
+
+    Drafts are by the time of a token.
+    """
+    if any(objective.name == DRAFT for objective in objectives):
+        return DRAFT_TIME
     names = [str(objective) for objective in objectives if str(objective) in get_args(Measured)]
     return "perplexity" if names[:1] == ["perplexity"] else "divergence"
 

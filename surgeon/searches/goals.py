@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from surgeon.language.program import Program
@@ -43,6 +44,21 @@ def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[i
     for _ in range(total):
         fewest = min(range(len(goals)), key=lambda place: (had[place] + counts[place], place))
         counts[fewest] += 1
+    return counts
+
+
+def near_the_best(goals: Sequence[Goal], best: Mapping[float | None, float], total: int) -> list[int]:
+    """The same, but most to the level of the best trial and those next best, once every level has one.
+
+    Args:
+        best: of each level, the value of its best trial; less is better.
+    """
+    order = sorted(range(len(goals)), key=lambda place: (best.get(goals[place].level, -math.inf), place))
+    new = [place for place in order if goals[place].level not in best]
+    places = [*new, *(order[min(rank, len(order) - 1)] for rank in (0, 0, 1, 2))]
+    counts = [0] * len(goals)
+    for turn in range(total):
+        counts[places[turn % len(places)]] += 1
     return counts
 
 

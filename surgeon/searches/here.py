@@ -13,16 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from surgeon.benchmarks.drafting import MeasuredDrafts, measure_drafts
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.plans import Needs
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
+from surgeon.opened import Model
 from surgeon.progress import progress
+from surgeon.quality.data import Windows
+from surgeon.runtime.batching.request import Sampling
+from surgeon.runtime.comm.link import parse_link
 from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.limits import Limit
 from surgeon.searches.quantities import HERE, show_seconds
-from surgeon.searches.question import Question
+from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.study.storage import say_aside
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import RUNNERS_UP
@@ -86,6 +91,27 @@ def measured_here(
             results = bench.measure([workload], rounds, advance)
     times = [[each.per_token for each in result.rounds] for result in results]
     return {program: TimeHere.of(own, times[0]) for program, own in zip(every, times, strict=True)}
+
+
+def drafts_here(model: Model, draft: Program, windows: Windows, settings: SearchSettings) -> MeasuredDrafts:
+    """What drafts of a program are worth here, measured in turns with decoding without them.
+
+    Args:
+        windows: of whose text prompts are taken, others in each round.
+
+    Raises:
+        ValueError: if ranks here cannot run them.
+    """
+    load, device = settings.workload(model.positions), choose_device("auto", settings.ranks)
+    text = windows.ids.flatten()
+    starts = [number * load.prompt % max(1, len(text) - load.prompt) for number in range((ROUNDS + 1) * load.batch)]
+    prompts = [text[start : start + load.prompt].tolist() for start in starts]
+    rounds = [prompts[first : first + load.batch] for first in range(0, len(prompts), load.batch)]
+    options = RankOptions(settings.ranks, device, link=parse_link(settings.link_delay, None))
+    temperature = 1.0 if settings.sampled_acceptance else 0.0
+    sampling = Sampling(temperature=temperature, max_new_tokens=load.new, ignore_end=True)
+    with progress("measure drafts here", 2 * len(rounds), "runs") as advance:
+        return measure_drafts(model, draft, options, rounds, sampling, advance)
 
 
 def fast_enough_here(

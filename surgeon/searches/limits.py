@@ -9,7 +9,7 @@ from functools import cached_property
 
 from surgeon.language.program import Program
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.quantities import Aspect, aspect_of
+from surgeon.searches.quantities import DRAFT, Aspect, aspect_of
 from surgeon.searches.trial import MeasuredProgram
 from surgeon.words import plural
 
@@ -62,6 +62,10 @@ def _limit(text: str) -> Limit:
         raise ValueError(f"budget {text!r} should be a quantity and a value, as in depth=12 or latency=12ms@h100-sxm")
     name, sign, amount, on = match.group("name", "sign", "amount", "on")
     aspect = aspect_of(name, on, text)
+    if aspect.name == DRAFT:
+        raise ValueError(
+            f"budget {text!r}: a {DRAFT} is an objective, and no limit; leave it out, and ask for it as such"
+        )
     aspect = replace(aspect, deep=aspect.name == "depth" and sign == ">=")
     if sign == ("<=" if aspect.quantity.upward else ">="):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -29,11 +29,14 @@ class Mixture:
     Attributes:
         spaces: in the order in which they change the program.
         ranks: tensor-parallel ones, that programs are to run on.
+        obstacle: why the program of a recipe is none that is searched for, in words, empty where it is one; None: all
+            are.
     """
 
     spaces: tuple[Space, ...]
     model: Model
     ranks: int = 2
+    obstacle: Callable[[Recipe, Program], str] | None = field(default=None, repr=False, compare=False)
     _claims: dict[Edit, frozenset[Claim]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on_text(self, text: Calibration) -> Mixture:
@@ -66,17 +69,30 @@ class Mixture:
 
         Edits of different spaces may come to the same program, as a track of one layer and a dropped synchronisation.
         """
+        return tuple(edit for edit, reason in self._looked_at.items() if not reason)
 
-        def changes(edit: Edit) -> bool:
+    @cached_property
+    def refused(self) -> dict[str, list[str]]:
+        """By space, why its edits are none that are searched for, one text for each that there is an obstacle to."""
+        found: dict[str, list[str]] = {}
+        for edit, reason in self._looked_at.items():
+            if reason:
+                found.setdefault(edit.space, []).append(reason)
+        return found
+
+    @cached_property
+    def _looked_at(self) -> dict[Edit, str]:
+        """All edits that change the program, each with the obstacle to it."""
+        found = {}
+        for edit in sorted({edit for space in self.spaces for edit in space.edits(self.model)}):
             try:
                 program = self.program((edit,))
                 program.sync_points(self.ranks)  # which a fork may not spread over
             except ValueError:
-                return False
-            return program != self.model.program
-
-        every = {edit for space in self.spaces for edit in space.edits(self.model)}
-        return tuple(edit for edit in sorted(every) if changes(edit))
+                continue
+            if program != self.model.program:
+                found[edit] = self.obstacle(self.recipe((edit,), ""), program) if self.obstacle else ""
+        return found
 
     @property
     def single_edits(self) -> list[Program]:
@@ -100,7 +116,7 @@ class Mixture:
         there = {edit.space for edit in self.edits}
         for space in self.spaces:
             if space.name not in there:
-                reason = space.obstacle(self.model)
+                reason = next(iter(self.refused.get(space.name, ())), None) or space.obstacle(self.model)
                 raise ValueError(f"the space {space.name} has no edits of {self.model.label}: {reason}; leave it out")
 
     def operations(self, choice: Iterable[Edit]) -> tuple[AppliedOperation, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from surgeon.cost.drafts import DraftPrices
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.cost.plans import plan_on_paper
@@ -29,9 +30,9 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.placement import Group, Work, assigned_branches, rank_work
+from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
-from surgeon.searches.quantities import ACCURACY, HERE, Aspect
+from surgeon.searches.quantities import ACCURACY, DRAFT, DRAFT_PASS, HERE, Aspect
 from surgeon.searches.trial import MeasuredProgram, Trial
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
@@ -64,6 +65,7 @@ class Pricing:
     _priced: dict[Program, _Priced] = field(default_factory=dict, init=False, repr=False)
     _twins: dict[Node, Node] = field(default_factory=dict, init=False, repr=False)
     _firsts: dict[tuple[Any, int | None], int] = field(default_factory=dict, init=False, repr=False)
+    _drafting: dict[str, DraftPrices] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for aspect in self.aspects:
@@ -115,6 +117,8 @@ class Pricing:
             return self.price(aspect, program)
         if aspect.name == ACCURACY:
             value = 1 - measured.more.get(str(aspect), math.nan)
+        elif aspect.name == DRAFT:
+            value = measured.draft_time
         else:
             value = float(getattr(measured, aspect.name))
         return math.inf if math.isnan(value) else value
@@ -141,8 +145,18 @@ class Pricing:
             count = _kept_bytes if name == "kv_bytes" else _sent_bytes
             return self._sum(name, program, lambda part: count(shapes, self._plan(part)))
         assert aspect.on is not None
+        if name == DRAFT_PASS:
+            return self._seconds(aspect.on, program, self.drafting(aspect.on).plan(program))
         seconds = self._seconds(aspect.on, program)
         return seconds if name == "latency" else seconds / self._dense_seconds[aspect.on]
+
+    def drafting(self, on: str) -> DraftPrices:
+        """The unedited model on a hardware, with programs that draft for it."""
+        if on not in self._drafting:
+            hardware = self.hardware[on]
+            load, deployed = self.workload, self._deployed(hardware)
+            self._drafting[on] = DraftPrices(self.model.shapes, self.model.program, hardware, load, deployed)
+        return self._drafting[on]
 
     def _experts(self, program: Program) -> list[int]:
         """How many each mixture of a program has."""
@@ -156,24 +170,32 @@ class Pricing:
             sizes[sublayer] = sublayer.parameters(self.model.shapes.layer_shapes)
         return sum(sizes[sublayer] for sublayer in found)
 
-    def _seconds(self, on: str, program: Program) -> float:
-        """Predicted seconds per token."""
-        hardware = self.hardware[on]
+    def _seconds(self, on: str, program: Program, draft: Plan | None = None) -> float:
+        """Predicted seconds per token, or of a pass.
+
+        Args:
+            draft: the program's plan as a draft, of which a pass is meant.
+        """
+        hardware, sliced = self.hardware[on], draft is not None and draft.sliced
         deployment = self._deployed(hardware)
+        what = on if draft is None else f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
 
         def seconds(part: Program) -> float:
-            return predict(self.model.shapes, part, hardware, self.workload, deployment).per_token
+            if draft is None:
+                return predict(self.model.shapes, part, hardware, self.workload, deployment).per_token
+            paper = self._plan(part, draft.dtype, self.workload.length, sliced)
+            return self.drafting(on).seconds(replace(paper, mixtures=draft.mixtures))
 
-        if not self._adds_up(program, hardware):
-            return self._whole(program).cost(f"whole program@{on}", seconds)
-        one = self._whole(_ONE).cost(f"whole program@{on}", seconds)
+        if not self._adds_up(program, hardware, sliced):
+            return self._whole(program).cost(f"whole program@{what}", seconds)
+        one = self._whole(_ONE).cost(f"whole program@{what}", seconds)
 
         def added(part: Program) -> float:
             return seconds(_ONE + part) - one
 
-        return one - self._sum(f"latency@{on}", _ONE, added) + self._sum(f"latency@{on}", program, added)
+        return one - self._sum(f"latency@{what}", _ONE, added) + self._sum(f"latency@{what}", program, added)
 
-    def _adds_up(self, program: Program, hardware: Hardware) -> bool:
+    def _adds_up(self, program: Program, hardware: Hardware, sliced: bool) -> bool:
         """Whether the time of a program is the sum of its stretches'.
 
         On an emulated link each rank has a line of its own, and one that is early stays early: there ranks have to do
@@ -181,16 +203,18 @@ class Pricing:
         """
         if (hardware.host.asynchronous and self.deployment.graphs is False) or not self.deployment.connected:
             return False
-        return self.deployment.emulated is None or self._sum("uneven", program, self._uneven) == 0
+        if self.deployment.emulated is None:
+            return True
+        return self._sum(f"uneven, sliced {sliced}", program, lambda part: self._uneven(part, sliced)) == 0
 
-    def _uneven(self, part: Program) -> float:
+    def _uneven(self, part: Program, sliced: bool) -> float:
         """0 where all ranks do the same; else 1."""
-        plan, forward = self._plan(part), Forward(1, 1, self.model.shapes.positions)
+        plan, forward = self._plan(part, sliced=sliced), Forward(1, 1, self.model.shapes.positions)
         items = RankWork(plan, self.model.shapes, lambda _: plan.low_rank != "replicate").items
         done = [
             [
                 (item.operation, item.width, len(item.group)) if isinstance(item, Sent) else item
-                for work in rank_work(part, rank, plan.ranks)
+                for work in work_of(plan, rank)
                 for item in items(work, forward)
             ]
             for rank in range(plan.ranks)
@@ -225,9 +249,10 @@ class Pricing:
                 (self._twins[node],) = Program((node,)).renamed(twin).nodes
         return tuple(self._twins[node] for node in program.nodes)
 
-    def _plan(self, program: Program, dtype: str | None = None) -> Plan:
+    def _plan(self, program: Program, dtype: str | None = None, tokens: int = 1, sliced: bool = False) -> Plan:
         deployment, dtype = self.deployment, dtype or self.deployment.dtype or self.model.shapes.dtype
-        return plan_on_paper(self.model.shapes, program, deployment.ranks, 1, dtype, deployment.low_rank, deployment.kv)
+        ways = deployment.low_rank, deployment.kv, sliced
+        return plan_on_paper(self.model.shapes, program, deployment.ranks, tokens, dtype, *ways)
 
     @cached_property
     def _dense_seconds(self) -> dict[str, float]:
@@ -298,7 +323,7 @@ def _kept_bytes(shapes: ModelShapes, plan: Plan) -> float:
 def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:
     """Bytes that rank 0 gives to collectives for one token, without those of embedding and head, as ranks count it."""
     program, everybody = Program.parse(plan.program), tuple(range(plan.ranks))
-    work = iter(rank_work(program, 0, plan.ranks))
+    work = iter(work_of(plan, 0))
     ranks = RankWork(plan, shapes, lambda _: plan.low_rank != "replicate")
     return plan.dtype_bytes * _sent(ranks, program.nodes, everybody, work)
 

@@ -15,6 +15,7 @@ from surgeon.errors import did_you_mean
 from surgeon.memory import parse_size, show_size
 
 HERE = "here"  # in the place of a hardware: this machine
+DRAFT, DRAFT_PASS = "draft", "draft_pass"
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
@@ -118,6 +119,10 @@ QUANTITIES = {
         Quantity("latency", _seconds, show_seconds, timed=True),  # seconds per token, predicted or measured here
         # Times the unedited model's tokens per second.
         Quantity("speedup", _times, _show_times, timed=True, upward=True, divides=False),
+        # Seconds of a pass that drafts a token of every text, beside the unedited model's keys and values.
+        Quantity(DRAFT_PASS, _seconds, show_seconds, timed=True),
+        # Times the unedited model's tokens per second, with the same text, where the program drafts for it.
+        Quantity(DRAFT, _times, _show_times, measured=True, timed=True, upward=True, divides=False),
         # From the unedited model, nats per token.
         Quantity("divergence", _positive, "{:.4g} nats".format, measured=True, divides=False),
         Quantity("perplexity", _positive, "{:.4g}".format, measured=True),  # on the text
@@ -191,6 +196,8 @@ def aspect_of(name: str, on: str | None, text: str) -> Aspect:
     """
     if name not in QUANTITIES:
         raise ValueError(f"unknown quantity {name!r} in {text!r}; {did_you_mean(name, QUANTITIES)}")
+    if name == DRAFT and not on:
+        on = HERE
     if QUANTITIES[name].timed and not on:
         raise ValueError(
             f"{text!r}: a {name} is predicted on a hardware; say on which, as in {text}@h100-sxm, or measured on this "

@@ -9,18 +9,21 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from surgeon.cost.drafts import DraftedPrediction
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.opened import Model
+from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.runtime.comm.link import parse_link
+from surgeon.searches.drafting import DraftObstacles, drafted, valued
 from surgeon.searches.front import FrontPoint, pareto_front
-from surgeon.searches.goals import ANY, Goal, Prices, at_the_edge, evenly
+from surgeon.searches.goals import ANY, Goal, Prices, at_the_edge, evenly, near_the_best
 from surgeon.searches.limits import Limit, SearchBudget, parse_limits
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, open_pricing
-from surgeon.searches.quantities import ACCURACY, HERE, Aspect, parse_objectives
+from surgeon.searches.quantities import ACCURACY, DRAFT, DRAFT_PASS, HERE, Aspect, parse_objectives
 from surgeon.searches.reach import reach, require_reachable
 from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
@@ -28,6 +31,7 @@ from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 DEPTH, SIZE = Aspect("depth"), Aspect("size")
 _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
+_SLOWEST_DRAFT = 0.8  # of a pass of the model: as long as one of a draft may take, where others are faster
 _TO_LIMIT = 4  # of them, where the cost is limited: as far as the limit
 _NEAR = 1e-9  # in parts of a cost: what sums round
 _LITTLE = 0.01  # in parts of a cost: a space that saves less is not searched unless it is named
@@ -41,16 +45,16 @@ class SearchSettings:
         space: what may change, as `parse_spaces` takes it; None: all that lessens what is asked for (`on`).
         budget: limits, as `parse_limits` takes them; None: how deep is the model really, and how large?
         objective: what is to be small, as `parse_objectives` takes it; of several, the best of every trade-off. With
-            costs alone, and no limit of quality, it is their trade-off with divergence.
+            costs alone, and no limit of quality, it is their trade-off with divergence. A draft is looked for alone.
         ranks: tensor-parallel ranks, for tracks and whatever depends on them.
         batch: for times, texts computed together.
         prompt, new: for times, tokens of each prompt, and added to it; by default 1024 and 512, or a half and a quarter
             of the model's positions.
         link_delay: for times, how long a collective takes at least, such as 1ms.
-        sampled_acceptance: measure that of every program, too.
+        sampled_acceptance: measure that of every program, too; a draft is looked for by it.
 
     Raises:
-        ValueError: if budget or objectives cannot be read.
+        ValueError: if budget or objectives cannot be read, or do not go together.
     """
 
     space: str | None = None
@@ -64,7 +68,15 @@ class SearchSettings:
     sampled_acceptance: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.limits, self.objectives
+        if self.draft is not None:
+            if len(self.objectives) > 1:
+                raise ValueError(f"objective {self.objective!r}: a {DRAFT} is looked for alone; leave the others out")
+            of_quality = [limit for limit in self.limits if not limit.aspect.is_priced]
+            if of_quality:
+                raise ValueError(
+                    f"budget {of_quality[0]}: drafts cost no quality, as the model verifies them; leave it out"
+                )
+        _ = self.limits
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -76,7 +88,8 @@ class SearchSettings:
         if self.space is not None:
             return self
         usual = usual_spaces({DEEPER if aspect.deep else aspect.name for aspect in self.aspects})
-        spaces = {name: Mixture(parse_spaces(name, self.ranks), model, self.ranks) for name in usual}
+        obstacle = self._obstacle(model)
+        spaces = {name: Mixture(parse_spaces(name, self.ranks), model, self.ranks, obstacle) for name in usual}
         if self.is_timed_here:  # which has to be measured first
             able = [name for name, mixture in spaces.items() if mixture.edits]
         else:
@@ -97,9 +110,21 @@ class SearchSettings:
         is_of_quality = any(not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits)))
         return found if is_of_quality else (Aspect("divergence"), *found)
 
+    @cached_property
+    def draft(self) -> Aspect | None:
+        """The objective that programs are to draft for the unedited model, if that is asked for."""
+        return next((objective for objective in self.objectives if objective.name == DRAFT), None)
+
+    @property
+    def acceptance(self) -> str:
+        """By which acceptance drafts are looked for."""
+        return SAMPLED if self.sampled_acceptance else GREEDY
+
     @property
     def recorded(self) -> tuple[Aspect, ...]:
         """What a study has of every trial: the objectives, but those measured of the best only, and `along`."""
+        if self.draft is not None:
+            return self.objectives
         measured = tuple(one for one in self.objectives if one.name != ACCURACY) or (Aspect("divergence"),)
         return tuple(dict.fromkeys([*measured, *self.along]))
 
@@ -107,9 +132,12 @@ class SearchSettings:
     def along(self) -> tuple[Aspect, ...]:
         """The costs whose levels are to be looked along, as far as edits lessen them.
 
-        One that is an objective; between limits of both a cost and quality, that cost; where no cost is limited, depth,
-        and without a budget size, too, which edits may lessen that keep the depth.
+        Of drafts the time of a pass. Else one that is an objective; between limits of both a cost and quality, that
+        cost; where no cost is limited, depth, and without a budget size, too, which edits may lessen that keep the
+        depth.
         """
+        if self.draft is not None:
+            return (Aspect(DRAFT_PASS, self.draft.on),)
         costs = [objective for objective in self.objectives if objective.is_priced]
         if costs:
             return (costs[0],)
@@ -149,9 +177,13 @@ class SearchSettings:
             ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
         """
         assert self.space is not None, "`on` names the spaces"
-        mixture = Mixture(parse_spaces(self.space, self.ranks), model.in_turn, self.ranks)
+        spaces, stored = parse_spaces(self.space, self.ranks), model.in_turn
+        mixture = Mixture(spaces, stored, self.ranks, self._obstacle(stored))
         mixture.require_edits()
         return mixture
+
+    def _obstacle(self, model: Model) -> DraftObstacles | None:
+        return None if self.draft is None else DraftObstacles(model, self.ranks)
 
     def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
         """What a model's programs cost; as `priced`."""
@@ -205,6 +237,14 @@ class Question:
         """The same question of some of the spaces, along the same levels."""
         return replace(self, mixture=replace(self.mixture, spaces=tuple(spaces)), whole=self)
 
+    def drafted(self, program: Program, *measured: MeasuredProgram) -> list[DraftedPrediction]:
+        """Drafting by a program as it was measured on each of several texts, where drafts are asked for."""
+        settings, pricing = self.settings, self.budget.pricing
+        if settings.draft is None:
+            return []
+        found = (drafted(pricing, settings.draft, program, one, settings.acceptance) for one in measured)
+        return [one for one in found if one is not None]
+
     @cached_property
     def levels(self) -> dict[Aspect, tuple[float, ...]]:
         """Those of each cost that is looked along."""
@@ -228,13 +268,27 @@ class Question:
         return bool(self.along and self.budget.of_quality) and not self.settings.is_between_limits
 
     @property
+    def has_one_best(self) -> bool:
+        """Whether trials of all levels compare, and the best of all of them wins."""
+        return not self.along or bool(self.budget.of_quality) or self.settings.draft is not None
+
+    @property
     def objectives(self) -> tuple[Aspect, ...]:
         """What is to be small."""
         return self.settings.objectives
 
+    def valued(self, program: Program, measured: MeasuredProgram) -> MeasuredProgram:
+        """A program as it was measured, with what it is worth as a draft where that is asked for."""
+        settings = self.settings
+        if settings.draft is None:
+            return measured
+        return valued(self.budget.pricing, settings.draft, program, measured, settings.acceptance)
+
     @property
     def traded(self) -> tuple[Aspect, ...]:
-        """What a front is of: the objectives, and the costs that are looked along."""
+        """What a front is of: the objectives, and the costs that are looked along, but for one that drafts settle."""
+        if self.settings.draft is not None:
+            return self.objectives
         return tuple(dict.fromkeys([*self.objectives, *self.along]))
 
     def front(self, trials: Sequence[Trial]) -> list[FrontPoint]:
@@ -290,8 +344,14 @@ class Question:
     def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
         """How many of a round's trials each goal gets: evenly along a cost, or where quality ends if it is limited.
 
-        Where the cost is limited, too, half of them are of programs at its limit.
+        Where the cost is limited, too, half of them are of programs at its limit. Of drafts, where the best ones are.
         """
+        if self.settings.draft is not None:
+            best: dict[float | None, float] = {}
+            for trial in trials:
+                level = trial.proposal.level
+                best[level] = min(best.get(level, math.inf), self.cost(trial))
+            return near_the_best(goals, best, total)
         if not self.along or not self.budget.of_quality:
             return evenly(goals, trials, total)
         good = {trial.proposal.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
@@ -338,13 +398,15 @@ class Question:
 
     def best_in_words(self, trials: Collection[Trial]) -> str:
         """The best trial in a few words, or where there is no single one, how many are on the front."""
-        if self.along and not self.budget.of_quality:
+        if not self.has_one_best:
             return f"{len(self.front([*trials]))} on the front"
         best = min(trials, key=lambda trial: (self.cost(trial), trial.number), default=None)
         if best is None or math.isinf(self.cost(best)):
             return ""
         if self.is_for_the_cheapest:
             return f"best {self.along[0].show(self.price(self.along[0], best))}"
+        if self.settings.draft is not None:
+            return f"best {self.settings.draft.show(self.cost(best))}"
         return f"best {self.cost(best):.4g}"
 
 
@@ -373,7 +435,10 @@ def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[flo
         return tuple(sorted({*whole, *most}, reverse=True))
     if least >= dense:
         return ()
-    if most:
+    if cost.name == DRAFT_PASS:  # one that takes nearly as long as the model never pays
+        slowest = min(dense, max(_SLOWEST_DRAFT * dense, (dense + least) / 2))
+        found = [slowest - (slowest - least) * number / (LEVELS - 1) for number in range(LEVELS)]
+    elif most:
         step = (dense - most[0]) / _TO_LIMIT
         found = [most[0] if number == _TO_LIMIT else dense - step * number for number in range(1, LEVELS + 1)]
     else:  # the nearer to the model, the closer: half of them save a quarter of what can be saved

@@ -18,6 +18,7 @@ from surgeon.language.recipe import Recipe
 from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
 from surgeon.results.search import SearchRun
+from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import FrontPoint, QualityCurve
 from surgeon.searches.healing import HealedComparison
 from surgeon.searches.limits import SearchBudget
@@ -44,6 +45,7 @@ class Winner:
         text: which held-out text that is (`Windows.record`).
         healing: of both; None if none was healed.
         healed_by: what healed them, as JSON values.
+        draft: what it is worth as a draft, where that was asked for.
     """
 
     trial: Trial
@@ -52,6 +54,7 @@ class Winner:
     text: Mapping[str, Any] = field(default_factory=dict)
     healing: HealedComparison | None = None
     healed_by: Mapping[str, Any] = field(default_factory=dict)
+    draft: FoundDraft | None = None
 
     def missed_unseen(self, budget: SearchBudget) -> list[str]:
         """Limits of quality that the winner keeps on the text of the search, but not on held-out text, in sentences."""
@@ -224,6 +227,7 @@ def commented(recipe: Recipe, question: Question, winner: Winner, record: Mappin
         f"divergence {measured.divergence:.4g} nats per token,",
         *([f"its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
         f"perplexity {measured.perplexity:.4g}; the original's is {original.perplexity:.4g}.",
+        *(["As a draft:", *winner.draft.lines()] if winner.draft else []),
         *(["On text that the search did not see:", *winner.comparison.lines()] if winner.comparison else []),
         *(["On the same text, healed:", *winner.healing.table(), *winner.healing.lines()] if winner.healing else []),
     ]
@@ -287,6 +291,12 @@ def found_json(
         found["held_out"] = dict(winner.text) | winner.comparison.to_json() | {"limits_missed": missed}
     if winner.healing is not None:
         found["healing"] = dict(winner.healed_by) | winner.healing.to_json()
+    if winner.draft is not None:
+        found["draft"] = winner.draft.to_json()
+    if question.mixture.refused:
+        found["refused"] = {
+            space: {"edits": len(reasons), "reason": reasons[0]} for space, reasons in question.mixture.refused.items()
+        }
     if curves:
         found["knees"] = [curve.line() for curve in curves]
     if gains:

@@ -161,7 +161,8 @@ class Search:
         if known not in self._trials:
             proposal = self.proposal(stored.params, stored.user_attrs)
             if MEASURED in stored.user_attrs:
-                found = MeasuredProgram.from_json(_rounded(json.loads(measured)))
+                read = MeasuredProgram.from_json(_rounded(json.loads(measured)))
+                found = self.question.valued(Program.parse(proposal.key), read)
             else:
                 value = stored.values[0] if stored.values else math.inf
                 found = MeasuredProgram(value, value, math.nan, math.nan, 0)
@@ -180,14 +181,21 @@ class Search:
         """Measure some proposals, each against the best of its kind so far; what is known already is not run again."""
         known = {trial.proposal.key: trial.measured for trial in earlier if trial.measured.whole}
         passed = {proposal.key: self.known.measured(Program.parse(proposal.key)) for proposal in proposals}
-        known |= {key: measured for key, measured in passed.items() if measured is not None}
+        known |= {
+            key: measured for key, measured in passed.items() if measured is not None and self._says_all(measured)
+        }
         fresh = [proposal for proposal in proposals if proposal.key not in known]
         rivals = {proposal.key: self._rival(proposal, earlier) for proposal in fresh}
         for rival in {None if rival is None else rival.number: rival for rival in rivals.values()}.values():
             against = [Program.parse(key) for key, other in rivals.items() if other is rival]
             measured = self.evaluator.measure(against, None if rival is None else rival.measured)
             known |= {str(program): found for program, found in measured.items()}
-        return [known[proposal.key] for proposal in proposals]
+        return [self.question.valued(Program.parse(one.key), known[one.key]) for one in proposals]
+
+    def _says_all(self, measured: MeasuredProgram) -> bool:
+        """Whether what a pass has measured of a program is all that the objectives take."""
+        settings = self.question.settings
+        return settings.draft is None or settings.acceptance in measured.acceptances
 
     def costs(self, proposal: Proposal, measured: MeasuredProgram) -> list[float]:
         """What a study has of a trial, by `question.settings.recorded`; what is not finite is as bad as can be said."""

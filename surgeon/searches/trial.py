@@ -12,7 +12,7 @@ from surgeon.language.program import Program
 from surgeon.quality.summary import Estimate, Values
 from surgeon.results.edit import Choice, Edit
 
-_BY_PLACE = ("nll", "divergences", "blocks")  # of the text
+_BY_PLACE = ("nll", "divergences", "blocks", "draft_times")  # of the text
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class MeasuredProgram:
         blocks: the same as `divergences` by smaller parts of the windows, which races look at; nothing where windows
             are many.
         acceptances: by window, too, of what the program would draft for the original, by name, as `Quality` has them.
+        draft_times: by window, too: of a token, where the program drafts for the unedited model, in parts of that one's
+            (`searches.drafting.valued`); nothing where that is not asked for, or it cannot.
         whole: whether those were all; else it was stopped, being worse than the best, and the numbers are estimates.
         more: what else was measured of it, by name: a task's accuracy, say.
     """
@@ -39,12 +41,18 @@ class MeasuredProgram:
     divergences: tuple[float, ...] = ()
     blocks: tuple[float, ...] = ()
     acceptances: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    draft_times: tuple[float, ...] = ()
     whole: bool = True
     more: Mapping[str, float] = field(default_factory=dict)
 
     def acceptance(self, name: str) -> float:
         """One of the acceptances, the mean over the windows that were run; NaN: it was not measured."""
         return fmean(self.acceptances[name]) if name in self.acceptances else math.nan
+
+    @property
+    def draft_time(self) -> float:
+        """The mean of `draft_times`; NaN where there are none."""
+        return fmean(self.draft_times) if self.draft_times else math.nan
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values (infinities and NaN among them)."""
@@ -65,7 +73,8 @@ class MeasuredProgram:
     def from_json(cls, values: Mapping[str, Any]) -> MeasuredProgram:
         """The inverse of `to_json`."""
         accepted = {name: tuple(own) for name, own in values.get("acceptances", {}).items()}
-        return cls(**{**values, **{name: tuple(values[name]) for name in _BY_PLACE}, "acceptances": accepted})
+        read = {name: tuple(values.get(name, ())) for name in _BY_PLACE}
+        return cls(**{**values, **read, "acceptances": accepted})
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,15 @@ from surgeon.quality.summary import CONFIDENCE, interval
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.words import listed
 
-Measured = Literal["divergence", "perplexity"]
+Measured = Literal["divergence", "perplexity", "draft time"]
+DRAFT_TIME: Measured = "draft time"
 Evaluate = Callable[[Sequence[Program]], Mapping[Program, MeasuredProgram]]
 RUNNERS_UP = 4
-_UNITS = {"divergence": "nats per token", "perplexity": "nats of negative log-likelihood per token"}
+_UNITS = {
+    "divergence": "nats per token",
+    "perplexity": "nats of negative log-likelihood per token",
+    DRAFT_TIME: "of the unedited model's time per token",
+}
 
 
 @dataclass(frozen=True)
@@ -183,12 +188,14 @@ def compare(
 
 def _windows(measured: MeasuredProgram, by: Measured) -> NDArray[np.float64]:
     assert measured.whole, "finalists are measured on all of the held-out text"
-    return np.array(measured.divergences if by == "divergence" else measured.nll)
+    known = {"divergence": measured.divergences, "perplexity": measured.nll, DRAFT_TIME: measured.draft_times}
+    return np.array(known[by])
 
 
 def quality_by(measured: MeasuredProgram, by: Measured) -> float:
     """The number that programs are compared by."""
-    return measured.divergence if by == "divergence" else measured.perplexity
+    value: float = getattr(measured, by.replace(" ", "_"))
+    return value
 
 
 def quality_json(measured: MeasuredProgram) -> dict[str, float | None]:

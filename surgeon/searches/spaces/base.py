@@ -27,7 +27,7 @@ Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, 
 
 HALVES = {"": KINDS, "attention": (ATTENTION,), "mlp": (FEED_FORWARD,)}  # of a layer, by an edit's option
 SHAPE = "the steps"  # how they stand in the program
-TIMES = ("latency", "speedup")  # quantities
+TIMES = ("latency", "speedup", "draft_pass")  # quantities
 WEIGHTS = ("params", "weight_bytes", "size")
 DEEPER = "deeper"
 _SLICES = {ATTENTION: "the slices of the attention", FEED_FORWARD: "the slices of the MLP"}

@@ -68,6 +68,7 @@ class Tracks(SlicedSpace, SizedSpace):
     name = "tracks"
     summary = "slices of layers, one for each rank, that meet after 1, 2 or 4 layers (tracks:8: after up to 8)"
     place = 10
+    serves = ("draft_pass",)
     usual, least, example = 4, 1, 8
     asked = "how many layers the tracks run at most before they meet"
 

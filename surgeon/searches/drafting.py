@@ -1,0 +1,140 @@
+"""What programs are worth as drafts: the search goes by the time of a token where they draft for the unedited model.
+
+Of a program's pass beside the model's keys and values the time is predicted, and its acceptance is measured on the text
+of the search; `runtime.batching.ahead` has the number of tokens ahead for these, and with it the time of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.benchmarks.drafting import MeasuredDrafts
+from surgeon.cost.drafts import DraftedPrediction, draft_on_paper
+from surgeon.cost.plans import plan_on_paper
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
+from surgeon.opened import Model
+from surgeon.processes.files import finite
+from surgeon.runtime.plan.specification import Plan
+from surgeon.searches.pricing import Pricing
+from surgeon.searches.quantities import DRAFT_PASS, Aspect, show_seconds
+from surgeon.searches.trial import MeasuredProgram
+from surgeon.words import plural
+
+AHEAD = "ahead"  # what trials have, by this name: the tokens that are best drafted ahead
+
+
+@dataclass(frozen=True)
+class DraftObstacles:
+    """Why edits of a model make no draft on some ranks."""
+
+    model: Model
+    ranks: int
+
+    def __call__(self, recipe: Recipe, program: Program) -> str:
+        """In words; empty where a recipe's program can draft."""
+        if not plan_factors(recipe, self.model).is_of_weights:
+            return "heads, neurons or factors go by a text, and a draft has those that the model's matrices alone tell"
+        try:
+            draft_on_paper(self._plan, self.model.shapes, program)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def _plan(self) -> Plan:
+        shapes = self.model.shapes
+        return plan_on_paper(shapes, self.model.program, self.ranks, 1, shapes.dtype, "auto", "full")
+
+
+def drafted(
+    pricing: Pricing, objective: Aspect, program: Program, measured: MeasuredProgram, by: str
+) -> DraftedPrediction | None:
+    """Drafting by a program as it was measured; None where it cannot, or its acceptance is not known.
+
+    Args:
+        by: which of its acceptances.
+    """
+    assert objective.on is not None
+    acceptance = measured.acceptance(by)
+    seconds = pricing.price(Aspect(DRAFT_PASS, objective.on), program)
+    if math.isnan(acceptance) or math.isinf(seconds):
+        return None
+    return pricing.drafting(objective.on).at(acceptance, seconds)
+
+
+def valued(
+    pricing: Pricing, objective: Aspect, program: Program, measured: MeasuredProgram, by: str
+) -> MeasuredProgram:
+    """A program as it was measured, with what it is worth as a draft.
+
+    What a window's acceptance makes of the time of a token is taken to first order around that of all windows, so that
+    the mean over the windows is the time that is predicted for the mean acceptance, and its interval is that of the
+    delta method. With k tokens ahead and T the time of a round, that time is T / f, f = 1 + a + ... + a^k, and falls by
+    f' / f of itself with a.
+
+    Args:
+        by: which of its acceptances.
+    """
+    found = drafted(pricing, objective, program, measured, by)
+    if found is None:
+        return measured
+    time, a = found.per_token / found.model.per_token, found.acceptance
+    tokens = math.fsum(a**place for place in range(found.ahead + 1))
+    more = math.fsum(place * a ** (place - 1) for place in range(1, found.ahead + 1))
+    times = time * (1 - more / tokens * (np.array(measured.acceptances[by]) - a))
+    known = {str(objective): objective.natural(time), AHEAD: float(found.ahead)}
+    return replace(measured, draft_times=tuple(times.tolist()), more={**measured.more, **known})
+
+
+@dataclass(frozen=True)
+class FoundDraft:
+    """What a search has found, as a draft.
+
+    Attributes:
+        by: which acceptance counts.
+        predicted: by the acceptance on the text of the search, and on held-out text if there is some.
+        measured: on this machine; None if it was not.
+    """
+
+    by: str
+    predicted: Sequence[DraftedPrediction]
+    measured: MeasuredDrafts | None = None
+
+    def lines(self) -> list[str]:
+        """In sentences."""
+        one, kind = self.predicted[-1], self.by.partition("_")[0]
+        texts = zip(self.predicted, ("on the text of the search", "on held-out text"), strict=False)
+        found = [f"{kind} acceptance {', '.join(f'{each.acceptance:.3f} {text}' for each, text in texts)}"]
+        times = (
+            f"a pass of the draft takes {show_seconds(one.draft)}, one of the model {show_seconds(one.model.per_token)}"
+        )
+        if one.ahead:
+            found.append(
+                f"{plural(one.ahead, 'token')} ahead: {one.speedup:.3g}x is predicted; {times}, one that verifies "
+                f"{show_seconds(one.verify)}"
+            )
+        else:
+            found.append(f"none ahead: drafts are not predicted to pay; {times}")
+        if self.measured is not None:
+            found.append(f"{self.measured} are measured")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; what is not finite is None."""
+        texts = ("searched", "held_out")
+        predicted = {text: _drafting_json(one) for text, one in zip(texts, self.predicted, strict=False)}
+        measured = {} if self.measured is None else {"measured": finite(asdict(self.measured))}
+        return {"acceptance": self.by, "predicted": predicted, **measured, "sentences": self.lines()}
+
+
+def _drafting_json(one: DraftedPrediction) -> Mapping[str, float]:
+    names = ("acceptance", "ahead", "speedup", "draft", "verify", "per_token")
+    return {name: getattr(one, name) for name in names} | {"dense_per_token": one.model.per_token}

@@ -1,0 +1,207 @@
+"""Programs as drafts: what they are worth by hand, which edits make none, and a search for the best of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import surgeon
+from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
+from surgeon.cost.drafts import predict_drafting
+from surgeon.cost.predict import Deployment, PredictedRanks
+from surgeon.cost.work import Forward
+from surgeon.cost.workload import Workload
+from surgeon.language.operations.variants import variant
+from surgeon.language.program import Program
+from surgeon.library.running import draft_program
+from surgeon.quality.head import GREEDY, SAMPLED
+from surgeon.quality.summary import interval
+from surgeon.results.result import RunResult
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.drafts import with_draft
+from surgeon.searches.drafting import FoundDraft, drafted, valued
+from surgeon.searches.goals import Goal, near_the_best
+from surgeon.searches.pricing import Pricing, _sent_bytes
+from surgeon.searches.quantities import Aspect, parse_objectives
+from surgeon.searches.question import SearchSettings
+from surgeon.searches.trial import MeasuredProgram
+from surgeon.testing.spaces import small_model
+from tests.cost.examples import hardware, model
+
+SMALL, LOAD, DENSE = model(), Workload(2, 5, 4), Program.dense(4)
+HALF = Program.parse("A0 F0 A3 F3")
+PASS, DRAFT = Aspect("draft_pass", "hw"), Aspect("draft", "hw")
+LIKE = Deployment(2, "float32")
+
+
+def priced(**ways: Any) -> Pricing:
+    return Pricing(SMALL, (PASS,), replace(LIKE, **ways), LOAD, {"hw": hardware(launch="1e-4", collective="2e-4")})
+
+
+def measured(*accepted: float, by: str = GREEDY) -> MeasuredProgram:
+    return MeasuredProgram(9.0, 0.1, 0.0, 1.0, 100, acceptances={by: accepted})
+
+
+@pytest.mark.parametrize("ways", [{}, {"emulated": Link(1e-3)}, {"ranks": 1}])
+def test_a_pass_of_a_draft_is_that_of_whole_predictions(ways: dict[str, Any]) -> None:
+    """Pairs lie in slices there, also of two layers that take unequal times, which alone would be a rank's each."""
+    pricing = priced(**ways)
+    deployment = replace(LIKE, **ways)
+    texts = ["A0 F0 A3 F3", ">A0 >F0 [A1 A2] [F1 F2]", "[A0 A1@q32,k16,v16,o32] [F0@up24 F1] A3 F3"]
+    texts += [str(variant("tracks:2", DENSE, range(4), 2))] if deployment.ranks == 2 else [str(DENSE)]
+    for program in map(Program.parse, texts):
+        (whole,) = predict_drafting(SMALL.shapes, (DENSE, program), pricing.hardware["hw"], LOAD, deployment, [0.7])
+        assert pricing.price(PASS, program) == pytest.approx(whole.draft, rel=1e-9)
+        found = drafted(pricing, DRAFT, program, measured(0.6, 0.8), GREEDY)
+        assert found is not None
+        assert found.ahead == whole.ahead
+        assert found.speedup == pytest.approx(whole.speedup)
+    assert pricing.price(PASS, Program.parse("A0 A0 F0")) == math.inf
+    assert drafted(pricing, DRAFT, Program.parse("A0 A0 F0"), measured(0.9), GREEDY) is None
+    assert drafted(pricing, DRAFT, HALF, measured(0.9), SAMPLED) is None
+
+
+def test_what_slices_send_is_what_ranks_count() -> None:
+    """A rank with a whole layer gathers no factors; with slices of both it does."""
+    program = Program.parse("[A0 A1@q32,k16,v16,o32] F0 [F1@up24,gate24,down24 F2]")
+    pricing = priced(low_rank="gather")
+    plan = pricing._plan(program, sliced=True)
+    ranks = PredictedRanks(SMALL.shapes, plan, pricing.hardware["hw"], pricing.deployment)
+    sent = ranks.forward(Forward(1, 1), graphs=False).layers.bytes
+    assert _sent_bytes(SMALL.shapes, plan) == sent
+    assert _sent_bytes(SMALL.shapes, replace(plan, sliced=False)) != sent
+
+
+def test_what_a_draft_is_worth_by_hand() -> None:
+    accepted = (0.9, 0.95, 0.85, 0.98)
+    found = valued(priced(), DRAFT, HALF, measured(*accepted), GREEDY)
+    known = drafted(priced(), DRAFT, HALF, measured(*accepted), GREEDY)
+    assert known is not None
+    ahead = known.ahead
+    assert ahead > 0
+    assert found.more == {"draft@hw": pytest.approx(known.speedup), "ahead": ahead}
+
+    def time(acceptance: float) -> float:
+        tokens = sum(acceptance**place for place in range(ahead + 1))
+        return (ahead * known.draft + known.verify) / tokens / known.model.per_token
+
+    mean, step = float(np.mean(accepted)), 1e-6
+    assert found.draft_time == pytest.approx(time(mean)) == pytest.approx(1 / known.speedup)
+    slope = (time(mean + step) - time(mean - step)) / (2 * step)
+    low, high = interval(np.array(found.draft_times))
+    half = stats.t.ppf(0.975, 3) * float(stats.sem(accepted)) * abs(slope)
+    assert (low, high) == pytest.approx((time(mean) - half, time(mean) + half), rel=1e-4)
+    never = valued(priced(), DRAFT, HALF, measured(0.01, 0.02), GREEDY)
+    assert (never.draft_time, never.more["ahead"]) == (pytest.approx(1.0), 0)
+    assert math.isnan(valued(priced(), DRAFT, Program.parse("A0 A0 F0"), measured(0.9), GREEDY).draft_time)
+    assert priced().cost(DRAFT, HALF, found) == found.draft_time
+    assert priced().cost(DRAFT, HALF, measured(0.9)) == math.inf
+
+
+def test_lines_say_what_is_predicted_and_what_is_measured() -> None:
+    texts = [measured(0.98, 0.99), measured(0.96, 0.97)]
+    seen, unseen = (drafted(priced(), DRAFT, HALF, one, GREEDY) for one in texts)
+    assert seen is not None
+    assert unseen is not None
+    plain = [DecodedTexts([[1]], 10, 2.0, 10, 0, 0), DecodedTexts([[1]], 10, 1.0, 10, 0, 0)]
+    fast = [DecodedTexts([[1]], 10, 1.0, 4, 8, 6), DecodedTexts([[1]], 10, 0.8, 6, 4, 4)]
+    here = MeasuredDrafts.of(plain, fast)
+    assert (here.speedup, here.low, here.high) == (pytest.approx(1.625), pytest.approx(1.25), 2.0)
+    assert (here.accepted, here.tokens_per_pass) == (pytest.approx(10 / 12), 2.0)
+    found = FoundDraft(GREEDY, [seen, unseen], here)
+    acceptance, ahead, last = found.lines()
+    assert acceptance == "greedy acceptance 0.985 on the text of the search, 0.965 on held-out text"
+    assert ahead.startswith(f"{unseen.ahead} tokens ahead: {unseen.speedup:.3g}x is predicted; a pass of the draft")
+    assert last == "1.62x (1.25x to 2x over the rounds), 83% of drafted tokens accepted are measured"
+    told = found.to_json()
+    assert told["predicted"]["held_out"]["speedup"] == unseen.speedup
+    assert told["measured"]["speedup"] == pytest.approx(1.625)
+    never = drafted(priced(), DRAFT, HALF, measured(0.1), GREEDY)
+    assert never is not None
+    assert "none ahead: drafts are not predicted to pay" in FoundDraft(GREEDY, [never]).lines()[1]
+
+
+def test_trials_go_to_the_levels_of_the_best() -> None:
+    goals = [Goal((), float(level)) for level in range(5)]
+    assert near_the_best(goals, {0.0: 0.9, 1.0: 0.7}, 3) == [0, 0, 1, 1, 1]
+    assert near_the_best(goals, {0.0: 0.9, 1.0: 0.7, 2.0: 0.6, 3.0: 0.8, 4.0: 0.95}, 4) == [0, 1, 2, 1, 0]
+
+
+def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
+    settings = SearchSettings("pair,width,repeat,drop", None, "draft@cpu-2")
+    for space, said in (("width", "go by a text"), ("repeat", "the draft has it 2 times")):
+        with pytest.raises(ValueError, match=f"the space {space} has no edits of .*{said}"):
+            replace(settings, space=f"pair,{space}").mixture(small_model(layers=4))
+    usual = replace(settings, space=None).on(small_model(layers=4)).space
+    assert usual is not None
+    assert "width" not in usual
+    assert "drop" in usual
+    mixture = replace(settings, space="pair,drop").mixture(small_model(layers=4))
+    assert mixture.refused == {}
+    assert {edit.space for edit in mixture.edits} == {"pair", "drop"}
+
+
+@pytest.mark.parametrize(
+    ("budget", "objective", "said"),
+    [
+        (None, "draft,depth", "a draft is looked for alone"),
+        ("divergence<=0.1", "draft", "drafts cost no quality"),
+        ("draft>=1.3@cpu-2", "divergence", "a draft is an objective, and no limit"),
+    ],
+)
+def test_what_does_not_go_with_drafts(budget: str | None, objective: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SearchSettings("pair", budget, objective)
+
+
+def test_a_draft_is_of_this_machine_if_nothing_is_said() -> None:
+    assert parse_objectives("draft") == (Aspect("draft", "here"),)
+    settings = SearchSettings("pair", None, "draft@cpu-2", sampled_acceptance=True)
+    assert settings.recorded == (Aspect("draft", "cpu-2"),)
+    assert settings.aspects == (Aspect("draft_pass", "cpu-2"),)
+    assert (settings.acceptance, replace(settings, sampled_acceptance=False).acceptance) == (SAMPLED, GREEDY)
+    assert "sampled_acceptance" not in replace(settings, sampled_acceptance=False).identity
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_search_for_drafts(
+    sampled: bool, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all trials the winner promises most, by its own acceptance, and its recipe drafts for the model."""
+    monkeypatch.setattr(RunResult, "draw", lambda *_: [])
+    asked: dict[str, Any] = {"tokens": 256, "window": 32, "holdout": 64, "link_delay": "1ms", "prompt": 8, "new": 8}
+    found = surgeon.search(
+        tiny_checkpoint, tiny_text, tmp_path, 8, space="pair,drop:layers", objective="draft@cpu-2",
+        sampled_acceptance=sampled, **asked,
+    )  # fmt: skip
+    trials, best = found.table(), found.winner.trial
+    name = SAMPLED if sampled else GREEDY
+    assert trials["draft@cpu-2"].max() == pytest.approx(best.measured.more["draft@cpu-2"])
+    assert (SAMPLED in trials) is sampled
+    assert found.winner.draft is not None
+    (seen, unseen) = found.winner.draft.predicted
+    (again,) = predict_drafting(
+        found.question.mixture.model.shapes,
+        (found.question.mixture.model.program, found.program),
+        found.question.budget.pricing.hardware["cpu-2"],
+        found.question.settings.workload(found.question.mixture.model.positions),
+        found.question.budget.pricing.deployment,
+        [best.measured.acceptance(name)],
+    )
+    assert seen.speedup == pytest.approx(again.speedup)
+    assert found.record["draft"]["predicted"]["held_out"]["speedup"] == unseen.speedup
+    opened = surgeon.open(tiny_checkpoint)
+    draft = draft_program(opened, found.files[0])
+    assert draft == found.program
+    assert with_draft(make_plan(opened, 2, 16), opened, draft).draft is not None
+    with pytest.raises(ValueError, match="has weights of its own"):
+        surgeon.search(
+            tiny_checkpoint, tiny_text, tmp_path, 8, objective="draft@cpu-2", heal=1, heal_data=str(tiny_text)
+        )
