@@ -34,14 +34,16 @@ class PredictedUse:
         int | None,
         typer.Option(
             min=1,
-            help="For a latency, speedup or draft: tokens of each prompt. Default: 1024, or half of the model's positions.",
+            help="For a latency, speedup or draft: tokens of each prompt. Default: 1024, or half of the model's "
+            "positions.",
         ),
     ] = None
     new: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="For a latency, speedup or draft: tokens added to each. Default: 512, or a quarter of the model's positions.",
+            help="For a latency, speedup or draft: tokens added to each. Default: 512, or a quarter of the model's "
+            "positions.",
         ),
     ] = None
     link_delay: Annotated[
