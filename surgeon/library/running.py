@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.drafts import DRAFT_FILE, HealedDraft
 from surgeon.language.program import Program
 from surgeon.library.opening import has_weights_of_its_model
-from surgeon.named import is_recipe
+from surgeon.named import is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.runtime.plan.specification import Ways
-from surgeon.runtime.service import ServiceOptions
+from surgeon.runtime.service import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.worker.options import RankOptions
 
 
@@ -21,14 +22,15 @@ class Running(Ways, total=False):
         ranks: how many, on GPUs where there is one for each, or what they are in full; one by default.
         program: to run in place of the checkpoint's own.
         halves: as of `ServiceOptions`.
-        draft: as of `ServiceOptions`; or a recipe (.yaml), or an edit of the model (`surgeon.edit`).
+        draft: as of `ServiceOptions`; or a recipe (.yaml), an edit of the model (`surgeon.edit`), or the folder of a
+            healed draft (`surgeon.heal` with `as_draft`).
         draft_tokens: as of `ServiceOptions`.
     """
 
     ranks: int | RankOptions
     program: Program | str | None
     halves: str
-    draft: str | Path | Program | EditedModel | None
+    draft: str | Path | Program | EditedModel | HealedDraft | None
     draft_tokens: int | None
 
 
@@ -45,13 +47,26 @@ def service_options(model: Model, running: Running, **more: Any) -> ServiceOptio
     return ServiceOptions(**{**running, **more, "ranks": ranks, "draft": draft})
 
 
-def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
-    """What drafts tokens for a model, of a program, or a recipe or an edited model that has one; "coda" is itself.
+def draft_program(
+    model: Model, draft: str | Path | Program | EditedModel | HealedDraft | None
+) -> Program | str | HealedDraft | None:
+    """What drafts tokens for a model, of what `Running` takes; "coda" and "lookup" are themselves.
 
     Raises:
-        FileNotFoundError, ValueError: if there is no such recipe, or it is of another model, or the draft would have
-            weights that do not follow from the model's matrices alone.
+        FileNotFoundError, ValueError: if there is no such recipe, or it or the folder is of another model, or the draft
+            would have weights that do not follow from the model's matrices alone.
     """
+    there = on_disk(draft) if isinstance(draft, str | Path) and draft not in (CODA, LOOKUP) else None
+    if there is not None and there.is_dir():
+        if not HealedDraft.is_at(there):
+            raise ValueError(
+                f"{draft} has no {DRAFT_FILE}, so it is no healed draft: that is a program over the weights of the "
+                "model that verifies, with norms or adapters of its own; heal an edit of that model as a draft"
+            )
+        draft = HealedDraft.read(there)
+    if isinstance(draft, HealedDraft):
+        draft.require_model(model.name, model.hash)
+        return draft
     if isinstance(draft, str | Path) and is_recipe(draft):
         draft = open_edited(draft, tokenizer=False)
     if not isinstance(draft, EditedModel):

@@ -25,6 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.errors import shown
 from surgeon.language.operations.declare import VARIANTS
 from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant
@@ -79,9 +80,10 @@ class ServiceOptions:
             be ("on"), none ("off"), or those sizes of pass that are faster so, as tried while they are computed
             ("auto").
         draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
-            variant of the model by name ("lp"); "coda" where the checkpoint's first rack and its coda do; "lookup"
-            where a text's own tokens do, what came before behind its last few ones; None for none. Greedy tokens stay
-            the same (as far as rounding does not decide), and what is drawn keeps its distribution.
+            variant of the model by name ("lp"), or a draft that was healed for it; "coda" where the checkpoint's first
+            rack and its coda do; "lookup" where a text's own tokens do, what came before behind its last few ones;
+            None for none. Greedy tokens stay the same (as far as rounding does not decide), and what is drawn keeps
+            its distribution.
         draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py), or none for requests
             that draw with a seed of theirs, because a text that is drawn depends on how many are drafted. With a coda
             one by default: each more is accepted less often, and was slower wherever it was measured.
@@ -104,7 +106,7 @@ class ServiceOptions:
     low_rank: str = "auto"
     kv: str = "auto"
     halves: str = "auto"
-    draft: Program | str | None = None
+    draft: Program | str | HealedDraft | None = None
     draft_tokens: int | None = None
 
     def __post_init__(self) -> None:

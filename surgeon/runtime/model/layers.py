@@ -239,7 +239,6 @@ class Attention:
             rotary: which of the plan's rotary positions it has, if any.
             sharing: the ranks that have slices of the same attention, if there are several.
         """
-        self.norm = norm_before(tensors, plan)
         self.qkv = maps.reading(["q", "k", "v"])
         self.o = maps.writing("o")
         self.rotary = rotary
@@ -251,23 +250,31 @@ class Attention:
         seen = None if window is None else Window(window, plan.family.chunked)
         self.weighting = Weighting(plan.attention_scale, seen, plan.attention_softcap, sinks)
         self.epsilon = plan.epsilon
-        self.head_gain: Tensor | None = None
         self.rebuild: Rebuild | None = None
         self.norms_all_heads, self.sharing = spec.norms_all_heads, sharing
-        key_gain: Tensor | None = None
+        if {"k", "v"} <= maps.later:
+            gains = self._head_gains(tensors, spec, plan)
+            self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary)
+        self.take_norms(tensors, spec, plan)
+
+    def take_norms(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
+        """Norm the stream before it, and heads, as these tensors of the slice say, by what they are for."""
+        self.norm = norm_before(tensors, plan)
+        gains = self._head_gains(tensors, spec, plan)
+        kept = gains if self.rebuild is None else gains[:1]  # keys are normed when they are rebuilt
+        self.head_gain = torch.cat(kept).contiguous() if kept else None
+
+    def _head_gains(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> list[Tensor]:
+        """What heads of queries are multiplied by, (H, D), and those of keys, (K, D); nothing without such norms."""
+        counts = self.heads, self.kv_heads
         if spec.head_norms:
             gains = (gain_of(tensors[f"{role}_norm.weight"], plan) for role in "qk")
-            query_gain, key_gain = (gain.view(-1, self.head_dim) for gain in gains)  # one for all heads, or for each
-            self.head_gain, key_gain = query_gain.expand(self.heads, -1), key_gain.expand(self.kv_heads, -1)
-        elif plan.plain_head_norms and rotary is not None:
+            by_head = (gain.view(-1, self.head_dim) for gain in gains)  # one for all heads, or for each
+            return [gain.expand(count, -1) for gain, count in zip(by_head, counts, strict=True)]
+        if plan.plain_head_norms and self.rotary is not None:
             like = next(iter(tensors.values()))
-            self.head_gain, key_gain = (like.new_ones(count, self.head_dim) for count in (self.heads, self.kv_heads))
-        if {"k", "v"} <= maps.later:
-            self.rebuild = Rebuild(tensors, plan, key_gain, rotary)
-        elif self.head_gain is not None and key_gain is not None:
-            self.head_gain = torch.cat([self.head_gain, key_gain])
-        if self.head_gain is not None:
-            self.head_gain = self.head_gain.contiguous()
+            return [like.new_ones(count, self.head_dim) for count in counts]
+        return []
 
     @property
     def by_kernels(self) -> bool:

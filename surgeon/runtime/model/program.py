@@ -15,14 +15,16 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from surgeon.checkpoint.drafts import DraftChanges
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, in_turn, land
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
-from surgeon.models.weights import ModelWeights, Tensors
+from surgeon.models.weights import Factors, ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
+from surgeon.runtime.model.adapted import adapted
 from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Pass, Rebuild, torch_dtype
@@ -126,11 +128,15 @@ class RankProgram:
         self.expert_times: ExpertTimes | None = None
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
-    def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
+    def load(
+        self, source: ModelWeights, beside: Iterable[RankProgram] = (), changes: DraftChanges | None = None
+    ) -> None:
         """The slices of this rank's work, and what stands behind the sums of every step it has a share in.
 
         Args:
+            source: with the norms of the changes.
             beside: what this rank has loaded already; a slice of the same weights is taken from there.
+            changes: of a healed draft.
         """
         beside = [other for other in beside if self.has_weights_of(other)]
         self._settle_experts(source, beside)
@@ -149,7 +155,8 @@ class RankProgram:
             for part in work.parts:
                 key = self.key(part)
                 if key not in self.sublayers:
-                    self.sublayers[key] = there.get(key) or self._part(work, part, source)
+                    made = there.get(key) or self._part(work, part, source)
+                    self.sublayers[key] = made if changes is None else self._changed(work, part, made, source, changes)
 
     def _settle_experts(self, source: ModelWeights, beside: list[RankProgram]) -> None:
         """Measure how experts are better shared, where that is open: by a rank's first such mixture, on all ranks.
@@ -185,9 +192,10 @@ class RankProgram:
         return torch.tensor(times, dtype=torch.float64)
 
     def has_weights_of(self, other: RankProgram) -> bool:
-        """Whether another one on this rank reads the same tensors, in the same dtype."""
+        """Whether another one on this rank reads the same tensors, in the same dtype, and changes none of them."""
         own, others = self.plan, other.plan
-        return (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
+        alike = (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
+        return alike and others.changes is None
 
     def _here(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
@@ -225,9 +233,7 @@ class RankProgram:
         if plan.mixtures.size(sublayer) is not None:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = plan.family.spec(sublayer.kind, sublayer.layers[0])
-        tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
-        if sublayer.kind == ATTENTION and plan.family.rotary_neighbours and plan.rotaries:
-            tensors = in_halves(tensors, plan.rotaries[0].width, plan.head_dim)
+        tensors = self._turning(sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan))))
         if sublayer.kind == ATTENTION and plan.latent is not None:
             inside = {path.removeprefix(f"{spec.modules[0]}."): tensor for path, tensor in tensors.items()}
             latent = LatentMaps(inside, plan.latent, plan, sublayer.piece)
@@ -243,6 +249,30 @@ class RankProgram:
             sharing = None if len(part.sharers) == 1 or based else self._sharing(part)
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer), sharing)
         return FeedForward(tensors, maps, plan)
+
+    def _turning(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
+        """A sublayer's tensors, the features of heads in the order in which ranks turn them."""
+        if sublayer.kind == ATTENTION and self.plan.family.rotary_neighbours and self.plan.rotaries:
+            return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)
+        return tensors
+
+    def _changed(self, work: Work, part: Part, made: Made, source: ModelWeights, changes: DraftChanges) -> Made:
+        """What computes a part of a healed draft: the matrices of what computes the model's, and what is changed."""
+        sublayer, dtype = computed_of(self.plan, work, part), torch_dtype(self.plan)
+        if not changes.touches(sublayer, source):
+            return made
+        found = changes.factors(sublayer, source)
+        firsts, seconds = ({f"{role}.weight": own[which] for role, own in found.items()} for which in (0, 1))
+        seconds = self._turning(sublayer, seconds)
+        factors = {
+            role: Factors(*(which[f"{role}.weight"].to(self.device, dtype) for which in (firsts, seconds)))
+            for role in found
+        }
+        reading = [one.role for one in self._projections(sublayer) if one.reads_stream and not one.stacked]
+        widths = {role: len(source.features(sublayer, role)) for role in reading}
+        norms = self._turning(sublayer, self._here(source.norms(sublayer, dtype)))
+        spec = self.plan.family.spec(sublayer.kind, sublayer.layers[0])
+        return adapted(made, norms, factors, widths, spec, self.plan)
 
     def _mixture(self, part: Part, source: ModelWeights, whole: WholeExperts | None) -> MixtureOfExperts:
         dtype = torch_dtype(self.plan)

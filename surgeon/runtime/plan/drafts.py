@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from surgeon.checkpoint.drafts import DraftChanges, HealedDraft
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.operations.variants import is_variant, variant_of
@@ -26,7 +27,7 @@ from surgeon.words import plural
 Place = tuple[tuple[int, ...], int | None, int]  # layers, width, and which of the attentions of these in the program
 
 
-def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str) -> Plan:
+def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str | HealedDraft) -> Plan:
     """A model's plan, with a program over the same weights that drafts tokens.
 
     Its steps lie on ranks as the model's own do: in slices where it can, also of sublayers that share an input and that
@@ -39,13 +40,18 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
     if plan.kv == "lowrank":
         raise ValueError("drafts read the keys and values of the model's own program; use kv full or auto, not lowrank")
     stored = open_stored(model)
+    healed = draft if isinstance(draft, HealedDraft) else None
+    if isinstance(draft, HealedDraft):
+        DraftChanges.read(draft.folder).check(stored.weights)
+        draft = draft.program
     if isinstance(draft, str) and is_variant(draft):
         draft = variant_of(draft, plan.layers, plan.family.steps_per_layer)(plan.ranks)
     ways: Ways = {"dtype": plan.dtype, "decoding": plan.decoding, "low_rank": plan.low_rank, "kv": "full"}
 
     def make(sliced: bool) -> Plan:
         mode = plan.mixtures.mode
-        return make_plan(stored, plan.ranks, plan.max_tokens, draft, experts=mode, sliced=sliced, **ways)
+        made = make_plan(stored, plan.ranks, plan.max_tokens, draft, experts=mode, sliced=sliced, **ways)
+        return replace(made, changes=None if healed is None else healed.folder)
 
     return replace(plan, kv="full", draft=draft_beside(plan, stored.weights, make))
 

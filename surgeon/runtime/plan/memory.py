@@ -18,6 +18,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
+from surgeon.checkpoint.drafts import DraftChanges
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.sublayer import ATTENTION, Sublayer
@@ -152,7 +153,9 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:
         more = (_numbers_beside(plan, plan.draft.plan, source, rank) for rank in range(plan.ranks))
-        weights = (own + numbers * plan.dtype_bytes for own, numbers in zip(whole.weights, more, strict=True))
+        changes = plan.draft.plan.changes
+        changed = 0 if changes is None else DraftChanges.read(changes).nbytes
+        weights = (own + numbers * plan.dtype_bytes + changed for own, numbers in zip(whole.weights, more, strict=True))
         return replace(whole, weights=tuple(weights))
     if plan.coda is None:
         return whole
