@@ -268,7 +268,7 @@ def _training(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
     if training is None or not found:
         return {"stages": None}
     columns = [stage for stage in COLUMNS if stage in found]
-    rows = [[label, *(_shown(found[stage], metric) for stage in columns)] for metric, label in METRICS.items()]
+    rows = [[label, *(quality_cell(found[stage], metric) for stage in columns)] for metric, label in METRICS.items()]
     head = ["", *(COLUMNS[stage].format(name=name) for stage in columns)]
     text, its_hash = training.get("held_out"), training.get("held_out_hash")
     of = f" of {_line(text)}" if isinstance(text, str) else ""
@@ -277,7 +277,7 @@ def _training(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
     return {"stages": (head, [row for row in rows if any(row[1:])]), "held_out": {"tokens": tokens, "of": of}}
 
 
-def _shown(quality: dict[str, Any], metric: str) -> str:
+def quality_cell(quality: dict[str, Any], metric: str) -> str:
     """A number with its interval; nothing where there is none."""
     value, ends = quality.get(metric), quality.get(f"{metric}_interval")
     if value is None:
