@@ -185,9 +185,8 @@ def _adapters(folder: Path) -> Iterator[tuple[str, Factors]]:
     config, file = read_json(folder / ADAPTER_CONFIG), TensorFile(folder / ADAPTER_FILE)
     others = [name for name in _OTHERS if config.get(name)]
     if config.get("peft_type") != "LORA" or others or config.get("bias", "none") != "none":
-        raise ValueError(
-            f"{folder / ADAPTER_CONFIG} is of more than LoRA on matrices, which a draft cannot have: {others}"
-        )
+        what = ", ".join(others) or f"peft_type {shown(config.get('peft_type'))}, bias {shown(config.get('bias'))}"
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: a draft has LoRA on matrices and nothing else, not {what}")
     patterns = config.get("alpha_pattern") or {}
     firsts = [name for name in file.names() if name.endswith(".lora_A.weight")]
     if sorted([*firsts, *(name.replace(".lora_A.", ".lora_B.") for name in firsts)]) != sorted(file.names()):

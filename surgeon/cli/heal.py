@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -162,6 +163,13 @@ def heal(
     schedule: ScheduleArguments,
     written: WrittenArguments,
     device: ProcessDeviceOption = "auto",
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print quality before and after as JSON, acceptance as a draft with it, in place of the folder.",
+        ),
+    ] = False,
 ) -> None:
     """Train an edited model until it does again what the original did.
 
@@ -187,7 +195,9 @@ def heal(
         **vars(text),
         **vars(written),
     )
-    for path in () if found is None else found.files:
+    if found is not None and as_json:
+        typer.echo(json.dumps({name: found.record[name] for name in ("original", "edited", "healed")}, indent=2))
+    for path in () if found is None or as_json else found.files:
         print(path)
 
 
