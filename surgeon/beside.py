@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from threading import Event, Lock, Thread
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import torch
@@ -68,9 +67,7 @@ class Beside(Background[T]):
     def __enter__(self) -> Beside[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._unwanted.set()
         self.wait()
 

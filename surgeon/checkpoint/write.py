@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -95,11 +94,9 @@ class Writing:
         self._reading_back = Beside(self._read_back)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writing.__exit__(kind, error, trace)
-        self._reading_back.__exit__(kind, error, trace)
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        self._writing.__exit__()
+        self._reading_back.__exit__()
         if isinstance(error, Stopped):
             self._writing.result()  # raises what has kept a file from becoming whole
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +63,9 @@ class WeightsOnDemand(TorchFunctionMode):
         self.pool = ThreadPoolExecutor(self.at_once)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         leave: Any = super().__exit__
-        leave(kind, error, trace)
+        leave(*raised)
         assert self.pool is not None
         self.pool.shutdown()
 

@@ -7,7 +7,6 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from surgeon.errors import naming
@@ -63,9 +62,7 @@ class Journal(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

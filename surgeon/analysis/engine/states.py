@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from safetensors import SafetensorError
@@ -47,9 +46,7 @@ class States:
     def __enter__(self) -> States:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
