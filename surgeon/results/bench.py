@@ -36,11 +36,6 @@ class BenchSpeeds(RunResult):
 
     speeds: pd.DataFrame
 
-    @property
-    def heading(self) -> str:
-        """What all of it has in common."""
-        return str(self.record["heading"])
-
     def __str__(self) -> str:
         """Tables of at most 80 columns."""
         table = self.speeds

@@ -38,11 +38,6 @@ class BestRun(RunResult):
 
     winners: pd.DataFrame
 
-    @property
-    def heading(self) -> str:
-        """What all of it has in common."""
-        return str(self.record["heading"])
-
     def __str__(self) -> str:
         """One table for each link: ranks down, batches across, each with its winner and what it wins."""
         parts = [f"{self.heading}\n\nFastest, and times as fast as the dense model\n"]

@@ -37,11 +37,6 @@ class DraftRun(RunResult):
     speeds: pd.DataFrame
 
     @property
-    def heading(self) -> str:
-        """What all predictions have in common."""
-        return str(self.record["heading"])
-
-    @property
     def refused(self) -> Sequence[str]:
         """Why there are none for some ranks or loads."""
         return [str(reason) for reason in self.record["refused"]]

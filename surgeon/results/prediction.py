@@ -48,11 +48,6 @@ class PredictRun(RunResult):
     speeds: pd.DataFrame
 
     @property
-    def heading(self) -> str:
-        """What all predictions have in common."""
-        return str(self.record["heading"])
-
-    @property
     def swept(self) -> bool:
         """Whether they are a sweep's, in which some may not fit."""
         return bool(self.record["swept"])

@@ -219,6 +219,11 @@ class RunResult:
         model, _ = self.model_of(self.record)
         return public(model) or Path(model).resolve().name
 
+    @property
+    def heading(self) -> str:
+        """What all of its rows have in common, where its record says that."""
+        return str(self.record["heading"])
+
     def write(self, folder: Path) -> list[Path]:
         """Write the tables that there are, and last the record, which says that all is there; returns the tables."""
         found = ((table, getattr(self, name)) for name, table in self.TABLES.items())
