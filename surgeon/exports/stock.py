@@ -20,16 +20,7 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHA
 from surgeon.models.edit import decoder_layers, decoder_parent, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
-from surgeon.models.weights import (
-    Group,
-    ModelWeights,
-    ModuleStore,
-    NamedTensors,
-    Store,
-    Tensors,
-    module_with,
-    packed,
-)
+from surgeon.models.weights import Group, ModelWeights, ModuleStore, NamedTensors, Store, Tensors, module_with, packed
 
 
 @dataclass(frozen=True)

@@ -155,14 +155,7 @@ def _chapter(number: int, model_hash: str, runs: Sequence[Run[Any]]) -> Chapter:
         missing += [kind.without for kind in KINDS if kind.without and kind.result.COMMAND not in present]
     of_original = [run for run in ordered if run.model_hash == model_hash] or ordered
     names = listed(dict.fromkeys(public(run.model) for run in of_original))
-    return Chapter(
-        names,
-        model_hash[:SHORT_HASH],
-        anchor,
-        summary,
-        list(dict.fromkeys(missing)),
-        sections,
-    )
+    return Chapter(names, model_hash[:SHORT_HASH], anchor, summary, list(dict.fromkeys(missing)), sections)
 
 
 def _name_if_several(run: Run[Any], runs: Sequence[Run[Any]]) -> str:

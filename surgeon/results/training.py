@@ -304,10 +304,7 @@ def losses_chart(runs: Mapping[str, pd.DataFrame], together: str) -> Chart:
     return Chart(figure, f"Loss while they trained{together}")
 
 
-def held_out_charts(
-    runs: Mapping[str, TrainingRun],
-    together: str = "",
-) -> Iterator[Chart]:
+def held_out_charts(runs: Mapping[str, TrainingRun], together: str = "") -> Iterator[Chart]:
     """Perplexity and divergence on held-out text, a line for each run by its name.
 
     Args:

@@ -13,14 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from surgeon.checkpoint.texts import Continuation, StopTexts
-from surgeon.runtime.batching.request import (
-    Event,
-    FinishReason,
-    Request,
-    TokenLogprob,
-    UndefinedLogits,
-    Usage,
-)
+from surgeon.runtime.batching.request import Event, FinishReason, Request, TokenLogprob, UndefinedLogits, Usage
 from surgeon.runtime.batching.scheduler import Output
 
 _LOG = logging.getLogger(__name__)
