@@ -40,7 +40,8 @@ class ProgramArguments:
         list[str] | None,
         typer.Option(
             help="Measure this too, in turns, and compare; may be repeated. A checkpoint, a recipe, a program such as "
-            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, upper-bound (without any '
+            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
+            "computed in two halves, one while the other's reductions are on their way), upper-bound (without any "
             "communication: wrong results, and the best time there can be)."
         ),
     ] = None

@@ -39,8 +39,9 @@ class PredictedPrograms:
         list[str] | None,
         typer.Option(
             help="Predict this too, and compare; may be repeated. Another model or recipe, a program such as "
-            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, upper-bound (ranks that '
-            "never wait for each other: wrong results, and the best time there can be)."
+            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
+            "computed in two halves, one while the other's reductions are on their way), upper-bound (ranks that never "
+            "wait for each other: wrong results, and the best time there can be)."
         ),
     ] = None
     layers: VariantLayersOption = None
@@ -150,8 +151,8 @@ class BestArguments:
     allow: Annotated[
         str | None,
         typer.Option(
-            help="With --best: only these, e.g. lp,ladder; of lp, ladder, ladder-over-lp, fused, tracks:4, lowrank, "
-            "lp+lowrank, ladder+lowrank."
+            help="With --best: only these, e.g. lp,ladder; of halves, lp, ladder, ladder-over-lp, fused, tracks:4, "
+            "lowrank, lp+lowrank, ladder+lowrank."
         ),
     ] = None
     by: Annotated[

@@ -19,7 +19,7 @@ from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import lowrank
 from surgeon.language.operations.pair import pair
-from surgeon.language.operations.variants import DENSE, middle_layers, variant
+from surgeon.language.operations.variants import DENSE, HALVES, middle_layers, variant
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.words import aligned, plural
@@ -28,7 +28,7 @@ PAYS = 1.02  # times the dense program's speed: less is within what predictions 
 TRACK_DEPTH = 4
 Metric = Literal["token", "first", "rate"]
 METRICS: tuple[Metric, ...] = ("token", "first", "rate")
-LP, LADDER, LADDER_LP, FUSED, TRACKS, LOW_RANK, LP_LOW_RANK, LADDER_LOW_RANK = SYSTEMS = (
+LP, LADDER, LADDER_LP, FUSED, TRACKS, LOW_RANK, LP_LOW_RANK, LADDER_LOW_RANK = EDITS = (
     "lp",
     "ladder",
     "ladder-over-lp",
@@ -38,6 +38,7 @@ LP, LADDER, LADDER_LP, FUSED, TRACKS, LOW_RANK, LP_LOW_RANK, LADDER_LOW_RANK = S
     "lp+lowrank",
     "ladder+lowrank",
 )
+SYSTEMS = (HALVES, *EDITS)
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def known_programs(model: Model, budget: Allowance, layers: range | None = None)
             return lowrank(program, range(shapes.layers), shapes.layer_shapes, keep=budget.keep)
 
     makers: dict[str, Callable[[int], Program]] = {
+        HALVES: lambda _: dense,
         LP: lambda _: lp,
         LADDER: lambda ranks: variant(LADDER, dense, middle, ranks),
         LADDER_LP: lambda ranks: variant(LADDER, lp, paired, ranks),
@@ -108,7 +110,9 @@ def known_programs(model: Model, budget: Allowance, layers: range | None = None)
     chosen = list(filter(allowed, SYSTEMS))
     if not chosen:
         raise ValueError("the budget leaves no program but the dense one; allow more, or less effective depth")
-    return [Candidate(DENSE, model, lambda _: dense), *(Candidate(name, model, cache(makers[name])) for name in chosen)]
+    found = [Candidate(name, model, cache(makers[name])) for name in chosen]
+    found = [replace(one, halves="auto") if one.name == HALVES else one for one in found]
+    return [Candidate(DENSE, model, lambda _: dense), *found]
 
 
 @dataclass(frozen=True)

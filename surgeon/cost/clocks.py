@@ -2,7 +2,8 @@
 
 The program is run by the one executor, with one clock for each rank, so that what a ladder hides, what a pair saves and
 where tracks meet follow from the same rules as when it is computed. With c seconds of computation per step and d per
-reduction, a dense program costs c + d per step, and a ladder's period is max(c, (c + d) / 2).
+reduction, a dense program costs c + d per step, and a ladder's period is max(c, (c + d) / 2). Two halves that take
+turns, of c / 2 each, have a period of max(c, c / 2 + d).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
+from surgeon.language.execute import Branch, Machine, Partial, Pending, State, in_turn, land
 from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.plan.placement import Group, assigned_branches
 
@@ -170,15 +171,18 @@ class RankClock:
         self.now = max(self.now, when)
 
 
-def pass_seconds(program: Program, clocks: list[RankClock], costs: Costs) -> None:
-    """Let the program run on some ranks' clocks."""
-    machine = SimulatedRanks(clocks, tuple(range(len(clocks))), costs)
-    state, attended = State(torch.zeros(1)), program.attended
-    for number, node in enumerate(program.nodes):
-        if number == attended:
-            costs.leave_attention()
-        state = advance(state, node, machine)
-    land(state)
+def pass_seconds(program: Program, clocks: list[RankClock], *costs: Costs) -> None:
+    """Let the program run on some ranks' clocks.
+
+    Args:
+        costs: those of each part of the batch; several parts take turns.
+    """
+    machines = [SimulatedRanks(clocks, tuple(range(len(clocks))), one) for one in costs]
+    states = in_turn(program.nodes[: program.attended], [State(torch.zeros(1))] * len(machines), machines)
+    for one in costs:
+        one.leave_attention()
+    for state in in_turn(program.nodes[program.attended :], states, machines):
+        land(state)
 
 
 def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list[Arrival]:

@@ -22,12 +22,13 @@ from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
+from surgeon.runtime.batching.halves import LEAST
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.quantised import Compression, Packing
 from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.placement import Group, Part, Work, open_mixture, rank_work, step_parts
-from surgeon.runtime.plan.specification import KvMode, LowRankMode, Plan
+from surgeon.runtime.plan.specification import HalvesMode, KvMode, LowRankMode, Plan
 
 DTYPES = ("float32", "bfloat16", "float16")
 CANDIDATE = 16  # bytes of a rank's best token of a text: its logit and its number
@@ -50,6 +51,7 @@ class Deployment:
         compress: what reductions are sent as, if not as they are.
         low_rank: how ranks share factors; `auto` is gather or replicate, whichever is faster for one token.
         kv: what attentions with factors of k and v keep.
+        halves: which passes are computed in two halves; auto is those that are faster so.
         emulated: a link as `surgeon bench` emulates it, on top.
         connected: whether ranks wait for each other at all (`upper-bound`).
     """
@@ -64,6 +66,7 @@ class Deployment:
     compress: Compression | None = None
     low_rank: LowRankMode = "auto"
     kv: KvMode = "full"
+    halves: HalvesMode = "off"
     emulated: Link | None = None
     connected: bool = True
 
@@ -73,6 +76,7 @@ class Deployment:
             ("compression {!r}", self.compress, get_args(Compression)),
             ("way {!r} of sharing factors among ranks", self.low_rank, get_args(LowRankMode)),
             ("kv {!r}", self.kv, ("full", "lowrank")),
+            ("mode {!r} of computing passes in halves", self.halves, get_args(HalvesMode)),
         ):
             if word is not None and word not in known:
                 raise ValueError(f"there is no {what.format(word)}; {did_you_mean(word, known)}")
@@ -238,20 +242,33 @@ class PredictedRanks:
         return self._ways[key]
 
     def forward(self, forward: Forward, graphs: bool) -> PassCost:
-        """One pass.
+        """One pass, in halves where the deployment says so and it has any; these are no captured graph.
 
         Args:
             graphs: whether it is a captured graph.
         """
-        costs = PassCosts(self, forward, graphs, self.gathers)
+        mode = self.deployment.halves if self.plan.ranks > 1 else "off"
+        tried = mode == "on" or (mode == "auto" and not graphs)
+        halves = forward.in_halves(LEAST) if tried else None
+        if halves is None:
+            return self._forward(forward, [forward], graphs)
+        halved = self._forward(forward, halves, graphs=False)
+        if mode == "on":
+            return halved
+        return min(self._forward(forward, [forward], graphs), halved, key=lambda cost: cost.seconds)
+
+    def _forward(self, forward: Forward, parts: Sequence[Forward], graphs: bool) -> PassCost:
+        """The same, given what takes turns in the program."""
+        ends, *costs = (PassCosts(self, one, graphs, self.gathers) for one in (forward, *parts))
         start = self.speed.host.forward.at(forward.texts)
         clocks = [RankClock(now=start, host=start, launches=start) for _ in range(self.plan.ranks)]
-        costs.embed(clocks)
-        pass_seconds(self.program, clocks, costs)
-        costs.choose(clocks)
+        ends.embed(clocks)
+        pass_seconds(self.program, clocks, *costs)
+        ends.choose(clocks)
         last = max(clocks, key=lambda clock: clock.now)
         times = last.now, last.compute, last.launches, last.exposed, last.communication
-        return PassCost(*times, layers=costs.layers, vocabulary=costs.vocabulary)
+        layers = sum((one.layers for one in costs), Counts())
+        return PassCost(*times, layers=layers, vocabulary=ends.vocabulary)
 
 
 @lru_cache(maxsize=PLANS)

@@ -91,7 +91,8 @@ def sweep(
 
 def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workload: Workload) -> SweepCell:
     """One prediction; what the ranks or their memory refuse is told in it."""
-    deployment = replace(deployment, connected=deployment.connected and candidate.connected)
+    halves = deployment.halves if candidate.halves == "off" else candidate.halves
+    deployment = replace(deployment, connected=deployment.connected and candidate.connected, halves=halves)
     try:
         program = candidate.program(deployment.ranks)
         prediction = predict(candidate.model.shapes, program, hardware, workload, deployment)

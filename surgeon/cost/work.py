@@ -9,7 +9,7 @@ Shapes: T tokens of a pass, h the stream's width, n ranks that share a sublayer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
@@ -53,6 +53,22 @@ class Forward:
         """What there is of it behind the last attention."""
         asked = self.new if self.asked is None else self.asked
         return Forward(self.texts, asked, self.before + self.new - asked)
+
+    def in_halves(self, least: int) -> tuple[Forward, Forward] | None:
+        """The same in two halves: of some texts each, or where these are odd, of the first and the last tokens of all.
+
+        Args:
+            least: new tokens of a text on either side, where texts are cut; None is returned where they are too few.
+        """
+        texts, new = self.texts // 2, self.new // 2
+        if self.texts % 2 and new >= least:
+            asked = None if self.asked is None else 1  # of as good as none
+            last = None if self.asked is None else min(self.asked, self.new - new)
+            return (
+                Forward(self.texts, new, self.before, asked),
+                Forward(self.texts, self.new - new, self.before + new, last),
+            )
+        return (replace(self, texts=texts), replace(self, texts=self.texts - texts)) if texts else None
 
     def keys(self, window: int | None, chunked: bool = False) -> int:
         """How many tokens' keys and values are read of each text.

@@ -69,7 +69,7 @@ def bench(
 
     Args:
         model: a checkpoint's folder, a hub name, "demo", a recipe (.yaml), or a model that is open, edited or not.
-        compare: more checkpoints, recipes, programs, or variants of the model by name ("lp", "upper-bound").
+        compare: more checkpoints, recipes, programs, or variants of the model by name ("lp"), "halves", "upper-bound".
         layers: that variants change; "4:30" is layers 4 to 29. All but the first and last two by default.
         program: of the model, instead of its own.
         batch: texts that are computed together; several sizes in turns.

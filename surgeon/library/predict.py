@@ -124,7 +124,7 @@ def predict(
         model: a config.json or a folder with one, a hub name, "demo", a recipe (.yaml), or a model that is open,
             edited or not.
         hardware: a name such as "h100-sxm", a file as `surgeon calibrate` writes it, or one that is read.
-        compare: more models, recipes, programs, or variants of the model by name ("lp", "upper-bound").
+        compare: more models, recipes, programs, or variants of the model by name ("lp"), "halves", "upper-bound".
         program: of the model, instead of its own.
         batch: texts that are computed together; several sizes one after the other.
         asked: layers, prompt, new, ranks, sweep, output: as of `Asked`.

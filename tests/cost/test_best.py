@@ -20,10 +20,10 @@ def names(budget: Allowance) -> list[str]:
 
 
 def test_the_budget_says_what_may_be_chosen() -> None:
-    assert names(Allowance()) == ["dense", "lp", "ladder", "ladder-over-lp", "fused", "tracks:4"]
+    assert names(Allowance()) == ["dense", "halves", "lp", "ladder", "ladder-over-lp", "fused", "tracks:4"]
     assert names(Allowance(keep=0.5)) == ["dense", *SYSTEMS]
-    assert names(Allowance(depth=12)) == ["dense", "ladder", "tracks:4"]
-    assert names(Allowance(depth=10)) == ["dense", "lp", "ladder", "ladder-over-lp", "tracks:4"]
+    assert names(Allowance(depth=12)) == ["dense", "halves", "ladder", "tracks:4"]
+    assert names(Allowance(depth=10)) == ["dense", "halves", "lp", "ladder", "ladder-over-lp", "tracks:4"]
     assert names(Allowance(allowed=("lp",))) == ["dense", "lp"]
 
 

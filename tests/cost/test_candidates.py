@@ -37,10 +37,10 @@ def test_programs_recipes_and_variants_beside_it(tmp_path: Path) -> None:
     small = folder(tmp_path / "small")
     recipe = tmp_path / "late.yaml"
     recipe.write_text(f'surgeon: 1\nmodel: {small}\noperations:\n  - ladder: {{layers: "0:4"}}\n')
-    compared = [str(recipe), "A0 F0", "lp", "tracks:1", "upper-bound", "dense", str(small)]
+    compared = [str(recipe), "A0 F0", "lp", "tracks:1", "upper-bound", "dense", str(small), "halves"]
     found = open_candidates(str(small), compared, program="A1 F1", layers=range(4))
     assert [one.name for one in found] == [
-        *("small", "late", "A0 F0", "lp", "tracks:1", "upper-bound", "dense", "small (2)")
+        *("small", "late", "A0 F0", "lp", "tracks:1", "upper-bound", "dense", "small (2)", "halves")
     ]
     programs = [str(one.program(2)) for one in found]
     assert programs[0] == programs[5] == "A1 F1"
@@ -48,7 +48,9 @@ def test_programs_recipes_and_variants_beside_it(tmp_path: Path) -> None:
     assert programs[2] == "A0 F0"
     assert programs[3] == "[A0 A1] [F0 F1] [A2 A3] [F2 F3]"
     assert programs[4].startswith("{A0/2:0 F0/2:0 | A0/2:1 F0/2:1}")
-    assert [one.connected for one in found] == 5 * [True] + [False] + 2 * [True]
+    assert [one.connected for one in found] == 5 * [True] + [False] + 3 * [True]
+    assert [one.halves for one in found] == 8 * ["off"] + ["on"]
+    assert programs[8] == "A1 F1"
     assert programs[6] == programs[7] == str(Program.dense(4))
 
 

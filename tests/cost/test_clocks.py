@@ -65,6 +65,14 @@ def test_where_two_can_be_in_flight_its_period_is_half_of_both(delay: float) -> 
     assert late.now == pytest.approx(20 * max(1, (1 + delay) / 2), abs=delay + 1)
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.25, 0.5, 1.0, 3.0])
+def test_of_two_halves_one_computes_while_the_other_is_reduced(delay: float) -> None:
+    half, clocks = Alike(Burst(0.5), Transfer(delay=delay)), [RankClock() for _ in range(2)]
+    pass_seconds(DENSE, clocks, half, half)
+    assert clocks[0].compute == 20
+    assert clocks[0].now == pytest.approx(19 * max(1, 0.5 + delay) + 1 + delay)
+
+
 @pytest.mark.parametrize(("delay", "period"), [(0.5, 4.0), (2.0, 4.0), (3.0, 4.0), (5.0, 6.0)])
 def test_a_result_is_read_while_the_emulated_link_still_has_it(delay: float, period: float) -> None:
     reduction = Transfer(delay=delay, reading=3.0)

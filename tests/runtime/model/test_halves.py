@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgeon.language.program import Program
+from surgeon.runtime.batching.halves import LEAST, halves_of
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.halves import LEAST, HalvedPasses, HalvesChoice, halves_of
+from surgeon.runtime.model.halves import HalvedPasses, HalvesChoice
 from surgeon.runtime.model.products import laid_out
 from surgeon.runtime.model.trials import PASSES_PER_TRIAL
 from surgeon.runtime.plan.checks import make_plan
