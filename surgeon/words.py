@@ -115,6 +115,11 @@ def first_few(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
+def in_words(name: str) -> str:
+    """A column's name for people."""
+    return name.replace("_", " ")
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun: "1 layer", "12 layers"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

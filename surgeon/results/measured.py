@@ -17,6 +17,7 @@ from surgeon.language.program import Program
 from surgeon.named import is_path, on_disk, public
 from surgeon.results.result import SHORT_HASH, read_record
 from surgeon.results.tasks import PROVENANCE_KEY, scores
+from surgeon.words import in_words, plural
 
 TEXT_FILE, BENCH_FILE, SEARCH_FILE, TASK_FILES = "text.json", "bench.json", "search.json", "results_*.json"
 PATTERNS = (TEXT_FILE, TASK_FILES, BENCH_FILE, SEARCH_FILE)
@@ -227,6 +228,22 @@ def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[
         ends = {name: (values[f"{name}_low"], values[f"{name}_high"]) for name in (DIVERGENCE,)}
         intervals = {f"{name}_interval": None if None in pair else pair for name, pair in ends.items()}
         yield from _on_text(text, values | intervals, edited, "the original", seen)
+    if record.get("draft"):
+        yield from _as_draft(record)
+
+
+def _as_draft(record: dict[str, Any]) -> Iterator[CardScore]:
+    """What a search for drafts promises of its winner, and what was measured of it."""
+    draft, where = record["draft"], f"{record['objective'].partition('@')[2] or 'the machine of the search'}"
+    predicted = draft["predicted"].get("held_out") or draft["predicted"]["searched"]
+    on = f"{where}, {record['ranks']} ranks, {plural(record['batch'], 'text')} at a time"
+    name = "speedup as a lossless draft of the original"
+    accepted = f"{in_words(draft['acceptance'])} {predicted['acceptance']:.3f}"
+    shown = f"{predicted['speedup']:.3g}x ({accepted}, {plural(predicted['ahead'], 'token')} ahead)"
+    yield CardScore(True, f"{name}, predicted", on, on, predicted["speedup"], shown)
+    if (here := draft.get("measured")) is not None:
+        shown = f"{here['speedup']:.3g}x ({here['low']:.3g}x to {here['high']:.3g}x over the rounds)"
+        yield CardScore(True, f"{name}, measured", on, on, here["speedup"], shown)
 
 
 def _on_text(

@@ -21,13 +21,14 @@ from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.results.drawing import COLOURS, SOFT, Chart, chart, finish, layers_across, points, scale
 from surgeon.results.maps import colour_bar, draw_map, label_map
 from surgeon.results.result import RunResult, TableFile
-from surgeon.results.trials import BY, MOST_DIVERGENCE, SOURCES, TrialTable
+from surgeon.results.trials import BY, DRAFT_TIME, MOST_DIVERGENCE, SOURCES, TrialTable
 from surgeon.words import MOST_LAYERS, TIMES, known, number, plural
 
 UNITS = {
     "divergence": "divergence (nats per token)",
     "perplexity": "perplexity",
     "depth": "effective depth (layers)",
+    DRAFT_TIME: "time of a token with drafts (parts of that without)",
 }
 _COSTS = {"depth": "effective depth"}
 _ENGINEERED = {"latency": "s", "params": "", "weight_bytes": "B", "size": "B", "kv_bytes": "B", "wire_bytes": "B"}
@@ -93,6 +94,8 @@ class SearchRun(RunResult):
         """The trials, ready to be asked."""
         texts = {name: self.trials[name].fillna("").astype(str) for name in ("edits", "program")}
         objectives = str(self.record.get("objective") or BY[0]).split(",")
+        if objectives[0].partition("@")[0] == "draft":  # those of all levels compare
+            return TrialTable(self.trials.assign(**texts, level=math.nan), DRAFT_TIME)
         return TrialTable(self.trials.assign(**texts), next((name for name in objectives if name in BY), BY[0]))
 
     @property

@@ -8,11 +8,12 @@ from typing import get_args
 
 import numpy as np
 
+from surgeon.results.trials import DRAFT_TIME
 from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.quantities import DRAFT, Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.trial import Trial
-from surgeon.searches.winners import DRAFT_TIME, Measured
+from surgeon.searches.winners import Measured
 
 
 def choose(question: Question, trials: Sequence[Trial], curves: Sequence[QualityCurve]) -> tuple[list[Trial], str]:

@@ -22,12 +22,14 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.opened import Model
 from surgeon.processes.files import finite
+from surgeon.results.trials import DRAFT_TIME
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DRAFT_PASS, Aspect, show_seconds
 from surgeon.searches.trial import MeasuredProgram
 from surgeon.words import plural
 
+REFUSED = 0.5  # of the root of a divergence: what share of drafted tokens it costs at the least
 AHEAD = "ahead"  # what trials have, by this name: the tokens that are best drafted ahead
 
 
@@ -90,8 +92,23 @@ def valued(
     tokens = math.fsum(a**place for place in range(found.ahead + 1))
     more = math.fsum(place * a ** (place - 1) for place in range(1, found.ahead + 1))
     times = time * (1 - more / tokens * (np.array(measured.acceptances[by]) - a))
-    known = {str(objective): objective.natural(time), AHEAD: float(found.ahead)}
+    known = {DRAFT_TIME: time, str(objective): objective.natural(time), AHEAD: found.ahead}
     return replace(measured, draft_times=tuple(times.tolist()), more={**measured.more, **known})
+
+
+def promised(pricing: Pricing, objective: Aspect, program: Program, divergence: float) -> float:
+    """What a program whose divergence is foretold may be worth: the time of a token, in parts of that without drafts.
+
+    A token that is drawn is refused with the total variation of both predictions as its chance, which is at most
+    sqrt(divergence / 2) (Pinsker's inequality), and was half of the root for programs of any damage; greedy tokens are
+    refused about as often.
+    """
+    assert objective.on is not None
+    seconds = pricing.price(Aspect(DRAFT_PASS, objective.on), program)
+    if math.isinf(seconds):
+        return math.inf
+    acceptance = max(0.0, 1 - REFUSED * math.sqrt(max(0.0, divergence)))
+    return 1 / pricing.drafting(objective.on).at(acceptance, seconds).speedup
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from surgeon.searches.terms import Terms
 from surgeon.searches.trial import Proposal, Trial
 
 Value = Callable[[Trial], float]
+Promise = Callable[[Program, float], float]  # what a program of some divergence may be worth; less is better
 
 _POOL = 60  # candidates of each kind for a goal
 _COMPLETED = 12  # of the best choices, where what edits save together is less than the sum
@@ -269,6 +270,25 @@ class Proposer:
                 if least and min(least) > MOST_DIVERGENCE:  # what is cheaper still is another model
                     ended.add(goal.limited)
         return tuple(found)
+
+    def promising(self, promise: Promise) -> Proposer:
+        """This one, of those goals for which something is promised.
+
+        Args:
+            promise: what a choice of some predicted damage may be worth: the time of a token, if it is below 1.
+        """
+        best = {goal: few[0] for goal, few in self._additive.items() if few}
+        kept = (goal for goal in self.goals if goal in best and self._promised(best[goal], promise) < 1)
+        return replace(self, goals=tuple(kept))
+
+    def in_order(self, proposals: Iterable[Proposal], promise: Promise) -> list[Proposal]:
+        """Proposals by what they promise, the best first."""
+        return sorted(proposals, key=lambda one: self._promised(one.choice, promise))
+
+    def _promised(self, choice: Choice, promise: Promise) -> float:
+        program = self.program(choice)
+        assert program is not None
+        return promise(program, self.terms.damage.of(self._numbers(choice)))
 
     @property
     def can_meet(self) -> bool:

@@ -17,7 +17,7 @@ from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.runtime.comm.link import parse_link
-from surgeon.searches.drafting import DraftObstacles, drafted, valued
+from surgeon.searches.drafting import DraftObstacles, drafted, promised, valued
 from surgeon.searches.front import FrontPoint, pareto_front
 from surgeon.searches.goals import ANY, Goal, Prices, at_the_edge, evenly, near_the_best
 from surgeon.searches.limits import Limit, SearchBudget, parse_limits
@@ -236,6 +236,12 @@ class Question:
     def of(self, spaces: Sequence[Space]) -> Question:
         """The same question of some of the spaces, along the same levels."""
         return replace(self, mixture=replace(self.mixture, spaces=tuple(spaces)), whole=self)
+
+    def promised(self, program: Program, divergence: float) -> float:
+        """As `searches.drafting.promised`, in a search for drafts."""
+        draft = self.settings.draft
+        assert draft is not None, "nothing is asked of drafts"
+        return promised(self.budget.pricing, draft, program, divergence)
 
     def drafted(self, program: Program, *measured: MeasuredProgram) -> list[DraftedPrediction]:
         """Drafting by a program as it was measured on each of several texts, where drafts are asked for."""

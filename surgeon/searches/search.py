@@ -126,7 +126,9 @@ class Search:
         for proposer in self.strands.values():
             for proposal in proposer.first_round(count):
                 found.setdefault(proposal.key, proposal)
-        return [*found.values()]
+        if self.question.settings.draft is None:
+            return [*found.values()]
+        return next(iter(self.strands.values())).in_order(found.values(), self.question.promised)
 
     def _next_round(self, finished: Sequence[Trial], running: Collection[str] = ()) -> list[Proposal]:
         """At most `BATCH` proposals, half of them the mixture's."""
@@ -241,7 +243,11 @@ class Search:
         # Only divergence is predicted, and only where choices were measured before is there enough to be sure by.
         sure = self.sure if known and self._is_by_divergence else None
         found = Proposer(question.mixture, terms, question.prices, question.goals, self._value, known, sure)
-        return replace(found, goals=found.goals_worth_trying)
+        found = replace(found, goals=found.goals_worth_trying)
+        if self.question.settings.draft is None:
+            return found
+        promising = found.promising(self.question.promised)
+        return found if question.whole is None and not promising.goals else promising
 
     @cached_property
     def _known_choices(self) -> dict[Choice, float]:

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from surgeon.language.program import Program
 from surgeon.processes.files import finite
 from surgeon.quality.summary import CONFIDENCE, interval
+from surgeon.results.trials import DRAFT_TIME
 from surgeon.searches.trial import MeasuredProgram, Trial
-from surgeon.words import listed
+from surgeon.words import in_words, listed
 
-Measured = Literal["divergence", "perplexity", "draft time"]
-DRAFT_TIME: Measured = "draft time"
+Measured = Literal["divergence", "perplexity", "draft_time"]
 Evaluate = Callable[[Sequence[Program]], Mapping[Program, MeasuredProgram]]
 RUNNERS_UP = 4
 _UNITS = {
@@ -110,7 +110,7 @@ class HeldOutComparison:
         first, windows = self.searched, len(self.searched.unseen.divergences)
         seen, unseen = (quality_by(each, self.by) for each in (first.trial.measured, first.unseen))
         both = (
-            f"trial {first.trial.number}: {self.by} {seen:.4g} on the text of the search, "
+            f"trial {first.trial.number}: {in_words(self.by)} {seen:.4g} on the text of the search, "
             f"{unseen:.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
         )
         found = [both, *self.verdicts(lambda one: (one.trial.measured, one.unseen))]
@@ -133,7 +133,7 @@ class HeldOutComparison:
             if one.verdict != "not told apart":
                 numbers = " and ".join(f"{quality_by(each, self.by):.4g}" for each in qualities(one))
                 yield (
-                    f"{winner} {one.verdict} than trial {one.trial.number} ({self.by} {numbers}): difference "
+                    f"{winner} {one.verdict} than trial {one.trial.number} ({in_words(self.by)} {numbers}): difference "
                     f"{one.difference:+.3g} {_UNITS[self.by]} (interval {one.low:+.3g} to {one.high:+.3g}, {share})"
                 )
         alike = [str(one.trial.number) for one in self.runners_up if one.verdict == "not told apart"]
@@ -194,13 +194,13 @@ def _windows(measured: MeasuredProgram, by: Measured) -> NDArray[np.float64]:
 
 def quality_by(measured: MeasuredProgram, by: Measured) -> float:
     """The number that programs are compared by."""
-    value: float = getattr(measured, by.replace(" ", "_"))
+    value: float = getattr(measured, by)
     return value
 
 
 def quality_json(measured: MeasuredProgram) -> dict[str, float | None]:
     """A quality's numbers as JSON values; what is not finite is None."""
     names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
-    known = {name: getattr(measured, name) for name in names}
+    known = {name: getattr(measured, name) for name in (*names, *([DRAFT_TIME] if measured.draft_times else []))}
     found: dict[str, float | None] = finite(known | {name: measured.acceptance(name) for name in measured.acceptances})
     return found

@@ -26,11 +26,14 @@ from surgeon.results.result import RunResult
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
-from surgeon.searches.drafting import FoundDraft, drafted, valued
+from surgeon.searches.drafting import FoundDraft, drafted, promised, valued
 from surgeon.searches.goals import Goal, near_the_best
+from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing, _sent_bytes
 from surgeon.searches.quantities import Aspect, parse_objectives
-from surgeon.searches.question import SearchSettings
+from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.search import Search
+from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram
 from surgeon.testing.spaces import small_model
 from tests.cost.examples import hardware, model
@@ -86,7 +89,11 @@ def test_what_a_draft_is_worth_by_hand() -> None:
     assert known is not None
     ahead = known.ahead
     assert ahead > 0
-    assert found.more == {"draft@hw": pytest.approx(known.speedup), "ahead": ahead}
+    assert found.more == {
+        "draft_time": pytest.approx(found.draft_time),
+        "draft@hw": pytest.approx(known.speedup),
+        "ahead": ahead,
+    }
 
     def time(acceptance: float) -> float:
         tokens = sum(acceptance**place for place in range(ahead + 1))
@@ -134,6 +141,41 @@ def test_trials_go_to_the_levels_of_the_best() -> None:
     assert near_the_best(goals, {0.0: 0.9, 1.0: 0.7, 2.0: 0.6, 3.0: 0.8, 4.0: 0.95}, 4) == [0, 1, 2, 1, 0]
 
 
+def asked(space: str) -> Search:
+    """A search of a made-up model, whose edits do the same damage each; tracks save most, and drops little."""
+    settings = SearchSettings(space, None, "draft@hw", link_delay="1ms")
+    of = small_model(layers=6)
+    mixture = settings.mixture(of)
+    ways = Deployment(2, "float32", emulated=Link(1e-3))
+    pricing = Pricing(of, settings.aspects, ways, LOAD, {"hw": hardware(launch="1e-6")})
+    alone = np.array([3.0 if edit.space == "drop" else 0.001 for edit in mixture.edits])
+    question = Question(settings, mixture, SearchBudget((), pricing), measured(1.0))
+    nothing: Any = None
+    return Search(question, nothing, Terms(alone, np.eye(len(alone))))
+
+
+def test_what_promises_most_is_tried_first() -> None:
+    searching = asked("tracks:4,drop:layers,pair")
+    assert list(searching.strands) == ["mixture", "tracks", "pair"], "drops alone never pay"
+    question, first = searching.question, searching._first_round
+    promises = []
+    for proposal in first:
+        damage = sum(3.0 if edit.space == "drop" else 0.001 for edit in proposal.choice)
+        promises.append(question.promised(Program.parse(proposal.key), damage))
+    assert promises == sorted(promises)
+    assert promises[0] < 0.6 < promises[-1]
+    assert [*asked("drop:layers").strands["drop"].goals], "a space alone is tried whatever it promises"
+
+
+@pytest.mark.parametrize("divergence", [1e-3, 0.02, 0.3])
+def test_a_promise_is_that_of_the_acceptance_which_is_foretold(divergence: float) -> None:
+    (known,) = predict_drafting(
+        SMALL.shapes, (DENSE, HALF), priced().hardware["hw"], LOAD, LIKE, [1 - 0.5 * divergence**0.5]
+    )
+    assert promised(priced(), DRAFT, HALF, divergence) == pytest.approx(1 / known.speedup)
+    assert promised(priced(), DRAFT, Program.parse("A0 A0 F0"), divergence) == math.inf
+
+
 def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
     settings = SearchSettings("pair,width,repeat,drop", None, "draft@cpu-2")
     for space, said in (("width", "go by a text"), ("repeat", "the draft has it 2 times")):
@@ -170,7 +212,7 @@ def test_a_draft_is_of_this_machine_if_nothing_is_said() -> None:
     assert "sampled_acceptance" not in replace(settings, sampled_acceptance=False).identity
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_search_for_drafts(
     sampled: bool, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +243,12 @@ def test_a_search_for_drafts(
     draft = draft_program(opened, found.files[0])
     assert draft == found.program
     assert with_draft(make_plan(opened, 2, 16), opened, draft).draft is not None
+    if not sampled:
+        surgeon.report([tmp_path], tmp_path / "page.html")
+        page = (tmp_path / "page.html").read_text()
+        assert "greedy acceptance" in page
+        assert "tokens ahead" in page or "none ahead" in page
+        assert "draft time, held out" in page
     with pytest.raises(ValueError, match="has weights of its own"):
         surgeon.search(
             tiny_checkpoint, tiny_text, tmp_path, 8, objective="draft@cpu-2", heal=1, heal_data=str(tiny_text)

@@ -25,8 +25,8 @@ from surgeon.results.search import (
     objectives_of,
     quality_chart,
 )
-from surgeon.results.trials import TrialTable
-from surgeon.words import change, first_few, interval, interval_heads, known, number, plural, with_intervals
+from surgeon.results.trials import DRAFT_TIME, TrialTable
+from surgeon.words import change, first_few, in_words, interval, interval_heads, known, number, plural, with_intervals
 
 _SHOWN = 10  # rows in a table
 _EDITS_NAMED = 12
@@ -91,10 +91,10 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
     won = f"trial {held['winner']} is the winner"
     original = f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
     note = (
-        f"Differences are of trial {first['trial']} less the other, window by window, in nats per token.{together} "
+        f"Differences are of trial {first['trial']} less the other, window by window, {_OF_WHAT[by]}.{together} "
         f"Where one holds 0, the two are not told apart; {won}. {original}."
     )
-    head = ["trial", by, f"{by}, held out", "95% interval", "difference", "which says"]
+    head = ["trial", in_words(by), f"{in_words(by)}, held out", "95% interval", "difference", "which says"]
     caption = f"The best trials on {int(first['unseen']['tokens']):,} tokens that the search did not see"
     if not others:
         return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
@@ -111,6 +111,8 @@ def _healed(healing: dict[str, Any]) -> Table:
     return Table("The best trials before and after healing", head, rows, note, marked=marked)
 
 
+_OF_WHAT = dict.fromkeys(("divergence", "perplexity"), "in nats per token")
+_OF_WHAT[DRAFT_TIME] = "in parts of the time of a token without drafts"
 _VERDICTS = {"better": "better", "worse": "worse", "not told apart": "not told apart from it"}
 
 
@@ -135,6 +137,9 @@ def _best_trials(trials: TrialTable) -> Table:
     rows = trials.best_of_levels if trials.has_levels else trials.ranked[:_SHOWN]
     columns = list(trials.table.columns)
     costs = columns[columns.index("edits") + 1 : columns.index("divergence")]  # what programs cost
+    if trials.by == DRAFT_TIME:
+        costs += columns[columns.index(DRAFT_TIME) : columns.index("program")]
+        costs += [name for name in columns if name.endswith("_acceptance")]
     cells = []
     for row in rows:
         trial = trials.table.iloc[row]
@@ -143,7 +148,14 @@ def _best_trials(trials: TrialTable) -> Table:
              *(number(trial[name]) for name in costs), number(trial["perplexity"]),
              *with_intervals(trial, ["divergence"])]
         )  # fmt: skip
-    head = ["trial", "edits", "from", *costs, "perplexity", *interval_heads(trials.table, ["divergence"])]
+    head = [
+        "trial",
+        "edits",
+        "from",
+        *map(in_words, costs),
+        "perplexity",
+        *interval_heads(trials.table, ["divergence"]),
+    ]
     what = "The best trial of every level" if trials.has_levels else f"The best {len(rows)}"
     caption = f"{what} of {plural(len(trials), 'trial')}, on the text of the search"
     note = "" if rows else "No trial is within the budget."
@@ -270,6 +282,8 @@ def _findings(run: Run[SearchRun]) -> Iterator[Finding]:
     yield Finding("Search", " ".join(filter(None, texts)), figure, label)
     if held and held["overturned"]:
         yield Finding("The search is overturned", held["sentences"][-1] + ".")
+    if run.record.get("draft"):
+        yield Finding("As a draft", f"{'; '.join(run.record['draft']['sentences'])}.")
     if run.record.get("healing"):
         yield Finding("Healing", run.record["healing"]["sentences"][-1] + ".")
     knees = run.record.get("knees") or []
