@@ -1,4 +1,4 @@
-"""What the comparisons of programs by their speed of decoding share: model, programs, options, and what is written."""
+"""What comparisons of programs by their speed of decoding share: model, programs, prompts, options, tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
+from surgeon.quality.data import DEMO, load_windows
 
 RANKS = 2
 LAYERS = 24  # of the random model
@@ -94,6 +96,12 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if options.new < 2:
         parser.error("--new must be at least 2: the first token comes out of the prompt's pass")
     return options
+
+
+def prompts_of(folder: Path, count: int, length: int) -> list[list[int]]:
+    """Beginnings of text that the demo model has not seen."""
+    windows = load_windows(open_tokenizer(folder), DEMO, 2 * length, 2 * length * count).ids
+    return [window[:length].tolist() for window in windows]
 
 
 def write_tables(output: Path | None, texts: Sequence[str], rounds: Mapping[str, object]) -> None:

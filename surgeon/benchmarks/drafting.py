@@ -53,14 +53,21 @@ class DecodedTexts:
 
 
 def decode_together(
-    started: Ranks, name: str, prompts: Prompts, sampling: Sampling, drafts: bool = False, looked_up: bool = False
+    started: Ranks,
+    name: str,
+    prompts: Prompts,
+    sampling: Sampling,
+    drafts: bool = False,
+    looked_up: bool = False,
+    ahead: int = 0,
 ) -> DecodedTexts:
     """Continue prompts by as many tokens as `sampling` says, all of them.
 
     Args:
         started: ranks that have loaded a plan of this name.
-        drafts: whether tokens are drafted, as many as pay.
+        drafts: whether tokens are drafted.
         looked_up: whether they come of the text itself, in the place of a program.
+        ahead: how many at a time; 0: as many as pay.
     """
     requests = [
         Request(number, tuple(prompt), replace(sampling, place=(number, 0)), own_seed=False)
@@ -69,7 +76,7 @@ def decode_together(
     batch, longest = len(prompts), max(map(len, prompts)) + sampling.max_new_tokens
     limits = Limits(batch, longest, pass_tokens=max(PASS_TOKENS["cpu"], batch * (1 + MOST_AHEAD)))
     if drafts:
-        limits = replace(limits, draft_tokens=MOST_AHEAD, as_pays=True, looked_up=looked_up)
+        limits = replace(limits, draft_tokens=ahead or MOST_AHEAD, as_pays=not ahead, looked_up=looked_up)
     outputs, figures = started.call(complete, requests, batch * blocks_for(longest), limits, name)[0]
     tokens = [[each.token for each in outputs if each.request == number] for number in range(batch)]
     last = [each for each in outputs if each.finish_reason is not None]
