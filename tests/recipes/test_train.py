@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgeon
+from surgeon.language.program import Program
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import read_config_file
 from surgeon.training.scratch.tracks import count_parameters
@@ -32,9 +33,11 @@ def plan_of(name: str) -> Blueprint:
 
 
 def test_all_are_known() -> None:
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*SYNCS, "mixture"}
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*SYNCS, "mixture", "dense-16"}
     assert plan_of("mixture").program.sync_points(2) == 16
     assert count_parameters(plan_of("mixture").architecture).layers == pytest.approx(5.0e6, rel=0.1)
+    assert plan_of("dense-16").program == Program.dense(16)
+    assert count_parameters(plan_of("dense-16").architecture).layers == pytest.approx(2.9e6, rel=0.1)
 
 
 @pytest.mark.parametrize("name", SYNCS)
