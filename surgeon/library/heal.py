@@ -20,6 +20,7 @@ from surgeon.quality.data import window_for
 from surgeon.results.draft_card import draft_card
 from surgeon.results.training import HealRun
 from surgeon.training.arguments import join_processes
+from surgeon.training.conversations import in_template, load_texts
 from surgeon.training.heal import (
     check_adapter,
     check_draft,
@@ -34,7 +35,7 @@ from surgeon.training.heal import (
 from surgeon.training.model import RackOptions, train_model
 from surgeon.training.resume import run_folder
 from surgeon.training.settings import TrainSettings, preset
-from surgeon.training.texts import HELD_OUT_TOKENS, load_train_texts
+from surgeon.training.texts import HELD_OUT_TOKENS
 
 
 def heal(
@@ -52,6 +53,7 @@ def heal(
     eval_tokens: int = HELD_OUT_TOKENS,
     window: int | None = None,
     separator: str | None = None,
+    chat_template: str | Path | None = None,
     keep_adapter: bool = False,
     as_draft: bool = False,
     form: str = "auto",
@@ -64,7 +66,7 @@ def heal(
     Args:
         model: a recipe or its path (.yaml), a checkpoint that surgeon has edited, or a model, by name or open, with a
             program.
-        data: text to train on, as `load_windows` takes it.
+        data: text to train on, as `load_windows` takes it, or conversations (`surgeon.quality.conversations`).
         output: folder of the healed checkpoint; its run lies beside it, in `output.run`.
         program: to run in place of the model's own.
         teacher: the original, where it is not the model that the recipe or the program is for.
@@ -76,6 +78,7 @@ def heal(
         tokens: training tokens, from the start of the data; by default what the steps need.
         eval_data, eval_tokens: text to measure on; by default the end of `data`, which is not trained on.
         window: tokens in a window; documents are apart at `separator`.
+        chat_template: a file with the template that conversations are written in, in place of the tokenizer's own.
         keep_adapter: write `output/base` and `output/adapter` in place of a checkpoint with merged adapters.
         as_draft: train and judge it as a draft of its original, whose keys and values it reads then, and write in place
             of a checkpoint what it changes of that: norms, or adapters. `surgeon.generate` and `serve` take the folder.
@@ -108,8 +111,8 @@ def heal(
     folder = run_folder(target)
     edited, original = open_to_heal(model, program, teacher)
     size = window_for(edited.model.config, window)
-    texts = load_train_texts(
-        edited.model.tokenizer,
+    texts = load_texts(
+        in_template(edited.model.tokenizer, chat_template),
         str(data),
         size,
         tokens or settings.tokens_on(size),

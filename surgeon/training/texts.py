@@ -109,7 +109,9 @@ class TrainTexts:
         """How much there is of them, for people."""
         window = self.training.window
         training = f"{len(self.training) * window:,} tokens of {self.training.source}"
-        held_out = f"{self.held_out.ids.numel():,} tokens of {self.held_out.source}"
+        what = "tokens" if self.held_out.answers is None else "tokens of answers"
+        count = self.held_out.ids.numel() if self.held_out.answers is None else self.held_out.predicted
+        held_out = f"{count:,} {what} of {self.held_out.source}"
         return f"trained on {training}, measured on {held_out}, in windows of {window}"
 
     def record(self) -> dict[str, Any]:

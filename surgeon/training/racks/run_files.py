@@ -148,8 +148,10 @@ def write_texts(run: Path, texts: TrainTexts) -> None:
     """Write both texts as tokens, whole or not at all."""
     write_rows(run / TRAINING_TEXT_FILE, texts.training.rows)
     said = {"training": texts.training.source, "held_out": texts.held_out.source, "digest": texts.training.digest}
+    held_out = {"held_out": texts.held_out.ids, "answers": texts.held_out.answers}
     with whole_file(run / TEXTS_FILE) as beside:
-        save_file({"held_out": texts.held_out.ids.contiguous()}, beside, metadata=said)
+        tensors = {name: tensor.contiguous() for name, tensor in held_out.items() if tensor is not None}
+        save_file(tensors, beside, metadata=said)
 
 
 def read_texts(run: Path) -> TrainTexts:
@@ -160,5 +162,6 @@ def read_texts(run: Path) -> TrainTexts:
     """
     with safe_open(run / TEXTS_FILE, framework="pt") as file:
         said, ids = file.metadata(), file.get_tensor("held_out")
+        answers = file.get_tensor("answers") if "answers" in file.keys() else None  # noqa: SIM118 - no mapping
     training = TrainingText(read_rows(run / TRAINING_TEXT_FILE), said["training"], said["digest"])
-    return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids)))
+    return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids), answers=answers))

@@ -20,11 +20,12 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.recipe_program import recipe_program
+from surgeon.training.conversations import load_texts
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.subject import check_settings
 from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
-from surgeon.training.texts import TrainTexts, load_train_texts
+from surgeon.training.texts import TrainTexts
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 # Of a configuration, what says nothing of how a model begins or what it computes.
@@ -70,7 +71,7 @@ class Blueprint:
             ValueError: if it cannot be used, or is shorter than one batch.
         """
         config, settings = self.config, self.config.settings
-        texts = load_train_texts(
+        texts = load_texts(
             self.tokenizer,
             config.data,
             config.window,

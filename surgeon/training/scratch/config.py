@@ -72,7 +72,7 @@ class ScratchKeys:
     Attributes:
         model: the entries of a `transformers` configuration, with its model_type.
         tokenizer: a folder, a name on the hub, or demo.
-        data, eval_data, eval_tokens, tokens, window, separator: as `load_train_texts` takes them; without `tokens`
+        data, eval_data, eval_tokens, tokens, window, separator: as `load_texts` takes them; without `tokens`
             there is as much training text as the steps go through.
         program: the model's program, where it is given as text.
         tracks: of a native Parallel Track model; `model` is the dense one then that it is derived from.
