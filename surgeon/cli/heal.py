@@ -34,7 +34,12 @@ class HealTextArguments:
     """What is trained and measured on; a group of options (see grouped.py)."""
 
     data: Annotated[
-        str, typer.Option("--data", help="Text to train on; as --eval-data, or demo:train (what demo leaves out).")
+        str,
+        typer.Option(
+            "--data",
+            help="Text to train on; as --eval-data, or demo:train (what demo leaves out). Rows with messages, "
+            "conversations, or prompt and completion are conversations, of which answers alone are trained on.",
+        ),
     ]
     tokens: Annotated[
         int | None, typer.Option(help="Training tokens, from the start of the data. Default: what the steps need.")
@@ -46,6 +51,10 @@ class HealTextArguments:
     eval_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 16384
     window: WindowOption = None
     separator: SeparatorOption = None
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="A file with the chat template to write conversations in. Default: the tokenizer's own."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -226,7 +235,8 @@ def _settings(method: MethodArguments, schedule: ScheduleArguments, by_racks: bo
     chosen = preset(method.preset)
     settings = TrainSettings(**chosen.values | given)
     values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen.values)
-    typer.echo(f"preset {method.preset} ({chosen.source}): {values}", err=True)
+    data = f"; the paper's data is {chosen.data}" if chosen.data else ""
+    typer.echo(f"preset {method.preset} ({chosen.source}): {values}{data}", err=True)
     return settings
 
 

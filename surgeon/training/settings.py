@@ -27,10 +27,12 @@ class PaperPreset:
 
     Attributes:
         source: where it says so.
+        data: what it trained on, as `datasets` loads it; None where it does not say.
     """
 
     source: str
     values: dict[str, Any]
+    data: str | None = None
 
 
 PRESETS = {
@@ -41,6 +43,7 @@ PRESETS = {
     "ladder": PaperPreset(
         "Ladder Residual, section 4.2",
         {"scope": "all", "batch": 32, "learning_rate": 5e-6, "schedule": "cosine", "warmup": 200, "epochs": 2.0},
+        data="BAAI/Infinity-Instruct:7M:train and BAAI/Infinity-Instruct:Gen:train (conversations)",
     ),
 }
 

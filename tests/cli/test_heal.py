@@ -201,6 +201,25 @@ def test_what_could_not_draft_is_refused_before_it_is_trained(
     assert not (tmp_path / "healed").exists()
 
 
+@pytest.mark.thorough
+def test_conversations_are_healed_on_by_their_answers(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    data, template, recipe = (tmp_path / name for name in ("chat.jsonl", "chat.jinja", "recipe.yaml"))
+    said = [{"role": role, "content": f"{role} of the dog"} for role in ("user", "assistant")]
+    data.write_text("\n".join(json.dumps({"messages": said * (1 + number % 2)}) for number in range(12)))
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}")
+    recipe.write_text(RECIPE.format(model=tiny_checkpoint, operation='pair: {layers: "1:3"}'))
+    little = (*QUICK, "--steps", 1, "--tokens", 5000, "--window", 64)
+    arguments = ("heal", recipe, "--data", data, *little, "-o", tmp_path / "healed")
+    code, _, err = surgeon_says(*arguments)
+    assert (code, "chat.jsonl:1 is a conversation, and the tokenizer has no chat template" in err) == (1, True)
+    code, _, err = surgeon_says(*arguments, "--chat-template", template, "--preset", "ladder")
+    assert code == 0, err
+    assert "epochs 2.0; the paper's data is BAAI/Infinity-Instruct:7M:train" in err
+    assert "tokens of answers of" in err
+    assert "left out 6 answers behind a window's end (of 12 rows read)" in err
+    assert json.loads((tmp_path / "healed.run" / "run.json").read_text())["data_left_out"] == {"answers_cut": 6}
+
+
 def test_presets_are_said(heal: Any) -> None:
     code, _, err = heal('pair: {layers: "1:3"}', "--preset", "lp")
     assert code == 0, err

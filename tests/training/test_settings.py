@@ -49,6 +49,7 @@ def test_adapters_learn_faster() -> None:
 
 def test_presets_are_the_papers() -> None:
     lp, ladder = (TrainSettings(**preset(name).values) for name in PRESETS)
+    assert "BAAI/Infinity-Instruct:7M:train" in preset("ladder").data
     assert (lp.scope, lp.batch, lp.rate, lp.schedule, lp.steps) == ("edited", 32, 1e-4, "linear", 4096)
     assert (ladder.batch, ladder.rate, ladder.warmup, ladder.schedule, ladder.epochs) == (32, 5e-6, 200, "cosine", 2)
     with pytest.raises(ValueError, match="did you mean 'ladder'"):
