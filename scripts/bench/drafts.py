@@ -129,7 +129,7 @@ def decoded(
     started: Ranks, place: str, way: str, turn: int, prompts: list[list[int]], asked: argparse.Namespace
 ) -> Run:
     """One run."""
-    sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True, seed=turn)
+    sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
     drafting, name = way != DENSE and not way.endswith(ALONE), DENSE if way == LOOKUP else way
     found = decode_together(started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens)
     return Run(place, len(prompts), way, turn, **vars(found))

@@ -70,8 +70,7 @@ def decode_together(
         ahead: how many at a time; 0: as many as pay.
     """
     requests = [
-        Request(number, tuple(prompt), replace(sampling, place=(number, 0)), own_seed=False)
-        for number, prompt in enumerate(prompts)
+        Request(number, tuple(prompt), replace(sampling, place=(number, 0))) for number, prompt in enumerate(prompts)
     ]
     batch, longest = len(prompts), max(map(len, prompts)) + sampling.max_new_tokens
     limits = Limits(batch, longest, pass_tokens=max(PASS_TOKENS["cpu"], batch * (1 + MOST_AHEAD)))

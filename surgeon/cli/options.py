@@ -298,8 +298,7 @@ class DraftArguments:
         typer.Option(
             min=1,
             help="How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so "
-            "far, none among them, and none for what is drawn with a seed, because it depends on how many are drafted; "
-            "with coda 1.",
+            "far, none among them; with coda 1.",
         ),
     ] = None
 

@@ -99,9 +99,7 @@ def generate(
                     text.add(event)
                     if on_event is not None:
                         on_event(text, event)
-            draws_again = sampling.draws and seed is not None
-            drafts = options.draft is not None
-            return Generation(tuple(texts), service.plan, ranks, service.figures(), drafts, draws_again)
+            return Generation(tuple(texts), service.plan, ranks, service.figures(), options.draft is not None)
 
 
 def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:

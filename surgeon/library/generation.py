@@ -41,7 +41,6 @@ class Generation:
         ranks: that ran it.
         figures: of all passes, by rank.
         drafts: whether tokens were to be drafted.
-        draws_again: whether the same seed is to draw the same texts.
     """
 
     texts: tuple[GeneratedText, ...]
@@ -49,7 +48,6 @@ class Generation:
     ranks: RankOptions
     figures: Sequence[Figures]
     drafts: bool = False
-    draws_again: bool = False
 
     def table(self) -> pd.DataFrame:
         """One row per text: its prompt, what was written, and what that took."""
@@ -95,7 +93,7 @@ class Generation:
         usages, first = [text.usage for text in self.texts], self.figures[0]
         drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
         if not drafted:
-            return [f"drafts   none: {self._why_none()}"]
+            return ["drafts   none: the texts were too short, or it would not have paid"]
         phases = first.drafting, first.decode
         calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
         of = "the draft" if self.plan.coda is None else "the first rack and its coda"
@@ -106,11 +104,6 @@ class Generation:
             f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}, {per_pass}",
             f"sync     {calls:.1f} collectives per token, those of the vocabulary among them",
         ]
-
-    def _why_none(self) -> str:
-        if self.plan.coda is None and self.draws_again:
-            return "what is drawn with a seed depends on how many are drafted; say how many (draft_tokens)"
-        return "the texts were too short, or it would not have paid"
 
     def _collectives(self, program: Program) -> list[str]:
         """Those of a pass, beside the program's own count."""

@@ -14,12 +14,11 @@ notices when they are stuck (watchdog.py).
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -82,11 +81,10 @@ class ServiceOptions:
         draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
             variant of the model by name ("lp"), or a draft that was healed for it; "coda" where the checkpoint's first
             rack and its coda do; "lookup" where a text's own tokens do, what came before behind its last few ones;
-            None for none. Greedy tokens stay the same (as far as rounding does not decide), and what is drawn keeps
-            its distribution.
-        draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py), or none for requests
-            that draw with a seed of theirs, because a text that is drawn depends on how many are drafted. With a coda
-            one by default: each more is accepted less often, and was slower wherever it was measured.
+            None for none. Greedy tokens and what a seed draws stay the same (as far as rounding does not decide), and
+            what else is drawn keeps its distribution.
+        draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py). With a coda one by
+            default: each more is accepted less often, and was slower wherever it was measured.
 
     Raises:
         ValueError: if the ranks are not connected, a number is too small, or there are no such drafts or not of another
@@ -280,10 +278,7 @@ class Service(AbstractContextManager["Service"]):
             RankFailed: if a rank has failed.
         """
         sampling = sampling or Sampling()
-        own_seed = sampling.seed is not None
-        if not own_seed and not sampling.greedy:
-            sampling = replace(sampling, seed=secrets.randbits(63))
-        request = Request(next(self._numbers), tuple(map(int, prompt)), sampling, own_seed)
+        request = Request(next(self._numbers), tuple(map(int, prompt)), sampling)
         check_length(request, self.max_tokens)
         if any(not 0 <= token < self.plan.vocabulary for token in request.prompt):
             raise ValueError(f"token ids must lie in 0..{self.plan.vocabulary - 1}, the model's vocabulary")

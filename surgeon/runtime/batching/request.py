@@ -109,19 +109,11 @@ class Request:
     Attributes:
         id: names the request; no two that are open share one.
         prompt: token ids, at least one.
-        sampling: with a seed.
-        own_seed: whether somebody has asked for that seed, and so for the same text whenever it is given again.
     """
 
     id: int
     prompt: tuple[int, ...]
     sampling: Sampling
-    own_seed: bool = True
-
-    @property
-    def draws_again(self) -> bool:
-        """Whether it is to draw the same text whatever else is computed, and however fast."""
-        return self.own_seed and self.sampling.draws
 
 
 def check_length(request: Request, room: int) -> None:

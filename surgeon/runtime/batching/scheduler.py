@@ -20,10 +20,7 @@ as long as there are blocks for it.
 
 Drafted tokens (`Limits.draft_tokens`) get blocks where there are free ones, and nobody is preempted for them. Those
 that turn out wrong are forgotten: what the cache holds of them is overwritten by the tokens that come in their place,
-and blocks that only they needed are given back. Where tokens are drawn, how many are drafted decides which random
-numbers are used for what, and must not depend on other requests: so many have blocks as there would be alone, whoever
-is preempted for them, and a sequence that comes back goes on with drafts, as it would have. Where as many are drafted
-as pay (ahead.py), which depends on how long passes take, nothing is drafted for what is to be drawn the same again.
+and blocks that only they needed are given back.
 
 A request that asks how likely its prompt is shares no blocks until that is known: what they hold are keys and values,
 not predictions.
@@ -213,7 +210,7 @@ class Scheduler:
             length = len(sequence.tokens)
             if length - sequence.computed != 1:
                 continue
-            if not self._make_room(sequence, length + self._drafts_due(sequence)):
+            if not self._make_room(sequence, length):
                 break  # it was the youngest
             chunks.append(ScheduledChunk(sequence, 1))
         return chunks
@@ -226,7 +223,7 @@ class Scheduler:
             alone: whether the pass is empty without it, which therefore gets room.
         """
         begin, length = sequence.computed, len(sequence.tokens)
-        last = min(length - self._comes_back(sequence), begin + most)
+        last = min(length, begin + most)
         end = self.pool.reach(sequence.blocks, begin, last, length)
         if end == begin:
             if not alone or not self._make_room(sequence, begin + 1):
@@ -240,8 +237,7 @@ class Scheduler:
         if not self.limits.draft_tokens or not chunks:
             return chunks
         texts = [each.sequence for each in chunks]
-        # Those that are due have blocks already.
-        wanted = [(self._drafts_due if self._is_due(text) else self._drafts_wanted)(text) for text in texts]
+        wanted = [self._drafts_wanted(text) for text in texts]
         if self.ahead is not None:
             wanted = self.ahead.choose([text.hits for text in texts], wanted)
         drafting = [
@@ -265,27 +261,9 @@ class Scheduler:
         length = len(sequence.tokens)
         if not sequence.drafting or length == len(sequence.request.prompt):
             return 0
-        if self.ahead is not None and sequence.request.draws_again:
-            return 0
         most = min(self.limits.draft_tokens, self.limits.pass_tokens // self.limits.max_batch - 1)
         longest = sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
         return max(0, min(most, int(longest) - length))
-
-    def _drafts_due(self, sequence: Sequence) -> int:
-        """How many are drafted in any case, because they would be if the sequence were alone."""
-        if not self._is_due(sequence):
-            return 0
-        length, own = len(sequence.tokens), sum(len(table.blocks) for table in sequence.blocks.tables)
-        wanted = length + self._drafts_wanted(sequence)
-        return self.pool.reach(sequence.blocks, length, wanted, length, self.pool.blocks - own) - length
-
-    def _is_due(self, sequence: Sequence) -> bool:
-        """Whether how many are drafted must not depend on anything else."""
-        return sequence.request.sampling.draws and self.ahead is None
-
-    def _comes_back(self, sequence: Sequence) -> bool:
-        """Whether a sequence goes on with drafts when it has been preempted: its last token is computed with them."""
-        return self._is_due(sequence) and self._drafts_wanted(sequence) > 0
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence blocks for its tokens up to `end`; False if it had to be preempted itself."""
@@ -312,7 +290,7 @@ class Scheduler:
             return False
         sequence = self.waiting[0]
         unscored, size = sequence.unscored, pool.block_tokens
-        tokens = sequence.tokens[: len(sequence.tokens) - self._comes_back(sequence)]
+        tokens = sequence.tokens
         long_texts = self.limits.long_texts
         root = ROOT if long_texts is None else long_texts.root(sequence.prompt)
         prefix = pool.match(tokens, None if unscored is None else (unscored - 1) // size, root)

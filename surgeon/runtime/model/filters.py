@@ -22,6 +22,8 @@ from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 NUCLEUS = 512  # so many tokens are looked at first: to sort a vocabulary takes about 30 times as long
 LEAST_RANKED = 64  # so many are looked at for any top_k up to that, so that these are one batch
 WIDER = -2  # in place of a token: the nucleus is wider than what was looked at
+# The constants of SplitMix64 (Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators), as signed.
+SPLIT_MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 Column = float | Tensor  # a number that all rows have, or one of each, (R, 1)
 
 
@@ -94,9 +96,8 @@ class Filtered(NamedTuple):
     tokens: Tensor | None
     enough: Tensor | None
 
-    def drawn(self, numbers: Sequence[float]) -> Tensor:
-        """A token of each row, (R, 1), by a number in [0, 1); WIDER where that may be another one."""
-        place = pick(self.weights, column(numbers, self.weights))
+    def at(self, place: Tensor) -> Tensor:
+        """The token at a place of each row, both (R, 1); WIDER where another one may have been drawn."""
         token = place if self.tokens is None else self.tokens.gather(-1, place)
         return token if self.enough is None else token.where(self.enough, WIDER)
 
@@ -144,6 +145,26 @@ def pick(weights: Tensor, number: Column) -> Tensor:
     cumulative = weights.cumsum(-1)
     place = torch.searchsorted(cumulative, cumulative[:, -1:] * number, right=True)
     return place.clamp_(max=weights.shape[-1] - 1)  # of what is no number, too
+
+
+def race(weights: Tensor, keys: Sequence[int], tokens: Tensor | None = None) -> Tensor:
+    """The same by a key of each row, 63 random bits, which decides of two distributions that are alike much the same.
+
+    The greatest weight over a random number of its token, exponentially distributed, a function of key and token. The
+    tokens of two distributions are the same with the chance (1 - d) / (1 + d) or more, if d is their distance in total
+    variation (Daliri, Musco and Suresh 2024, Coupling without Communication and Drafter-Invariant Speculative
+    Decoding).
+
+    Args:
+        tokens: that the weights are of, (R, K); all in their order if there are none.
+    """
+    if tokens is None:
+        tokens = torch.arange(weights.shape[-1], device=weights.device)
+    bits = places(keys, weights)[:, None] + tokens * SPLIT_MIX[0]
+    for shift, factor in zip((30, 27, 31), (*SPLIT_MIX[1:], 1), strict=True):
+        bits = (bits ^ (bits >> shift) & (1 << 64 - shift) - 1) * factor
+    uniform = (bits >> 12 & (1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
+    return (weights / uniform.log()).argmin(-1, keepdim=True)
 
 
 def distribution(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Tensor:

@@ -1,13 +1,16 @@
 """From logits to the next tokens of all texts of a pass, together.
 
-Every request has a generator of its own, from which each of its tokens takes one number: so what it gets depends on
-its seed, its place among the texts of that seed, and its logits, and not on what else is in the batch. Texts that need
-the same operations are one batch, and all that is chosen is read from the device at once.
+A request with a seed has a random number for each place of its text: so what it gets depends on its seed, its place
+among the texts of that seed, and its logits, and not on what else is in the batch. Texts that need the same operations
+are one batch, and all that is chosen is read from the device at once.
 
 Where tokens are drafted, each is drawn from the draft's distribution q and accepted with the chance min(1, p / q) that
 it has by the model's own distribution p; otherwise the token is drawn from what p has more than q (Leviathan et al.
-2023, Fast Inference from Transformers via Speculative Decoding, algorithm 1). What comes out has the distribution p,
-and takes more numbers from the generator, so that a seed gives other tokens than without drafts.
+2023, Fast Inference from Transformers via Speculative Decoding, algorithm 1). What comes out has the distribution p.
+
+With a seed the draft and the model both draw with the number of the place (`filters.race`), and what is drafted is
+accepted if the model has drawn it, too. That is a little less often, and the text is that without drafts, however many
+there are.
 
 Shapes: R rows of logits, V tokens of the vocabulary.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from itertools import accumulate, islice
 from random import Random
 
@@ -34,6 +38,7 @@ from surgeon.runtime.model.filters import (
     penalise,
     pick,
     places,
+    race,
     report,
 )
 
@@ -45,7 +50,8 @@ class SampledText:
     """What the sampler has of one request.
 
     Attributes:
-        random: its generator.
+        again: whether it is drawn with the numbers of its places.
+        position: how many tokens were chosen.
         look: what its filters look at first.
         line: of the tokens seen, if they are penalised.
         seen: these, each with its place in the line.
@@ -56,9 +62,8 @@ class SampledText:
 
     def __init__(self, request: Request, vocabulary: int, line: int | None) -> None:
         sampling = self.sampling = request.sampling
-        seed, (prompt, answer) = sampling.seed, sampling.place
-        # `random` seeds itself with the SHA-512 of a text: neighbours of seed and place have nothing in common.
-        self.random = Random(None if seed is None else f"{seed} {prompt} {answer}")
+        self.again = sampling.draws and sampling.seed is not None
+        self.position = 0
         self.look = Look.of(sampling, vocabulary)
         self.line = line
         self.seen = {} if line is None else dict.fromkeys(request.prompt)
@@ -67,12 +72,15 @@ class SampledText:
         self.suppressed = [token for token in sampling.begin_suppress_tokens if 0 <= token < vocabulary] + self._later
         self.drafts: list[tuple[int, Tensor]] = []
 
-    def number(self) -> float:
-        """The next one of the generator, in [0, 1), if tokens are drawn."""
-        return self.random.random() if self.sampling.draws else 0.0
+    def key(self, ahead: int = 0) -> int:
+        """63 random bits of the place so many tokens ahead; neighbours have nothing in common."""
+        seed, (prompt, answer) = self.sampling.seed, self.sampling.place
+        hashed = blake2b(f"{seed} {prompt} {answer} {self.position + ahead}".encode(), digest_size=8)
+        return int.from_bytes(hashed.digest()) >> 1
 
     def add(self, choice: Choice) -> Choice:
         """Note what comes next."""
+        self.position += 1
         self.suppressed, token = self._later, choice[0]
         if self.line is not None and token != UNDEFINED and token not in self.seen:
             self.seen[token] = None
@@ -118,9 +126,14 @@ class SeenTokens:
 
 
 class Sampler:
-    """Chooses the next tokens of requests."""
+    """Chooses the next tokens of requests.
 
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
+    Args:
+        random: of requests without a seed.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device, random: Random | None = None) -> None:
+        self._random = random or Random()
         self._vocabulary = vocabulary
         self._texts: dict[int, SampledText] = {}
         self._seen = SeenTokens(device)
@@ -143,19 +156,16 @@ class Sampler:
         It is UNDEFINED where the logits are not finite.
         """
         texts = [self._texts[request] for request in requests]
-        numbers = [text.number() for text in texts]
-        chosen = self._chosen(texts, logits, numbers)
+        chosen = self._chosen(texts, logits)
         narrow = [row for row, (token, _) in enumerate(chosen) if token == WIDER]
         if narrow:
-            again = [texts[row] for row in narrow], of_rows(logits, narrow), [numbers[row] for row in narrow]
-            for row, choice in zip(narrow, self._chosen(*again, whole=True), strict=True):
+            again = self._chosen([texts[row] for row in narrow], of_rows(logits, narrow), whole=True)
+            for row, choice in zip(narrow, again, strict=True):
                 chosen[row] = choice
         return [text.add(choice) for text, choice in zip(texts, chosen, strict=True)]
 
-    def _chosen(
-        self, texts: Sequence[SampledText], logits: Tensor, numbers: Sequence[float], whole: bool = False
-    ) -> list[Choice]:
-        """The same, by a number in [0, 1) for each text; WIDER where that takes a look at the `whole` vocabulary."""
+    def _chosen(self, texts: Sequence[SampledText], logits: Tensor, whole: bool = False) -> list[Choice]:
+        """The same; WIDER where that takes a look at the `whole` vocabulary."""
         batches = list[tuple[list[int], Tensor]]()
         for rows in self._batches(texts, logits):
             some, own = [texts[row] for row in rows], of_rows(logits, rows).float()
@@ -165,7 +175,8 @@ class Sampler:
             else:
                 look = look._replace(tokens=self._vocabulary) if whole else look
                 left = filtered(scores, [text.sampling for text in some], look)
-                tokens = left.drawn([numbers[row] for row in rows])
+                keys = [text.key() for text in some] if some[0].again else None
+                tokens = left.at(self._picked(left.weights) if keys is None else race(left.weights, keys, left.tokens))
             batches.append((rows, report(tokens, own, [text.sampling.logprobs for text in some])))
         flat = [table.flatten() for _, table in batches]
         found = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())
@@ -174,6 +185,9 @@ class Sampler:
             for row in rows:
                 chosen[row] = reported([*islice(found, table.shape[1])], texts[row].sampling.logprobs)
         return chosen
+
+    def _picked(self, weights: Tensor) -> Tensor:
+        return pick(weights, column([self._random.random() for _ in weights], weights))
 
     def _scores(
         self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]] | None = None
@@ -198,9 +212,9 @@ class Sampler:
 
     def _batches(self, texts: Sequence[SampledText], logits: Tensor) -> Iterator[list[int]]:
         """The rows of texts that need the same operations; on CPUs not too many."""
-        batches: dict[tuple[Look, bool, bool], list[int]] = {}
+        batches: dict[tuple[Look, bool, bool, bool], list[int]] = {}
         for row, text in enumerate(texts):
-            kind = text.look, text.line is not None, text.sampling.logprobs is not None
+            kind = text.look, text.line is not None, text.sampling.logprobs is not None, text.again
             batches.setdefault(kind, []).append(row)
         most = len(texts) if logits.is_cuda else max(1, CACHED_NUMBERS // self._vocabulary)
         for rows in batches.values():
@@ -217,7 +231,7 @@ class Sampler:
         first = torch.zeros_like(chances)
         first[:, 0] = 1
         chances = chances.where(logits.amax(-1, keepdim=True).isfinite(), first)
-        tokens = pick(chances, column([text.random.random() for text in texts], chances))[:, 0].tolist()
+        tokens = self._picked(chances)[:, 0].tolist()
         for text, token, own in zip(texts, tokens, chances, strict=True):
             text.drafts.append((token, own))
         return list(tokens)
@@ -231,12 +245,20 @@ class Sampler:
             text.drafts.append((token, certain))
 
     def _distributions(self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]]) -> Tensor:
-        """The probability of every token after all filters, (R, V); `before` as of `_scores`."""
+        """The probability of every token after all filters, (R, V); that of what the place's number draws is 1.
+
+        Args:
+            before: as of `_scores`.
+        """
         chances = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
         for rows in self._batches(texts, logits):
             some = [texts[row] for row in rows]
             scores = self._scores(some, of_rows(logits, rows).float(), [before[row] for row in rows])
-            chances[places(rows, logits)] = distribution(scores, [text.sampling for text in some], some[0].look)
+            own = distribution(scores, [text.sampling for text in some], some[0].look)
+            if some[0].again:
+                drawn = race(own, [texts[row].key(len(before[row])) for row in rows])
+                own = torch.zeros_like(own).scatter_(-1, drawn, 1)
+            chances[places(rows, logits)] = own
         return chances
 
     def judge(self, requests: Sequence[int], logits: Tensor) -> list[list[Choice]]:
@@ -264,7 +286,8 @@ class Sampler:
         tokens = places([[drafts[number][place][0]] for number, place in judged], own)
         chances = [own.amax(-1, keepdim=True).double(), wanted.gather(-1, tokens), offered.gather(-1, tokens)]
 
-        ends, rejected = verdicts(texts, judged, torch.cat(chances, -1).tolist(), [len(each) for each in drafts])
+        numbers = [self._random.random() for _ in judged]
+        ends, rejected = verdicts(numbers, judged, torch.cat(chances, -1).tolist(), [len(each) for each in drafts])
         shown = [at for at, (number, place) in enumerate(judged) if place < ends[number]]
         known = tokens[places(shown, tokens)]
         if rejected:
@@ -272,15 +295,14 @@ class Sampler:
             more = (wanted[instead] - offered[instead]).clamp_(min=0)
             # Nothing is left where they differ by rounding only.
             rest = more.where(more.any(-1, keepdim=True), wanted[instead])
-            numbers = [texts[number].random.random() for number in rejected]
             shown += rejected.values()
-            known = torch.cat([known, pick(rest, column(numbers, rest))])
+            known = torch.cat([known, self._picked(rest)])
         choices: list[list[Choice]] = [[] for _ in texts]
         those = [texts[judged[at][0]] for at in shown]
         tops = [text.sampling.logprobs for text in those]
         table = report(known, own[places(shown, own)], tops).tolist()
-        for at, text, top, numbers in zip(shown, those, tops, table, strict=True):
-            choices[judged[at][0]].append(text.add(reported(numbers, top)))
+        for at, text, top, told in zip(shown, those, tops, table, strict=True):
+            choices[judged[at][0]].append(text.add(reported(told, top)))
 
         left = [number for number in range(len(texts)) if number not in rejected]
         if not left:
@@ -292,7 +314,7 @@ class Sampler:
 
 
 def verdicts(
-    texts: Sequence[SampledText],
+    numbers: Sequence[float],
     judged: Sequence[tuple[int, int]],
     chances: Sequence[Sequence[float]],
     ends: list[int],
@@ -300,6 +322,7 @@ def verdicts(
     """The place of each text at which the last token comes, and, of texts of which one is rejected there, its row.
 
     Args:
+        numbers: of each row, random, in [0, 1).
         judged: the text and the place, after those before it, that each row is of.
         chances: the highest logit of each row, the chance of its token, and that with which it was drafted.
         ends: how many tokens were drafted for each text.
@@ -310,7 +333,7 @@ def verdicts(
             continue
         if not math.isfinite(highest):
             ends[number] = place
-        elif texts[number].random.random() * drafted >= chance:
+        elif numbers[row] * drafted >= chance:
             ends[number], rejected[number] = place, row
     return ends, rejected
 

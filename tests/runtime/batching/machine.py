@@ -33,16 +33,8 @@ def continued(request: Request) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-def ask(
-    number: int, prompt: list[int], new: int, ignore_end: bool = True, scored: bool = False, drawn: bool = False
-) -> Request:
-    sampling = Sampling(
-        temperature=float(drawn),
-        seed=0,
-        max_new_tokens=new,
-        ignore_end=ignore_end,
-        prompt_logprobs=0 if scored else None,
-    )
+def ask(number: int, prompt: list[int], new: int, ignore_end: bool = True, scored: bool = False) -> Request:
+    sampling = Sampling(max_new_tokens=new, ignore_end=ignore_end, prompt_logprobs=0 if scored else None)
     return Request(number, tuple(prompt), sampling)
 
 
@@ -67,11 +59,7 @@ def verified(tokens: list[int], drafts: list[int]) -> list[int]:
 
 @dataclass
 class Machine:
-    """Runs a scheduler's passes on a cache that holds tokens where the real one holds their keys and values.
-
-    Attributes:
-        chosen: of each request, behind how many tokens others were chosen, and how many were drafted for that.
-    """
+    """Runs a scheduler's passes on a cache that holds tokens where the real one holds their keys and values."""
 
     blocks: int = 16
     block_tokens: int = 4
@@ -83,7 +71,6 @@ class Machine:
     share: float = 1.0  # of their limits, that texts are expected to come to at first
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     passes: list[list[ScheduledChunk]] = field(default_factory=list)
-    chosen: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     most_used: int = 0
 
     def __post_init__(self) -> None:
@@ -137,8 +124,6 @@ class Machine:
             self.write(row, before, written)
             if row.wanted != Wanted.NOTHING:
                 assert end == len(chunk.sequence.tokens) + len(drafts)
-                made = self.chosen.setdefault(chunk.sequence.request.id, [])
-                made.append((len(chunk.sequence.tokens), len(drafts)))
                 chosen.append([(token, None) for token in verified(chunk.sequence.tokens, drafts)])
             if row.targets is not None:
                 predicted_by = [row.start + row.targets.first + number for number in range(len(row.targets.tokens))]

@@ -139,7 +139,6 @@ jobs = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=14),  # few different tokens, so that prefixes are often shared
     st.integers(0, 12),
     st.booleans(),  # whether it is to be scored
-    st.booleans(),  # whether its tokens are drawn
     st.integers(0, 6),  # passes until the next one comes
     st.none() | st.integers(0, 8),  # passes until it is cancelled, if it is
 )
@@ -156,7 +155,7 @@ jobs = st.tuples(
     st.sampled_from([0.0, 0.4, 1.0]),
 )
 def test_whatever_comes_everything_ends_right(
-    found: list[tuple[list[int], int, bool, bool, int, int | None]],
+    found: list[tuple[list[int], int, bool, int, int | None]],
     blocks: int,
     max_batch: int,
     pass_tokens: int,
@@ -165,15 +164,9 @@ def test_whatever_comes_everything_ends_right(
     share: float,
 ) -> None:
     blocks = max(blocks, text_blocks(14 + 12, windows, 4))
-    machine, alone = (
-        Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens, windows=windows, share=share)
-        for _ in range(2)
-    )
+    machine = Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens, windows=windows, share=share)
     scheduler = machine.scheduler
-    requests = [
-        ask(number, prompt, new, scored=scored, drawn=drawn)
-        for number, (prompt, new, scored, drawn, _, _) in enumerate(found)
-    ]
+    requests = [ask(number, prompt, new, scored=scored) for number, (prompt, new, scored, _, _) in enumerate(found)]
     actions: list[tuple[int, Callable[[], object]]] = []
     now = 0
     for request, (*_, pause, patience) in zip(requests, found, strict=True):
@@ -191,15 +184,11 @@ def test_whatever_comes_everything_ends_right(
         clock += 1
         assert clock < 3000
     assert machine.pool.free == blocks
-    for request, (prompt, _, scored, drawn, _, patience) in zip(requests, found, strict=True):
+    for request, (prompt, _, scored, _, patience) in zip(requests, found, strict=True):
         if patience is None:
             assert machine.tokens(request.id) == continued(request)
             assert machine.prompt_logprobs(request.id) == (scores(prompt) if scored else [])
             assert machine.outputs[request.id][-1].finish_reason == "length"
-            if drawn:  # by the same random numbers as if it were alone
-                alone.scheduler.submit(request)
-                alone.run()
-                assert machine.chosen.get(request.id) == alone.chosen.get(request.id)
         elif request.id in machine.outputs:
             tokens = machine.tokens(request.id)
             assert tokens == continued(request)[: len(tokens)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from surgeon.runtime.batching.windows import Windows, longest_text, text_blocks
+from surgeon.runtime.batching.windows import longest_text, text_blocks
 from tests.runtime.batching.machine import Machine, ask, continued
 
 
@@ -39,25 +39,6 @@ def test_no_text_is_preempted_for_drafts() -> None:
     assert machines[0].outputs.keys() == machines[1].outputs.keys()
     assert machines[0].tokens(0) == machines[1].tokens(0)
     assert len(machines[1].passes) < len(machines[0].passes)
-
-
-@pytest.mark.parametrize("windows", [(None,), (None, 5), (9,)], ids=str)
-def test_as_many_tokens_are_drafted_for_what_is_drawn_as_if_it_were_alone(windows: Windows) -> None:
-    """Or else it would be other text: also where somebody is preempted, which a greedy text does without."""
-    requests = [ask(number, [1, 2, 3 + number], 14, drawn=True) for number in range(3)]
-    blocks = text_blocks(17, windows, 4) + 1
-    together = Machine(blocks, max_batch=3, draft_tokens=3, windows=windows, share=0)
-    for request in requests:
-        together.scheduler.submit(request)
-    together.run()
-    assert together.scheduler.tally.preempted > 0
-    for request in requests:
-        alone = Machine(blocks, max_batch=3, draft_tokens=3, windows=windows)
-        alone.scheduler.submit(request)
-        alone.run()
-        assert together.chosen[request.id] == alone.chosen[request.id]
-        assert max(drafts for _, drafts in alone.chosen[request.id]) == 3
-        assert together.tokens(request.id) == continued(request)
 
 
 def test_the_youngest_is_preempted_and_the_oldest_never() -> None:
