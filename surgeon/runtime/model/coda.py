@@ -21,7 +21,8 @@ from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.ends import Index, final_norm
 from surgeon.runtime.model.layers import Pass, Rebuild, Weighting
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import Phase, RankProgram
+from surgeon.runtime.model.phase import Phase
+from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rank_model import RankModel, Results
 from surgeon.runtime.plan.specification import CodaPlan
 

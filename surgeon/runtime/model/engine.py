@@ -28,7 +28,7 @@ from surgeon.runtime.model.coda import DraftingPasses, RankCoda
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.halves import HalvedPasses, HalvesChoice
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import Phase
+from surgeon.runtime.model.phase import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import StaticDecode

@@ -23,7 +23,7 @@ from surgeon.runtime.kernels.functions import Kernels, Runs
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
 from surgeon.runtime.model.layers import Weighting, Window
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
-from surgeon.runtime.model.program import Sent
+from surgeon.runtime.model.phase import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 

@@ -38,7 +38,7 @@ from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.cuda_graphs import GraphRecorder
 from surgeon.runtime.model.layers import AttendRaw, Weighting, Window, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
-from surgeon.runtime.model.program import Sent
+from surgeon.runtime.model.phase import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 

@@ -13,7 +13,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
-from surgeon.runtime.model import program as rank_programs
+from surgeon.runtime.model import parts as rank_parts
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
 from surgeon.runtime.plan.checks import make_plan
@@ -88,8 +88,8 @@ def test_ranks_take_the_faster_way(
     seconds: list[float], dividing: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what is measured of one mixture; a draft over the same weights, and later layers, go by the same."""
-    said = iter(token for way in seconds for token in [way] * rank_programs.MEASURED_TOKENS)
-    monkeypatch.setattr(rank_programs, "time_of", lambda *_: next(said))
+    said = iter(token for way in seconds for token in [way] * rank_parts.MEASURED_TOKENS)
+    monkeypatch.setattr(rank_parts, "time_of", lambda *_: next(said))
     plan = make_plan(folder, 2, 32, "A0 F0 F1")
     first = RankEngine(plan, Unconnected(1, (0, 1)), torch.device("cpu"))
     second = RankEngine(plan, Unconnected(1, (0, 1)), torch.device("cpu"), [first])
