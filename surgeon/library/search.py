@@ -30,7 +30,7 @@ from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.front import QualityCurve, quality_curves
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
-from surgeon.searches.here import ROUNDS, drafts_here, fast_enough_here
+from surgeon.searches.here import ROUNDS, drafts_here, fast_enough_here, ranks_here
 from surgeon.searches.known import Known
 from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
 from surgeon.searches.quantities import ACCURACY, HERE
@@ -225,12 +225,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     asked, output = AskedSearch.of(model, options.settings, options.using), Path(options.output)
     settings, opened = asked.settings, asked.model
     options = replace(options, settings=settings)
-    if settings.draft is not None and options.healing.steps is not None:
-        raise ValueError(
-            "a draft that is healed has weights of its own, and a search is for those over the model's; leave heal out"
-        )
-    require_sampler(options.sampler, len(settings.recorded))
-    options.healing.require_layers_in_turn(opened.own)
+    _require_what_it_takes(options, opened)
     storage = open_storage(options.storage, output)
     setup = asked.load(model, options.text, options.memory, options.using, output, make=not worker)
     subject, known = setup.subject, setup.known
@@ -276,6 +271,24 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
     return _end(question, trials, tables, setup, unseen, healer, record, work, output)
+
+
+def _require_what_it_takes(options: SearchOptions, model: Model) -> None:
+    """Refuse what would be found out at the end.
+
+    Raises:
+        ValueError, ImportError: if a draft is to be healed, the sampler or the healing cannot be had, or what is
+            measured here at last cannot be.
+    """
+    settings = options.settings
+    if settings.draft is not None and options.healing.steps is not None:
+        raise ValueError(
+            "a draft that is healed has weights of its own, and a search is for those over the model's; leave heal out"
+        )
+    if settings.is_timed_here:
+        ranks_here(settings)
+    require_sampler(options.sampler, len(settings.recorded))
+    options.healing.require_layers_in_turn(model.own)
 
 
 def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:

@@ -141,7 +141,7 @@ class FoundDraft:
         else:
             found.append(f"none ahead: drafts are not predicted to pay; {times}")
         if self.measured is not None:
-            found.append(f"{self.measured} are measured")
+            found.append(f"measured in turns with no drafts: {self.measured}")
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from surgeon.opened import Model
 from surgeon.progress import progress
 from surgeon.quality.data import Windows
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.comm.link import parse_link
+from surgeon.runtime.comm.link import Link, parse_link
 from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.limits import Limit
@@ -69,12 +69,14 @@ def measured_here(
     workload: Workload,
     rounds: int = ROUNDS,
     device: str = "auto",
+    link: Link | None = None,
 ) -> dict[Program, TimeHere]:
     """What the unedited model and other programs take here, measured in turns.
 
     Args:
         model: a checkpoint folder or a hub name; of programs with ranks, ranks run plain factors, which are as fast.
         workload: what they are given to do; at least 2 new tokens.
+        link: emulated between the ranks.
 
     Raises:
         FileNotFoundError, ValueError: if one of them cannot be run by these ranks here.
@@ -85,12 +87,22 @@ def measured_here(
     every = list(dict.fromkeys([dense, *programs]))
     needs = Needs(ranks, workload.length, chosen)
     plans = {str(each): needs.plan(model, each) for each in every}
-    with Ranks(RankOptions(ranks, chosen)) as running:
+    with Ranks(RankOptions(ranks, chosen, link=link)) as running:
         bench = RankBench.load(running, plans)
         with progress("measure here", rounds * len(every), "runs") as advance:
             results = bench.measure([workload], rounds, advance)
     times = [[each.per_token for each in result.rounds] for result in results]
     return {program: TimeHere.of(own, times[0]) for program, own in zip(every, times, strict=True)}
+
+
+def ranks_here(settings: SearchSettings) -> RankOptions:
+    """The ranks on which the best programs of a search are measured here.
+
+    Raises:
+        ValueError: if there are none, as no link is emulated between GPUs.
+    """
+    link = parse_link(settings.link_delay, None)
+    return RankOptions(settings.ranks, choose_device("auto", settings.ranks), link=link)
 
 
 def drafts_here(model: Model, draft: Program, windows: Windows, settings: SearchSettings) -> MeasuredDrafts:
@@ -102,16 +114,15 @@ def drafts_here(model: Model, draft: Program, windows: Windows, settings: Search
     Raises:
         ValueError: if ranks here cannot run them.
     """
-    load, device = settings.workload(model.positions), choose_device("auto", settings.ranks)
+    load = settings.workload(model.positions)
     text = windows.ids.flatten()
     starts = [number * load.prompt % max(1, len(text) - load.prompt) for number in range((ROUNDS + 1) * load.batch)]
     prompts = [text[start : start + load.prompt].tolist() for start in starts]
     rounds = [prompts[first : first + load.batch] for first in range(0, len(prompts), load.batch)]
-    options = RankOptions(settings.ranks, device, link=parse_link(settings.link_delay, None))
     temperature = 1.0 if settings.sampled_acceptance else 0.0
     sampling = Sampling(temperature=temperature, max_new_tokens=load.new, ignore_end=True)
     with progress("measure drafts here", 2 * len(rounds), "runs") as advance:
-        return measure_drafts(model, draft, options, rounds, sampling, advance)
+        return measure_drafts(model, draft, ranks_here(settings), rounds, sampling, advance)
 
 
 def fast_enough_here(
@@ -135,7 +146,8 @@ def fast_enough_here(
     if not any(limit.aspect.on == HERE for limit in limits):
         return ranked
     programs = [trial.program for trial in ranked[: RUNNERS_UP + 1]]
-    times = measured_here(model, dense, programs, ranks, workload)
+    link = parse_link(question.settings.link_delay, None)
+    times = measured_here(model, dense, programs, ranks, workload, link=link)
     fast = []
     for trial, program in zip(ranked, programs, strict=False):
         missed = missed_here(limits, program, dense, times)

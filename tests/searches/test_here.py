@@ -15,10 +15,12 @@ from surgeon.cost.predict import Deployment, predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
+from surgeon.runtime.comm.link import Link
 from surgeon.searches import here
 from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
 from surgeon.searches.limits import parse_limits
 from surgeon.searches.quantities import HERE
+from surgeon.searches.question import SearchSettings
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 
@@ -88,15 +90,18 @@ def test_every_candidate_keeps_its_limits_of_time_here(
 ) -> None:
     speedups = dict(zip(map(Program.parse, TEXTS), (1.1, 1.4, 1.2), strict=True)) | {FOUR: 1.0}
     times = {program: TimeHere(0.01 / speed, 0.01, 0.02, speed) for program, speed in speedups.items()}
-    monkeypatch.setattr(here, "measured_here", lambda *_: times)
+    links: list[Any] = []
+    monkeypatch.setattr(here, "measured_here", lambda *_, link: links.append(link) or times)
     mixture = SimpleNamespace(model=SimpleNamespace(program=FOUR))
 
     def fast_enough(budget: str) -> list[int]:
-        question: Any = SimpleNamespace(mixture=mixture, budget=SimpleNamespace(limits=parse_limits(budget)))
+        asked = {"settings": SearchSettings("pair", budget, link_delay="2ms")}
+        question: Any = SimpleNamespace(mixture=mixture, budget=SimpleNamespace(limits=parse_limits(budget)), **asked)
         trials = [trial(number) for number in range(3)]
         return [one.number for one in fast_enough_here(question, trials, "model", 2, Workload(1, 8, 8))]
 
     assert fast_enough("speedup>=1.15@here") == [1, 2]
+    assert links == [Link(2e-3)], "as they were predicted"
     assert "trial 0: speedup>=1.15@here is missed" in capsys.readouterr().err
     assert fast_enough("speedup>=1.3@here") == [1], "a runner-up that is too slow would win on held-out text"
     assert fast_enough("depth=3") == [0, 1, 2]
