@@ -14,13 +14,13 @@ Advance = Callable[[float], None]
 
 @contextmanager
 def progress(
-    what: str, total: float, unit: str, done: float = 0, note: Callable[[], str] = lambda: ""
+    what: str, total: float | None, unit: str, done: float = 0, note: Callable[[], str] = lambda: ""
 ) -> Iterator[Advance]:
     """Show how far some work is; yields a function to be called with each amount of it that is done.
 
     Args:
         what: the work, a few words.
-        total: how much there is of it, in `unit`.
+        total: how much there is of it, in `unit`; None where that is not known.
         done: how much was done earlier (a resumed run); it does not count towards the speed.
         note: what to say beside it, as it is at the time; a few words.
     """
@@ -49,7 +49,7 @@ def stretch(advance: Advance, total: float) -> Iterator[Advance]:
 
 
 @contextmanager
-def _bar(what: str, total: float, done: float, note: Callable[[], str]) -> Iterator[Advance]:
+def _bar(what: str, total: float | None, done: float, note: Callable[[], str]) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -68,16 +68,21 @@ def _bar(what: str, total: float, done: float, note: Callable[[], str]) -> Itera
 class _Lines:
     """A line now and then."""
 
-    def __init__(self, what: str, total: float, unit: str, done: float, note: Callable[[], str]) -> None:
+    def __init__(self, what: str, total: float | None, unit: str, done: float, note: Callable[[], str]) -> None:
         self.what, self.total, self.unit, self.note = what, total, unit, note
         self.first = self.done = done
         self.begun = self.shown = time.monotonic()
 
     def advance(self, amount: float) -> None:
-        self.done = min(self.total, self.done + amount)  # a resumed run may do a little twice
+        self.done += amount
         now = time.monotonic()
-        if now - self.shown >= SECONDS_BETWEEN_LINES and self.done > self.first:
-            self.shown = now
+        if now - self.shown < SECONDS_BETWEEN_LINES or self.done <= self.first:
+            return
+        self.shown = now
+        if self.total is None:
+            self._print(", ".join(filter(None, [f"{self.done:,.0f} {self.unit}", self.note()])))
+        else:
+            self.done = min(self.total, self.done)  # a resumed run may do a little twice
             left = (now - self.begun) * (self.total - self.done) / (self.done - self.first)
             share = f"{self.done / max(self.total, 1):4.0%} of {self.total:,.0f} {self.unit}"
             self._print(", ".join(filter(None, [share, f"{_clock(left)} left", self.note()])))

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 # Nothing in the tests may reach for the network; set before transformers is asked for anything by name.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# What tests tokenize is theirs alone; set before datasets is imported.
+_datasets_cache = tempfile.TemporaryDirectory(prefix="surgeon-tests-")
+os.environ["HF_DATASETS_CACHE"] = _datasets_cache.name
 
 # Where there is no GPU kernels for GPUs are interpreted; set before anything imports triton, as peft does.
 if not Path("/dev/nvidiactl").exists():

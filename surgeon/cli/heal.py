@@ -34,11 +34,12 @@ class HealTextArguments:
     """What is trained and measured on; a group of options (see grouped.py)."""
 
     data: Annotated[
-        str,
+        list[str],
         typer.Option(
             "--data",
             help="Text to train on; as --eval-data, or demo:train (what demo leaves out). Rows with messages, "
-            "conversations, or prompt and completion are conversations, of which answers alone are trained on.",
+            "conversations, or prompt and completion are conversations, of which answers alone are trained on. Several "
+            "texts with their shares of the windows: --data A=0.7 --data B=0.3.",
         ),
     ]
     tokens: Annotated[
@@ -55,6 +56,13 @@ class HealTextArguments:
         Path | None,
         typer.Option(help="A file with the chat template to write conversations in. Default: the tokenizer's own."),
     ] = None
+    documents: Annotated[
+        Literal["joined", "apart", "whole"],
+        typer.Option(
+            help="How documents share windows: joined: as one running text; apart: positions and attention are each "
+            "document's own; whole: as apart, and none is cut that fits a window."
+        ),
+    ] = "joined"
 
 
 @dataclass(frozen=True)
@@ -186,13 +194,15 @@ def heal(
     where it was. The result is a checkpoint as surgeon export writes it, proven to run the same program.
     """
     from surgeon.library.heal import heal as train_back
+    from surgeon.training.texts import texts_by_weight
 
     by_racks.check(method.keep_adapter)
     if method.keep_adapter and method.lora is None:
         raise ValueError("--keep-adapter keeps an adapter, and there is none; add --lora RANK")
     found = train_back(
         model,
-        output=output,
+        texts_by_weight(text.data),
+        output,
         program=program,
         teacher=method.teacher,
         settings=_settings(method, schedule, by_racks.racks is not None),
@@ -201,7 +211,7 @@ def heal(
         keep_adapter=method.keep_adapter,
         as_draft=method.as_draft,
         device=device,
-        **vars(text),
+        **{name: value for name, value in vars(text).items() if name != "data"},
         **vars(written),
     )
     if found is not None and as_json:

@@ -18,8 +18,8 @@ DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
 DATA_HELP = (
     "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (as file:column where it is not clear which "
-    "column is meant), a dataset as name[:config[:split[:column]]], or demo (source files of the Python standard "
-    "library). What is left out of it, such as rows without text, is said (docs/texts.md)."
+    "column is meant), a folder of such files, a dataset as name[:config[:split[:column]]], or demo (source files of "
+    "the Python standard library). What is left out of it, such as rows without text, is said (docs/texts.md)."
 )
 
 ModelArgument = Annotated[

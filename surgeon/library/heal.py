@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from surgeon.training.heal import (
     training_of,
 )
 from surgeon.training.model import RackOptions, train_model
+from surgeon.training.packing import Documents
 from surgeon.training.resume import run_folder
 from surgeon.training.settings import TrainSettings, preset
 from surgeon.training.texts import HELD_OUT_TOKENS
@@ -40,7 +42,7 @@ from surgeon.training.texts import HELD_OUT_TOKENS
 
 def heal(
     model: str | Path | Recipe | Model | EditedModel,
-    data: str | Path,
+    data: str | Path | Mapping[str, float],
     output: str | Path,
     *,
     program: Program | str | None = None,
@@ -54,6 +56,7 @@ def heal(
     window: int | None = None,
     separator: str | None = None,
     chat_template: str | Path | None = None,
+    documents: Documents = "joined",
     keep_adapter: bool = False,
     as_draft: bool = False,
     form: str = "auto",
@@ -66,7 +69,8 @@ def heal(
     Args:
         model: a recipe or its path (.yaml), a checkpoint that surgeon has edited, or a model, by name or open, with a
             program.
-        data: text to train on, as `load_windows` takes it, or conversations (`surgeon.quality.conversations`).
+        data: text to train on, as `load_windows` takes it, or several texts with their weights, or conversations
+            (`surgeon.quality.conversations`).
         output: folder of the healed checkpoint; its run lies beside it, in `output.run`.
         program: to run in place of the model's own.
         teacher: the original, where it is not the model that the recipe or the program is for.
@@ -77,7 +81,9 @@ def heal(
             once all are done.
         tokens: training tokens, from the start of the data; by default what the steps need.
         eval_data, eval_tokens: text to measure on; by default the end of `data`, which is not trained on.
-        window: tokens in a window; documents are apart at `separator`.
+        window: tokens in a window.
+        separator, documents: what is between documents of the text, and how they share windows: "joined", "apart" or
+            "whole" (`surgeon.training.packing`).
         chat_template: a file with the template that conversations are written in, in place of the tokenizer's own.
         keep_adapter: write `output/base` and `output/adapter` in place of a checkpoint with merged adapters.
         as_draft: train and judge it as a draft of its original, whose keys and values it reads then, and write in place
@@ -113,12 +119,13 @@ def heal(
     size = window_for(edited.model.config, window)
     texts = load_texts(
         in_template(edited.model.tokenizer, chat_template),
-        str(data),
+        data if isinstance(data, Mapping) else str(data),
         size,
         tokens or settings.tokens_on(size),
         None if eval_data is None else str(eval_data),
         eval_tokens,
         separator,
+        documents,
     )
     with processes.main_process_first():
         edited = with_factors(edited, folder / "factors")

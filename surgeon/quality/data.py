@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.quality.sources import DEMO, DEMO_TRAINING, Text, documents
+from surgeon.quality.sources import DEMO, are_apart, documents
 from surgeon.quality.text_files import Reading
+from surgeon.quality.tokens import TextTokens
 
 __all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "held_out", "load_windows", "window_for"]
 
@@ -22,7 +23,6 @@ DEFAULT_WINDOW = 512
 _MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
 _TRIED_CHARACTERS = 4096  # of the default text, with a tokenizer
 _LOST_CHARACTERS = 0.1  # of them: with more, it is not for such text
-_CHARACTERS_PER_TOKEN = 8  # more than any tokenizer packs into a token of ordinary text
 LEAST_HELD_OUT = 2  # windows: one has no interval
 _HOLD_OUT_ADVICE = "search on fewer tokens so that text is left, hold out other text, or hold out none"
 
@@ -86,10 +86,11 @@ def load_windows(
     Args:
         tokenizer: a `transformers` tokenizer.
         data: a UTF-8 text file; a .jsonl, .json (one object a line) or .parquet file, as file or file:column (by
-            default the column text, or else the only one of strings); "demo" for held-out source files of the Python
-            standard library, "demo:train" for the others, which the demo model was trained on; or the name of a
-            dataset for `datasets`, as name[:config[:split[:column]]]. Text and JSON files may be compressed (.gz).
-            Endings count in any letter case.
+            default the column text, or else the only one of strings); a folder of such files, whose documents are
+            apart; "demo" for held-out source files of the Python standard library, "demo:train" for the others, which
+            the demo model was trained on; or the name of a dataset for `datasets`, as
+            name[:config[:split[:column]]]. Text and JSON files may be compressed (.gz). Endings count in any letter
+            case.
         window: tokens in a window.
         tokens: tokens in all, cut down to whole windows.
         after: tokens that are left out before these, whole windows.
@@ -112,23 +113,28 @@ def load_windows(
     if separator == "":
         raise ValueError("the separator is empty; give the text between documents, such as '<|endoftext|>'")
     wanted = after + tokens // window * window
-    apart = separator is not None or data in (DEMO, DEMO_TRAINING)
-    begin, end = _document_marks(tokenizer, data) if apart else ([], [])
+    apart = are_apart(data, separator)
     ids: list[int] = []
     reading = Reading()
-    for document in documents(data, separator, reading):
-        ids += begin + _tokenize(tokenizer, document, wanted - len(ids), special=not apart and not ids) + end
+    for some in TextTokens(tokenizer, apart).read(documents(data, separator, reading)):
+        ids += [id_ for each in some for id_ in each.ids.tolist()]
         if len(ids) >= wanted:
             break
     ids, notes = _cut(ids, data, window, after, wanted)
     notes = [*([] if at_most else notes), *reading.lines(data)]
-    # The BOS that the tokenizer itself put at the start is no sign of marks that were read as text.
-    marks = [] if apart else [mark for mark in _MARKS if tokenizer.decode(ids).count(mark, len(mark))]
-    if marks:
-        advice = f"to keep its documents apart, give the separator '{marks[0]}'"
-        notes.append(f"{data} contains {marks[0]!r}, read as ordinary text, which makes perplexity worse; {advice}")
+    notes += [] if apart else marks_in_text(tokenizer, ids, data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
     return Windows(tensor, data, digest_of(tensor), separator, tuple(notes), reading.column, +reading.left_out)
+
+
+def marks_in_text(tokenizer: Any, ids: list[int], data: str) -> list[str]:
+    """What to say of marks between documents that were read as ordinary text; nothing if there are none."""
+    # The BOS that the tokenizer itself put at the start is no sign of them.
+    marks = [mark for mark in _MARKS if tokenizer.decode(ids).count(mark, len(mark))]
+    if not marks:
+        return []
+    advice = f"to keep its documents apart, give the separator '{marks[0]}'"
+    return [f"{data} contains {marks[0]!r}, read as ordinary text, which makes perplexity worse; {advice}"]
 
 
 def default_data(tokenizer: Any) -> str:
@@ -137,7 +143,7 @@ def default_data(tokenizer: Any) -> str:
     Raises:
         ValueError: if the tokenizer has no tokens for most of its characters, and so no use for it.
     """
-    text = next(iter(documents(DEMO, None, Reading()))).head(_TRIED_CHARACTERS)
+    text = "".join(next(documents(DEMO, None)))[:_TRIED_CHARACTERS]
     read = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
     wanted, kept = (Counter("".join(part.split())) for part in (text, read))
     lost = 1 - (wanted & kept).total() / wanted.total()
@@ -247,26 +253,3 @@ def window_for(config: Any, window: int | None) -> int:
             f"a window of {window} tokens is longer than the model's {positions} positions; use a window of {positions}"
         )
     return window
-
-
-def _document_marks(tokenizer: Any, data: str) -> tuple[list[int], list[int]]:
-    """The tokens a document begins with and ends with."""
-    if tokenizer.bos_token_id is not None:
-        return [tokenizer.bos_token_id], []
-    if tokenizer.eos_token_id is not None:
-        return [], [tokenizer.eos_token_id]
-    raise ValueError(
-        f"documents of {data} cannot be kept apart: the tokenizer has no BOS and no EOS; drop the separator"
-    )
-
-
-def _tokenize(tokenizer: Any, text: Text, wanted: int, special: bool) -> list[int]:
-    """At least the first `wanted` tokens of the text, or all of them; a long text is not tokenized to its end."""
-    length = _CHARACTERS_PER_TOKEN * wanted
-    while True:
-        # Where a text is cut its last tokens may differ; so more of it is read than is used.
-        head = text.head(length)
-        ids: list[int] = tokenizer(head, add_special_tokens=special, verbose=False)["input_ids"]
-        if len(head) < length or len(ids) >= wanted + 64:
-            return ids
-        length *= 2

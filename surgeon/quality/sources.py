@@ -11,46 +11,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from surgeon.checkpoint.offline import without_retries
 from surgeon.errors import first_line
 from surgeon.named import is_path, on_disk
-from surgeon.quality.tables import Row, is_table, read_column, read_rows, read_table
+from surgeon.quality.tables import JSON_LINES, PARQUET, Row, is_table, read_column, read_rows, read_table
 from surgeon.quality.text_files import Reading, ending, is_packed, read_pieces
 
 DEMO = "demo"
+TEXT_FILES = (".txt", ".md", ".py")
 DEMO_TRAINING = "demo:train"
 ROW_SEPARATOR = "\n\n"  # between rows that are read as one text
 _ROWS_TOGETHER, _CHARACTERS_TOGETHER = 1000, 1 << 20
 
 
-class Text:
-    """A text that is read only as far as it is asked for."""
-
-    def __init__(self, pieces: Iterable[str]) -> None:
-        self._pieces = iter(pieces)
-        self._read = ""
-
-    def head(self, length: int) -> str:
-        """Its first `length` characters, or all of it if there are fewer."""
-        while len(self._read) < length and (piece := next(self._pieces, None)) is not None:
-            self._read += piece
-        return self._read[:length]
-
-    def is_blank(self) -> bool:
-        """Whether it is nothing but white space."""
-        while not self._read.strip():
-            before = len(self._read)
-            if len(self.head(2 * before + 1)) == before:
-                return True
-        return False
+def are_apart(data: str, separator: str | None, by_row: bool = False) -> bool:
+    """Whether some text is several documents, told apart, which a tokenizer's marks stand between."""
+    return separator is not None or by_row or data in (DEMO, DEMO_TRAINING) or is_folder(data)
 
 
-def documents(data: str, separator: str | None, reading: Reading | None = None) -> Iterator[Text]:
-    """The documents of some text: apart where there is a separator (rows of tables then, too), else all as one.
+def documents(
+    data: str, separator: str | None, reading: Reading | None = None, by_row: bool = False
+) -> Iterator[Iterable[str]]:
+    """The documents of some text, each in pieces: apart where there is a separator, else all as one.
+
+    Of a folder every file is one or more, in the order of their paths; what is no text, by its name, is left out.
 
     Args:
         data: as `surgeon.quality.data.load_windows` takes it.
+        by_row: every row of a table or a dataset is a document of its own, without a separator, too; where there is
+            one, it is in any case.
         reading: is told, as the text is read, what is left out of it.
 
     Raises:
@@ -58,6 +49,10 @@ def documents(data: str, separator: str | None, reading: Reading | None = None) 
         ValueError: if it is no text, or a row of it is damaged, naming file and line.
     """
     reading = reading or Reading()
+    if is_folder(data):
+        for file in files_in(data):
+            yield from documents(str(file), separator, reading, by_row)
+        return
     path, column = file_and_column(data)
     is_text = path is not None and not is_table(path)
     texts: Iterable[Iterable[str]]  # each in pieces
@@ -72,15 +67,53 @@ def documents(data: str, separator: str | None, reading: Reading | None = None) 
     else:
         rows = _dataset_rows(data, reading) if path is None else read_table(path, column, reading)
         filled = (text for _, text in rows if text is not None)
-        texts = ([text] for text in (_joined(filled) if separator is None else filled))
+        texts = ([text] for text in (filled if separator is not None or by_row else _joined(filled)))
     for pieces in texts:
-        if separator is None:
-            text = Text(pieces)
-            if is_text and text.is_blank():
-                raise ValueError(f"{path} is empty; give a text file with something in it")
-            yield text
+        if separator is not None:
+            yield from ([part] for part in _split(pieces, separator, reading))
+        elif by_row and not is_text:
+            text = "".join(pieces).strip()
+            if text:
+                yield [text]
+            else:
+                reading.left_out["empty_documents"] += 1
         else:
-            yield from (Text([part]) for part in _split(pieces, separator, reading))
+            yield _filled(pieces, path) if is_text else pieces
+
+
+def is_folder(data: str) -> bool:
+    """Whether a folder of texts is meant."""
+    there = on_disk(data)
+    return data != DEMO and there is not None and there.is_dir()
+
+
+def files_in(folder: str) -> list[Path]:
+    """The files of text of a folder and those in it, in the order of their paths.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    there = sorted((on_disk(folder) or Path(folder)).rglob("*"))
+    files = [path for path in there if path.is_file() and (ending(path) in TEXT_FILES or is_table(path))]
+    if not files:
+        known = ", ".join((*TEXT_FILES, *JSON_LINES, PARQUET))
+        raise ValueError(f"{folder} has no files of text in it, by their endings ({known}); give another folder")
+    return files
+
+
+def _filled(pieces: Iterable[str], path: Path | None) -> Iterator[str]:
+    """The pieces of a text, which has to have something in it."""
+    blank: list[str] | None = []
+    for piece in pieces:
+        if blank is None:
+            yield piece
+        elif piece.strip():
+            yield from (*blank, piece)
+            blank = None
+        else:
+            blank.append(piece)
+    if blank is not None:
+        raise ValueError(f"{path} is empty; give a text file with something in it")
 
 
 def file_and_column(data: str) -> tuple[Path | None, str | None]:
@@ -93,10 +126,10 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
     if beside is not None and beside.is_file():
         return beside, column
     if there is not None and data != DEMO:
-        raise ValueError(f"{data} is a folder; data is a file, a dataset's name, or demo")
+        raise ValueError(f"{data} is a folder; name a file in it")
     name = name if colon and is_table(Path(name)) else data
     file = Path(name)
-    if ending(file) in (".txt", ".md", ".py") or is_packed(file) or is_table(file) or is_path(name):
+    if ending(file) in TEXT_FILES or is_packed(file) or is_table(file) or is_path(name):
         raise FileNotFoundError(f"there is no file {name}")
     return None, None
 
@@ -139,6 +172,8 @@ def table_rows(data: str, reading: Reading) -> tuple[str | None, Iterator[tuple[
         FileNotFoundError: if there is no such file or dataset.
         ValueError: (as rows are asked for) if one is damaged.
     """
+    if is_folder(data):
+        return None
     path, column = file_and_column(data)
     if path is not None:
         return (column, read_rows(path, reading)) if is_table(path) else None
@@ -175,4 +210,18 @@ def _open_dataset(data: str) -> Iterator[Row]:
             f"{data} is no file here and could not be read as a dataset ({first_line(error)}); give a local text, "
             ".jsonl or .parquet file, or name:config:split of a dataset that can be reached"
         ) from error
-    return chain(first, rows)
+    return chain(first, _unbroken(rows, data))
+
+
+def _unbroken(rows: Iterator[Any], name: str) -> Iterator[Any]:
+    """The rows of a dataset that is streamed; `datasets` has tried several times where one cannot be read.
+
+    Raises:
+        OSError: if one cannot be read all the same.
+    """
+    try:
+        yield from rows
+    except Exception as error:
+        raise OSError(
+            f"the stream of dataset {name} ended in an error ({type(error).__name__}: {first_line(error)}); try again"
+        ) from error

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 from surgeon.words import plural
 
 PACKED = ".gz"
-_FIRST_BLOCK, _LARGEST_BLOCK = 1 << 16, 1 << 26
+_FIRST_BLOCK, _LARGEST_BLOCK = 1 << 16, 1 << 22
 _CONVERT = "convert it, as in: iconv -f {} -t UTF-8 {{path}} > utf8.txt"
 # What a file is that begins so, and what to do; of two beginnings the longer one comes first.
 _NO_TEXT = {

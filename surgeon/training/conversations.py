@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,21 @@ import torch
 from surgeon.quality.conversations import ConversationTokens, read_conversations
 from surgeon.quality.data import Windows, digest_of
 from surgeon.quality.text_files import Reading, read_pieces
-from surgeon.training.packing import Packer, Tokens
-from surgeon.training.texts import HELD_OUT_TOKENS, TrainingText, TrainTexts, as_table, load_train_texts
+from surgeon.quality.tokens import Tokens
+from surgeon.training.packing import Documents, Packer
+from surgeon.training.texts import HELD_OUT_TOKENS, TrainingText, TrainTexts, load_train_texts
+from surgeon.training.token_store import as_table
 
 
 def load_texts(
     tokenizer: Any,
-    data: str,
+    data: str | Mapping[str, float],
     window: int,
     tokens: int,
     held_out: str | None = None,
     held_out_tokens: int = HELD_OUT_TOKENS,
     separator: str | None = None,
+    documents: Documents = "joined",
 ) -> TrainTexts:
     """Training text and held-out text, of documents or of conversations; arguments and errors as `load_train_texts`.
 
@@ -35,12 +38,16 @@ def load_texts(
     window. Those to train on stand whole in windows, several in one where they fit; those to measure on each have one.
 
     Raises:
-        ValueError: if one of the texts is of conversations, and the other is not.
+        ValueError: if one of the texts is of conversations, and the other is not, or several are to be mixed.
     """
     reading = Reading()
-    found = read_conversations(tokenizer, data, window, reading)
-    if found is None:
-        return load_train_texts(tokenizer, data, window, tokens, held_out, held_out_tokens, separator)
+    several = [data] if isinstance(data, str) else list(data)
+    sorts = [read_conversations(tokenizer, name, window, reading) for name in several]
+    if all(found is None for found in sorts):
+        return load_train_texts(tokenizer, data, window, tokens, held_out, held_out_tokens, separator, documents)
+    (found, *_), (data, *others) = sorts, several
+    if others or found is None:
+        raise ValueError(f"{', '.join(several)}: conversations are not mixed; write them into one file")
     if separator is not None:
         raise ValueError(f"{data} holds conversations, which are apart as they are; leave the separator out")
     if held_out is None:

@@ -13,13 +13,13 @@ Of documents that are apart nothing predicts the first token, nor padding, nor w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.errors import did_you_mean
+from surgeon.quality.tokens import Tokens
 
 Documents = Literal["joined", "apart", "whole"]
 Row = dict[str, NDArray[np.int32]]
@@ -28,19 +28,16 @@ ATTEND_ACROSS = ("gpt_oss", "llama4_text", "opt")  # model types whose masks `tr
 _OPEN = 64  # windows that documents may still be put into
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a document, or of a stretch of one; further stretches follow it until one ends the document.
+def documents_of(name: str) -> Documents:
+    """The way to treat documents of this name.
 
-    Attributes:
-        ids: (tokens,).
-        answer: (tokens,), which of them the model learns to predict; None for all.
-        ends: whether the document ends with them.
+    Raises:
+        ValueError: if there is none.
     """
-
-    ids: NDArray[np.int32]
-    answer: NDArray[np.bool_] | None = None
-    ends: bool = True
+    for known in get_args(Documents):
+        if name == known:
+            return cast("Documents", known)
+    raise ValueError(f"documents cannot be {name!r} in a window; {did_you_mean(name, get_args(Documents))}")
 
 
 def columns(documents: Documents) -> tuple[str, ...]:
@@ -68,11 +65,7 @@ class Packer:
     """
 
     def __init__(self, window: int, documents: Documents = "joined", pad: int = 0) -> None:
-        if documents not in get_args(Documents):
-            raise ValueError(
-                f"documents cannot be {documents!r} in a window; {did_you_mean(str(documents), get_args(Documents))}"
-            )
-        self.window, self.documents, self.pad = window, documents, pad
+        self.window, self.documents, self.pad = window, documents_of(documents), pad
         self._open = [_nothing()] if documents != "whole" else []  # windows, as their marked tokens (`_marked`)
         self._document = _nothing()  # a whole one, as far as it has come
         self._begins = True  # a document, with the next token

@@ -11,13 +11,13 @@ from pydantic import ConfigDict, Field, Strict
 
 from surgeon.errors import did_you_mean
 from surgeon.training.distill.distiller import Distillation
+from surgeon.training.token_store import ALL_TOKENS
 from surgeon.training.trainer_table import check_trainer_arguments
 
 SCOPES = ("edited", "all", "norms", "edited-norms", "routers")
 ROUTERS = ("trained", "frozen")
 DEFAULT_STEPS = 1000
 Count = Annotated[int, Strict()]  # of at least 1
-ALL_TOKENS = 1 << 50  # more than any text has
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-4, 1e-3
 
 

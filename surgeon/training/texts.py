@@ -2,25 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
 import torch
-from datasets.arrow_writer import ArrowWriter
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from surgeon.processes.files import whole_file
-from surgeon.quality.data import Windows, digest_of, load_windows, shared_windows
-from surgeon.training.packing import Row
+from surgeon.errors import shown
+from surgeon.quality.data import Windows, digest_of, load_windows, marks_in_text
+from surgeon.quality.sources import are_apart
+from surgeon.training.packing import Documents
+from surgeon.training.text_source import TextSource
+from surgeon.training.token_store import TokenStore, as_table
 
 HELD_OUT_TOKENS = 16384
-_ROWS_AT_ONCE = 1000
+_LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
+
+
+def texts_by_weight(texts: Sequence[str]) -> str | dict[str, float]:
+    """What `load_train_texts` takes of one text, or of several, each with its weight behind it ("text.txt=0.7").
+
+    Raises:
+        ValueError: if one of several has no weight, or occurs twice.
+    """
+    if len(texts) == 1:
+        return texts[0]
+    found: dict[str, float] = {}
+    for text in texts:
+        source, _, weight = text.rpartition("=")
+        try:
+            number = float(weight)
+        except ValueError as error:
+            raise ValueError(
+                f"{text} has no weight, as each of several texts needs one; write {text}=0.5, say"
+            ) from error
+        if source in found:
+            raise ValueError(f"{source} is given twice; give it once, with one weight")
+        found[source] = number
+    return found
+
+
+def check_texts(data: Any) -> str | dict[str, float]:
+    """What says which text is trained on: one, or several with their weights.
+
+    Raises:
+        ValueError: if it says something else.
+    """
+    if isinstance(data, str) and data:
+        return data
+    if not isinstance(data, Mapping) or not data:
+        example = "{a.jsonl: 0.7, b.txt: 0.3}"
+        raise ValueError(f"it must be a text, or several with their weights, as {example}, not {shown(data)}")
+    for name, weight in data.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < inf:
+            raise ValueError(f"the weight of {name} must be a number above 0, not {shown(weight)}")
+    return {str(name): float(weight) for name, weight in data.items()}
+
+
+@dataclass(frozen=True)
+class MixedPart:
+    """One of several texts in one `TrainingText`: how many windows it has, one after the other, and its weight."""
+
+    windows: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +83,7 @@ class TrainingText:
     Attributes:
         rows: a window each, with columns as `surgeon.training.packing.columns` has them.
         source, digest, notes, column, left_out: as of `Windows`.
+        parts: the texts that it is made of, where they are several.
     """
 
     rows: datasets.Dataset
@@ -38,6 +92,7 @@ class TrainingText:
     notes: tuple[str, ...] = ()
     column: str | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
+    parts: tuple[MixedPart, ...] = ()
 
     @classmethod
     def of(cls, windows: Windows) -> TrainingText:
@@ -63,34 +118,6 @@ class TrainingText:
     def record(self) -> dict[str, Any]:
         """Which text this is, as JSON values."""
         return Windows(torch.empty(0), self.source, self.digest, None, (), self.column, self.left_out).record()
-
-
-def as_table(rows: list[Row]) -> pa.Table:
-    """Rows of one size as columns of Arrow."""
-    window = len(rows[0]["input_ids"])
-    flat = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    return pa.table({name: pa.FixedSizeListArray.from_arrays(pa.array(each), window) for name, each in flat.items()})
-
-
-def write_rows(path: Path, rows: datasets.Dataset) -> None:
-    """Write rows to a file of Arrow, which is whole or not there.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    with whole_file(path) as beside, ArrowWriter(path=str(beside), features=rows.features) as writer:
-        for table in rows.with_format("arrow").iter(_ROWS_AT_ONCE):
-            writer.write_table(table)
-        writer.finalize()
-
-
-def read_rows(path: Path) -> datasets.Dataset:
-    """The rows of a file of Arrow, which is mapped into memory.
-
-    Raises:
-        FileNotFoundError: if it is not there.
-    """
-    return datasets.Dataset.from_file(str(path))
 
 
 def model_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -126,60 +153,118 @@ class TrainTexts:
 
 def load_train_texts(
     tokenizer: Any,
-    data: str,
+    data: str | Mapping[str, float],
     window: int,
     tokens: int,
     held_out: str | None = None,
     held_out_tokens: int = HELD_OUT_TOKENS,
     separator: str | None = None,
+    documents: Documents = "joined",
+    cache: Path | None = None,
 ) -> TrainTexts:
-    """Training text and held-out text.
+    """Training text and held-out text, the former from the disk, where it is tokenized once.
 
     Args:
-        data, separator: as `load_windows` takes them.
+        data, separator: as `load_windows` takes them; or several texts, of which windows are taken by their weights.
         tokens: of training text, at most; what there is, if there is less.
         held_out: data to measure on; by default the last `held_out_tokens` of the training text, which then are not
-            trained on.
+            trained on, of each of several by its weight. Whatever it is, it is measured as one text, joined.
+        documents: how they share windows (`surgeon.training.packing`).
+        cache: where tokens are kept (`TokenStore`).
 
     Raises:
         FileNotFoundError: if there is no such text.
         ValueError: if it cannot be used, is too short, or both texts are the same.
+        OSError: if it cannot be read to the end, or there is no room for its tokens.
     """
-    if held_out is not None:
-        read = load_windows(tokenizer, data, window, max(tokens, window), separator, at_most=True)
-        measured = load_windows(tokenizer, held_out, window, held_out_tokens, separator)
-        if shared_windows(read, measured):
-            raise ValueError(
-                f"windows of the held-out text {held_out} are in the training text {data}, too; a model is not judged "
-                "by what it was trained on: hold out another text, or name none"
-            )
-        return TrainTexts(TrainingText.of(read), measured)
-    apart = max(1, held_out_tokens // window)
-    both = load_windows(tokenizer, data, window, max(tokens, window) + apart * window, separator, at_most=True)
-    if len(both.ids) <= apart:
+    data = check_texts(data)
+    several = {data: 1.0} if isinstance(data, str) else data
+    measured = None if held_out is None else load_windows(tokenizer, held_out, window, held_out_tokens, separator)
+    apart = max(1, held_out_tokens // window) if measured is None else 0
+    wanted, whole = max(1, tokens // window), sum(several.values())
+    found = []
+    for name, weight in several.items():
+        share = weight / whole
+        source = TextSource(tokenizer, name, separator, documents)
+        store = TokenStore(source, window, documents, _pad_of(tokenizer), cache)
+        needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
+        found.append(_load(store, tokenizer, needed, ceil(share * apart), measured, separator))
+    if len(found) == 1:
+        (both,) = found
+        return both
+    training = _mixed([each.training for each in found], several)
+    if measured is None:
+        ids = torch.cat([each.held_out.ids for each in found])
+        measured = Windows(ids, training.source, digest_of(ids), separator)
+    return TrainTexts(training, measured)
+
+
+def _load(
+    store: TokenStore, tokenizer: Any, wanted: int, apart: int, measured: Windows | None, separator: str | None
+) -> TrainTexts:
+    """One text, and what is held out of it, or is held out anyway."""
+    data, window = store.source.source, store.packer.window
+    there = store.fill(wanted + apart)
+    if there <= apart:
         raise ValueError(
-            f"{data} has {len(both.ids)} windows of {window} tokens, and the last {apart} are held out to measure on: "
-            "nothing is left to train on; give more text, hold out fewer tokens, or another text"
+            f"{data} has {there} windows of {window} tokens, and the last {apart} are held out to measure on: nothing "
+            "is left to train on; give more text, hold out fewer tokens, or another text"
+            if apart
+            else f"{data} has no whole window of {window} tokens; give more text, or a smaller window"
         )
-    training = TrainingText.of(_part(both, slice(None, -apart)))
-    return TrainTexts(training, replace(_part(both, slice(-apart, None)), notes=()))
+    count, column, left_out = there - apart, store.known["column"], store.known["left_out"]
+    rows = store.rows(range(count))
+    notes = list(store.known["notes"])
+    if not are_apart(data, separator, store.packer.documents != "joined"):
+        looked_at = store.rows(range(min(there, max(1, _LOOKED_AT // window)))).with_format("torch")
+        notes += marks_in_text(tokenizer, looked_at[:]["input_ids"].flatten().tolist(), data)
+    if measured is None:
+        ids = store.rows(range(count, there)).with_format("torch")[:]["input_ids"]
+        measured = Windows(ids, data, digest_of(ids), separator, (), column, left_out)
+    elif store.shared(count, measured.ids, measured.digest):
+        raise ValueError(
+            f"windows of the held-out text {measured.source} are in the training text {data}, too; a model is not "
+            "judged by what it was trained on: hold out another text, or name none"
+        )
+    training = TrainingText(rows, data, store.digest(count), tuple(notes), column, left_out)
+    return TrainTexts(training, measured)
 
 
-def _part(windows: Windows, rows: slice) -> Windows:
-    ids = windows.ids[rows].clone()
-    return replace(windows, ids=ids, digest=digest_of(ids))
+def _mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
+    """Several texts as one."""
+    parts = tuple(MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True))
+    follows = json.dumps([[text.digest, part.weight] for text, part in zip(texts, parts, strict=True)])
+    return TrainingText(
+        datasets.concatenate_datasets([text.rows for text in texts]),
+        ", ".join(f"{name}={weight:g}" for name, weight in several.items()),
+        hashlib.sha256(follows.encode()).hexdigest(),
+        tuple(note for text in texts for note in text.notes),
+        parts=parts,
+    )
+
+
+def _pad_of(tokenizer: Any) -> int:
+    """The token that fills windows."""
+    return int(next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0))
 
 
 class RunOrder:
     """Which window comes when, over a whole run: every epoch in an order of its own, which follows from the seed.
 
     As one list for all epochs it makes a run the same whatever the number of processes and the size of micro-batches,
-    and wherever it is interrupted.
+    and wherever it is interrupted: what comes at a place is computed, and nothing before it is read.
+
+    Of several texts the k-th window of one has its turn at (k + 1/2) / weight, so that up to any place each has had its
+    share, up to one window; each goes through its own epochs.
     """
 
-    def __init__(self, windows: int, steps: int, batch: int, seed: int) -> None:
-        self.windows, self.count, self.seed = windows, steps * batch, seed
-        self._epoch, self._permutation = -1, torch.empty(0)  # drawn last: places are asked for one after the other
+    def __init__(self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[MixedPart] = ()) -> None:
+        self.parts = tuple(parts) or (MixedPart(windows),)
+        self.count, self.seed = steps * batch, seed
+        self._first = [sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))]
+        self._drawn = dict[int, tuple[int, Tensor]]()  # of each text the epoch that was drawn last, and its order
+        if len(self.parts) > 1:
+            self._text, self._turn = _turns([part.weight for part in self.parts], self.count)
 
     def __len__(self) -> int:
         return self.count
@@ -188,11 +273,24 @@ class RunOrder:
         return map(self.__getitem__, range(self.count))
 
     def __getitem__(self, place: int) -> int:
-        epoch, place_in_epoch = divmod(place, self.windows)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-            self._epoch, self._permutation = epoch, torch.randperm(self.windows, generator=generator)
-        return int(self._permutation[place_in_epoch])
+        text, turn = (0, place) if len(self.parts) == 1 else (int(self._text[place]), int(self._turn[place]))
+        windows = self.parts[text].windows
+        epoch, place_in_epoch = divmod(turn, windows)
+        if self._drawn.get(text, (-1,))[0] != epoch:
+            generator = torch.Generator().manual_seed((text << 56) + (self.seed << 20) + epoch)
+            self._drawn[text] = epoch, torch.randperm(windows, generator=generator)
+        order = self._drawn[text][1]
+        return self._first[text] + int(order[place_in_epoch])
+
+
+def _turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Whose turn it is at each place, and which one of theirs, (count,)."""
+    shares = np.array(weights) / sum(weights)
+    numbers = [np.arange(int(share * count) + 2) for share in shares]
+    times = np.concatenate([(each + 0.5) / share for each, share in zip(numbers, shares, strict=True)])
+    texts = np.repeat(np.arange(len(shares)), [len(each) for each in numbers])
+    order = np.argsort(times, kind="stable")[:count]
+    return texts[order], np.concatenate(numbers)[order]
 
 
 class TrainingWindows(Dataset[dict[str, Tensor]]):

@@ -88,7 +88,7 @@ class ModelTrainer(Trainer):
         arguments.per_device_train_batch_size *= arguments.gradient_accumulation_steps
         arguments.gradient_accumulation_steps = 1
         self.batch = arguments.per_device_train_batch_size * arguments.world_size
-        self.order = RunOrder(len(text), arguments.max_steps, self.batch, arguments.seed)
+        self.order = RunOrder(len(text), arguments.max_steps, self.batch, arguments.seed, text.parts)
         self.checkpoints = RunCheckpoints(arguments)
         self.held_out, self.towards, self.balance = held_out, towards, ExpertBalance(model)
         self.latest: TextQuality | None = None

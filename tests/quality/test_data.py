@@ -120,8 +120,20 @@ def test_a_missing_file(tokenizer: Any, name: str) -> None:
         load_windows(tokenizer, name)
 
 
-def test_a_folder_is_no_text(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a folder"):
+def test_files_of_a_folder_are_documents(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name, text in {"c.txt": "third", "a.md": "first", "b/one.txt": "second", "b/picture.png": "none"}.items():
+        (tmp_path / name).write_text(text)
+    found = load_windows(tokenizer, str(tmp_path), window=2, tokens=1000).ids.flatten().tolist()
+    begin = tokenizer.bos_token_id
+    wanted = []
+    for text in ("first", "second", "third"):
+        wanted += [begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert found == wanted[: len(wanted) // 2 * 2]
+
+
+def test_a_folder_without_texts(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no files of text in it, by their endings \(.txt, "):
         load_windows(tokenizer, str(tmp_path))
 
 

@@ -13,12 +13,11 @@ from pyarrow import parquet
 from surgeon.quality.sources import documents
 from surgeon.quality.text_files import Reading
 
-ALL = 1 << 30
 Row = dict[str, Any]
 
 
 def texts(data: str | Path, separator: str | None = None, reading: Reading | None = None) -> list[str]:
-    return [document.head(ALL) for document in documents(str(data), separator, reading)]
+    return ["".join(pieces) for pieces in documents(str(data), separator, reading)]
 
 
 def write_jsonl(path: Path, rows: list[Row]) -> Path:

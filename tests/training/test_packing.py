@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
-from surgeon.training.packing import IGNORED, Documents, Packer, Row, Tokens, attends_across
+from surgeon.quality.tokens import Tokens
+from surgeon.training.packing import IGNORED, Documents, Packer, Row, attends_across
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts, as_table

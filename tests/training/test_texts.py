@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.quality.data import Windows, digest_of
-from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows, load_train_texts
+from surgeon.quality.data import Windows, digest_of, load_windows
+from surgeon.training.packing import IGNORED
+from surgeon.training.texts import (
+    MixedPart,
+    RunOrder,
+    TrainingText,
+    TrainingWindows,
+    load_train_texts,
+    texts_by_weight,
+)
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -54,6 +62,72 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
     assert first != second
     assert order == list(RunOrder(10, 6, 4, seed=3)) != list(RunOrder(10, 6, 4, seed=4))
     assert list(RunOrder(10, 3, 4, seed=3)) == order[:12]
+
+
+def test_several_texts_have_their_turns_by_weight() -> None:
+    parts = (MixedPart(5, 0.7), MixedPart(3, 0.2), MixedPart(4, 0.1))
+    order = RunOrder(12, 25, 4, 3, parts)
+    found = list(order)
+    texts = [0 if index < 5 else 1 if index < 8 else 2 for index in found]
+    for place in range(1, 101):
+        for text, part in enumerate(parts):
+            assert abs(texts[:place].count(text) - part.weight * place) <= 1.5
+    for text, first, windows in ((0, 0, 5), (1, 5, 3), (2, 8, 4)):
+        own = [index for index, one in zip(found, texts, strict=True) if one == text]
+        epochs = [own[start : start + windows] for start in range(0, len(own) - windows, windows)]
+        assert all(sorted(epoch) == list(range(first, first + windows)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert [RunOrder(12, 25, 4, 3, parts)[place] for place in (99, 3, 50)] == [found[99], found[3], found[50]]
+    assert list(RunOrder(12, 5, 4, 3, parts)) == found[:20]
+
+
+def test_windows_of_several_texts(text: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(" ".join(str(number) for number in range(5000, 5400)))
+    several = texts_by_weight([f"{text}=3", f"{other}=1"])
+    found = load_train_texts(tiny_tokenizer(), several, 8, 80, held_out_tokens=32)
+    assert [part.windows for part in found.training.parts] == [9, 4]
+    assert found.held_out.ids.shape == (4, 8)
+    one = load_train_texts(tiny_tokenizer(), text, 8, 72, held_out_tokens=24)
+    assert torch.equal(found.training.ids[:9], one.training.ids)
+    assert torch.equal(found.held_out.ids[:3], one.held_out.ids)
+    assert found.training.source == f"{text}=3, {other}=1"
+    swapped = {text: 1.0, str(other): 3.0}
+    other_way = load_train_texts(tiny_tokenizer(), swapped, 8, 80, held_out_tokens=32)
+    assert other_way.training.digest != found.training.digest
+    with pytest.raises(ValueError, match="has no weight, as each of several texts needs one; write .*=0.5, say"):
+        texts_by_weight([text, f"{other}=1"])
+    with pytest.raises(ValueError, match="is given twice"):
+        texts_by_weight([f"{text}=1", f"{text}=2"])
+    with pytest.raises(ValueError, match=r"weight of .*text.txt must be a number above 0, not 0"):
+        load_train_texts(tiny_tokenizer(), {text: 0.0}, 8, 80)
+
+
+def test_windows_are_those_of_the_text_in_memory(text: str) -> None:
+    """The same tokens and the same hash as `load_windows` has, so that runs of earlier versions go on."""
+    read = load_windows(tiny_tokenizer(), text, 8, 1 << 20)
+    found = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=16)
+    assert torch.equal(found.training.ids, read.ids[:-2])
+    assert torch.equal(found.held_out.ids, read.ids[-2:])
+    assert found.training.digest == digest_of(read.ids[:-2])
+    assert (found.training.source, found.training.notes) == (text, read.notes[1:])
+
+
+def test_documents_apart(tmp_path: Path) -> None:
+    table = tmp_path / "rows.jsonl"
+    table.write_text("".join(f'{{"text": "{number} and {number + 1}"}}\n' for number in range(100)))
+    tokenizer = tiny_tokenizer()
+    found = load_train_texts(tokenizer, str(table), 16, 320, held_out_tokens=32, documents="apart")
+    rows = found.training.rows.with_format("numpy")[:]
+    begins = rows["input_ids"] == tokenizer.bos_token_id
+    assert begins.any(1).all()
+    assert (rows["position_ids"][begins] == 0).all()
+    assert (rows["labels"][begins] == IGNORED).all()
+    assert (rows["labels"][~begins & (rows["position_ids"] > 0)] != IGNORED).all()
+    plain = tmp_path / "plain.txt"
+    plain.write_text("one text")
+    with pytest.raises(ValueError, match="is one text, whose documents cannot be told apart; give the separator"):
+        load_train_texts(tokenizer, str(plain), 16, 320, documents="apart")
 
 
 def test_windows_say_which_they_are() -> None:

@@ -23,6 +23,7 @@ RUN/rack-R/replica-1/, ...
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -42,7 +43,8 @@ from surgeon.training.racks.averaging import NEVER, parse_averaging
 from surgeon.training.racks.pace import RackPace
 from surgeon.training.racks.wire import TOKEN_BYTES
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainingText, TrainTexts, read_rows, write_rows
+from surgeon.training.texts import MixedPart, TrainingText, TrainTexts
+from surgeon.training.token_store import read_rows, write_rows
 
 PLAN_FILE, ADDRESS_FILE = "racks.json", "address.json"
 TEXTS_FILE, TRAINING_TEXT_FILE = "texts.safetensors", "texts.arrow"
@@ -147,7 +149,9 @@ def teacher_file(run: Path, index: int) -> Path:
 def write_texts(run: Path, texts: TrainTexts) -> None:
     """Write both texts as tokens, whole or not at all."""
     write_rows(run / TRAINING_TEXT_FILE, texts.training.rows)
-    said = {"training": texts.training.source, "held_out": texts.held_out.source, "digest": texts.training.digest}
+    training = texts.training
+    parts = json.dumps([[part.windows, part.weight] for part in training.parts])
+    said = {"training": training.source, "held_out": texts.held_out.source, "digest": training.digest, "parts": parts}
     held_out = {"held_out": texts.held_out.ids, "answers": texts.held_out.answers}
     with whole_file(run / TEXTS_FILE) as beside:
         tensors = {name: tensor.contiguous() for name, tensor in held_out.items() if tensor is not None}
@@ -163,5 +167,6 @@ def read_texts(run: Path) -> TrainTexts:
     with safe_open(run / TEXTS_FILE, framework="pt") as file:
         said, ids = file.metadata(), file.get_tensor("held_out")
         answers = file.get_tensor("answers") if "answers" in file.keys() else None  # noqa: SIM118 - no mapping
-    training = TrainingText(read_rows(run / TRAINING_TEXT_FILE), said["training"], said["digest"])
+    parts = tuple(MixedPart(*part) for part in json.loads(said["parts"]))
+    training = TrainingText(read_rows(run / TRAINING_TEXT_FILE), said["training"], said["digest"], parts=parts)
     return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids), answers=answers))

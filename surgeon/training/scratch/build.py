@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +18,9 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.recipe_program import recipe_program
+from surgeon.quality.tokens import tokenizer_digest
 from surgeon.training.conversations import load_texts
+from surgeon.training.packing import documents_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.subject import check_settings
 from surgeon.training.scratch.config import ScratchConfig
@@ -79,6 +79,7 @@ class Blueprint:
             config.eval_data,
             config.eval_tokens,
             config.separator,
+            documents_of(config.documents),
         )
         with config.under("data"):
             settings.steps_on(len(texts.training))
@@ -96,10 +97,8 @@ class Blueprint:
 
     @cached_property
     def tokenizer_digest(self) -> str:
-        """SHA-256 of what the tokenizer makes of texts: its rules where they can be written down, else its entries."""
-        rules = getattr(self.tokenizer, "backend_tokenizer", None)
-        text = json.dumps(self.tokenizer.get_vocab(), sort_keys=True) if rules is None else rules.to_str()
-        return hashlib.sha256(text.encode()).hexdigest()
+        """Which tokenizer it is (`surgeon.quality.tokens.tokenizer_digest`)."""
+        return tokenizer_digest(self.tokenizer)
 
 
 def blueprint(config: ScratchConfig) -> Blueprint:

@@ -13,10 +13,12 @@
 `model` is a configuration as `transformers` knows it. `operations` are a recipe's, on a model of that many layers. In
 their place `program` may stand, as text, or `tracks: {count: 2, depth: 4}` for a native Parallel Track model: 2 narrow
 tracks that meet every 4 layers, as large together as the layers of `model` (see tracks.py). Without any of these the
-model is the plain one. With `racks: {ranges: ["0:4", "4:8"], coda: 1}` it is trained rack by rack, each of which has a
-coda of so many layers and a loss of its own (see training/racks/); with `processes: true` in it all racks at once, and
-then their codas may be averaged (`average: 100`), and each rack may be several processes (`replicas: 2`). Every error
-names the file, the line, the value and what would be right.
+model is the plain one. `data` may be several texts with their shares of the windows, `{a.jsonl: 0.7, code/: 0.3}`, and
+`documents: apart` keeps documents from seeing each other (see training/packing.py). With `racks: {ranges: ["0:4",
+"4:8"], coda: 1}` it is trained rack by rack, each of which has a coda of so many layers and a loss of its own (see
+training/racks/); with `processes: true` in it all racks at once, and then their codas may be averaged (`average: 100`),
+and each rack may be several processes (`replicas: 2`). Every error names the file, the line, the value and what would
+be right.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, Strict
+from pydantic import ConfigDict, Field, PlainValidator, Strict
 
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.operations.applied import AppliedOperation, in_braces
@@ -40,8 +42,9 @@ from surgeon.named import is_recipe, on_disk
 from surgeon.quality.data import DEFAULT_WINDOW
 from surgeon.training.arguments import read_trainer_argument
 from surgeon.training.model import RackOptions
+from surgeon.training.packing import documents_of
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import HELD_OUT_TOKENS
+from surgeon.training.texts import HELD_OUT_TOKENS, check_texts
 
 KIND = "configuration"
 PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
@@ -72,7 +75,7 @@ class ScratchKeys:
     Attributes:
         model: the entries of a `transformers` configuration, with its model_type.
         tokenizer: a folder, a name on the hub, or demo.
-        data, eval_data, eval_tokens, tokens, window, separator: as `load_texts` takes them; without `tokens`
+        data, eval_data, eval_tokens, tokens, window, separator, documents: as `load_texts` takes them; without `tokens`
             there is as much training text as the steps go through.
         program: the model's program, where it is given as text.
         tracks: of a native Parallel Track model; `model` is the dense one then that it is derived from.
@@ -83,7 +86,7 @@ class ScratchKeys:
 
     model: Annotated[dict[str, Any], Strict()]
     tokenizer: _Text
-    data: _Text
+    data: Annotated[str | dict[str, float], PlainValidator(check_texts)]
     program: Annotated[str, Strict()] | None = None
     tracks: TracksSection | None = None
     racks: RackOptions | None = None
@@ -92,6 +95,7 @@ class ScratchKeys:
     tokens: _Count | None = None
     window: Annotated[int, Strict(), Field(ge=2)] = DEFAULT_WINDOW
     separator: Annotated[str, Strict()] | None = None
+    documents: Annotated[str, Strict()] = "joined"
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,10 @@ class ScratchConfig(ScratchKeys):
         lines += [] if self.program is None else [_line("program", str(Program.parse(self.program)))]
         lines += [] if self.tracks is None else [f"tracks: {in_braces(vars(self.tracks))}"]
         lines += [] if self.racks is None else [f"racks: {in_braces(vars(self.racks))}"]
-        lines.append(_line("data", name(self.data)))
+        several = self.data if isinstance(self.data, str) else {name(text): one for text, one in self.data.items()}
+        lines.append(_line("data", name(several) if isinstance(several, str) else several))
         lines += [] if self.eval_data is None else [_line("eval_data", name(self.eval_data))]
-        plain = ("eval_tokens", "tokens", "window", "separator")
+        plain = ("eval_tokens", "tokens", "window", "separator", "documents")
         given = {key: value for key in plain if (value := getattr(self, key)) is not None}
         lines += [_line(key, value) for key, value in given.items()]
         entries = {key: value for key, value in vars(self.settings).items() if key not in _OF_HEALING}
@@ -209,6 +214,8 @@ class _ConfigReader(DocumentReader):
             source=self.source,
             lines=self.lines,
         )
+        with config.under("documents"):
+            documents_of(config.documents)
         with config.under("program"):
             _ = config.program and Program.parse(config.program)
         return config

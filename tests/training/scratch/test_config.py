@@ -39,6 +39,9 @@ def test_written_it_reads_the_same() -> None:
     for other in (LADDER, "program: A0 F0 [A1 F1]", "tracks: {count: 2, depth: 3}", RACKS):
         config = parse_config(GOOD.replace(LADDER, other))
         assert parse_config(config.to_yaml()) == config
+    several = parse_config(GOOD.replace("data: /somewhere/text.txt", "data: {/a/b.txt: 3, c/: 1}\ndocuments: apart"))
+    assert (several.data, several.documents) == ({"/a/b.txt": 3.0, "c/": 1.0}, "apart")
+    assert parse_config(several.to_yaml()) == several
     published = parse_config(parse_config(GOOD).to_yaml(public))
     assert (published.data, published.tokenizer, published.eval_data) == ("text.txt", "some/tokenizer", "demo")
 
@@ -58,7 +61,9 @@ def test_settings_can_be_others() -> None:
         ("window: 16", "window: wide", "configuration:8: window: Input should be a valid integer, not 'wide'"),
         ("tokenizer: some/tokenizer\n", "", "configuration:1: the key 'tokenizer' is missing"),
         ("model: {", "model: [", "configuration:2: not valid YAML"),
-        ("data: /somewhere/text.txt", "data: 7", "configuration:6: data: Input should be a valid string, not 7"),
+        ("data: /somewhere/text.txt", "data: 7", "configuration:6: data: it must be a text, or several with their"),
+        ("data: /somewhere/text.txt", "data: {a: 0}", "configuration:6: data: the weight of a must be a number"),
+        ("window: 16", "documents: part", "configuration:8: documents: documents cannot be 'part' in a window"),
         ("  - ladder", "  - lader", "configuration:5: unknown operation 'lader'; did you mean 'ladder'?"),
         ("data: /", "program: A0\ndata: /", "configuration:6: operations and program both say what the"),
         ("training: {", "training: {stesp: 3, ", "configuration:9: unknown key 'stesp'; did you mean 'steps'?"),

@@ -1,0 +1,196 @@
+"""The tokens of texts of any length, in little memory.
+
+A long text is tokenized in blocks that overlap. Where the tokens of two blocks are the same for a while, in the middle
+of what they share, the one is left for the other: so they are those of the whole text tokenized at once. Where two have
+no token in common there, as in a word of thousands of letters, the text is cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Characters: in the first block of a document, in the longest, in what two have in common.
+_FIRST, _BLOCK, _OVERLAP = 1 << 15, 1 << 17, 1 << 11
+_AGREEING = 16  # tokens
+_AT_ONCE = 1 << 19  # characters that are tokenized together, on all cores
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a document, or of a stretch of one; further stretches follow it until one ends the document.
+
+    Attributes:
+        ids: (tokens,).
+        answer: (tokens,), which of them a model learns to predict; None for all.
+        ends: whether the document ends with them.
+    """
+
+    ids: NDArray[np.int32]
+    answer: NDArray[np.bool_] | None = None
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A part of a document, which begins with the end of the one before it."""
+
+    text: str
+    begins: bool
+    ends: bool
+
+
+_Placed = list[tuple[int, int, int]]  # tokens: id, and where they begin and end in the text
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """A block's tokens; `encoding` is that of `tokenizers`, None of a tokenizer that has none."""
+
+    text: str
+    ids: list[int]
+    encoding: Any
+
+    def placed(self, first: int, end: int | None = None) -> _Placed:
+        """Some of its tokens."""
+        return [(self.ids[token], *self.encoding.token_to_chars(token)) for token in range(len(self.ids))[first:end]]
+
+    def token_at(self, character: int) -> int:
+        """The first token that does not begin before a character."""
+        return bisect_left(
+            range(len(self.ids)), character, key=lambda token: int(self.encoding.token_to_chars(token)[0])
+        )
+
+
+class TextTokens:
+    """Reads the tokens of documents one after the other; where it stands can be written down, to go on from there.
+
+    Args:
+        tokenizer: of `transformers`.
+        apart: each document gets the tokenizer's BOS before it, or without one its EOS behind it; else the first one
+            gets what the tokenizer puts before and behind a text.
+
+    Raises:
+        ValueError: if documents are to be apart, and the tokenizer has neither.
+    """
+
+    def __init__(self, tokenizer: Any, apart: bool) -> None:
+        self.tokenizer, self.is_fast = tokenizer, bool(getattr(tokenizer, "is_fast", False))
+        self._marks = _document_marks(tokenizer) if apart else ([], [])
+        self._around = ([], []) if apart else _marks_around(tokenizer)
+        self._blocks = 0  # so far
+        self._held: _Placed = []  # the last tokens of a document that goes on, by their places in the next block
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as JSON values, for `resume`."""
+        return {"blocks": self._blocks, "held": self._held}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on, with the same documents from their start, behind what another one had read that said `state`."""
+        self._blocks, self._held = state["blocks"], [tuple(each) for each in state["held"]]
+
+    def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
+        """The tokens of documents that come in pieces, some at a time; its state is that behind what it gave last."""
+        blocks = (block for pieces in documents for block in self._cut(pieces))
+        rest, most = islice(blocks, self._blocks, None), _FIRST
+        while batch := _up_to(rest, most):
+            coded = self._code([block.text for block in batch])
+            found = list(map(self._joined, batch, coded))
+            yield found
+            most = min(2 * most, _AT_ONCE)  # little is read for little text
+        if self._around[1] and self._blocks:
+            yield [Tokens(np.array(self._around[1], np.int32))]
+
+    def _cut(self, pieces: Iterable[str]) -> Iterator[_Block]:
+        held, begins, size = "", True, _FIRST
+        for piece in pieces:
+            for start in range(0, len(piece), _BLOCK):
+                held += piece[start : start + _BLOCK]
+                while self.is_fast and len(held) > size:
+                    yield _Block(held[:size], begins, False)
+                    held, begins, size = held[size - _OVERLAP :], False, min(2 * size, _BLOCK)
+        yield _Block(held, begins, True)
+
+    def _code(self, texts: list[str]) -> list[_Coded]:
+        coded = self.tokenizer(texts, add_special_tokens=False, verbose=False)
+        encodings = coded.encodings or [None] * len(texts)
+        return [_Coded(*each) for each in zip(texts, coded["input_ids"], encodings, strict=True)]
+
+    def _joined(self, block: _Block, coded: _Coded) -> Tokens:
+        """The tokens that a block adds, up to where the next one begins."""
+        before, first = (self._around[0] if self._blocks == 0 else []), 0
+        if not block.begins:
+            if (seam := self._seam(coded)) is None:
+                seam, coded = (len(self._held), 0), self._code([block.text[_OVERLAP:]])[0]
+            left, first = seam
+            before = [id_ for id_, *_ in self._held[:left]]
+        end, self._held = len(coded.ids), []
+        if not block.ends:
+            start = len(coded.text) - _OVERLAP
+            end = coded.token_at(start)
+            self._held = [(id_, begin - start, stop - start) for id_, begin, stop in coded.placed(end)]
+        self._blocks += 1
+        begin, close = (self._marks[0] if block.begins else []), (self._marks[1] if block.ends else [])
+        return Tokens(np.array([*begin, *before, *coded.ids[first:end], *close], np.int32), ends=block.ends)
+
+    def _seam(self, coded: _Coded) -> tuple[int, int] | None:
+        """How many tokens are left of the block before, and with which of its own a block goes on; None if neither."""
+        own = coded.placed(0, coded.token_at(_OVERLAP))
+        where: dict[tuple[int, int, int], int] = {}
+        for token, each in enumerate(own):
+            where.setdefault(each, token)
+        best = 0, 0, 0
+        for token, each in enumerate(self._held):
+            if each[1] >= _OVERLAP // 2 and (at := where.get(each)) is not None and best[0] < _AGREEING:
+                both = zip(self._held[token : token + _AGREEING], own[at:], strict=False)
+                agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+                best = max(best, (agreeing, token, at), key=itemgetter(0))
+        return best[1:] if best[0] else None
+
+
+def _up_to(blocks: Iterator[_Block], most: int) -> list[_Block]:
+    """The next blocks, of so many characters together; none at the end."""
+    found = list[_Block]()
+    while sum(len(block.text) for block in found) < most and (block := next(blocks, None)) is not None:
+        found.append(block)
+    return found
+
+
+def _document_marks(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens a document begins with and ends with, where there are several."""
+    if tokenizer.bos_token_id is not None:
+        return [tokenizer.bos_token_id], []
+    if tokenizer.eos_token_id is not None:
+        return [], [tokenizer.eos_token_id]
+    raise ValueError(
+        "documents cannot be kept apart: the tokenizer has no BOS and no EOS; drop the separator, and read one text"
+    )
+
+
+def _marks_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer puts before and behind a text."""
+    coded = tokenizer("a", return_special_tokens_mask=True)
+    before, behind = (
+        [id_ for id_, _ in takewhile(itemgetter(1), zip(ids, marks, strict=True))]
+        for ids, marks in (
+            (coded["input_ids"], coded["special_tokens_mask"]),
+            (coded["input_ids"][::-1], coded["special_tokens_mask"][::-1]),
+        )
+    )
+    return before, behind[::-1]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of what the tokenizer makes of texts: its rules where they can be written down, else its entries."""
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    text = json.dumps(tokenizer.get_vocab(), sort_keys=True) if rules is None else rules.to_str()
+    return hashlib.sha256(text.encode()).hexdigest()
