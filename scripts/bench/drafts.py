@@ -88,7 +88,7 @@ def edits(model: Model, ranks: int) -> dict[str, str]:
         "ladder of pairs": ladder(pairs, inner),
         "every third left out": without(dense, inner[1::3]),
     }
-    if ranks > 1:
+    if ranks > 1 and model.config.num_key_value_heads % ranks == 0:
         found |= {"tracks, D = 4": tracks(dense, inner, ranks, 4), TRACKS: tracks(dense, inner, ranks, len(inner))}
     return {name: str(program) for name, program in found.items()}
 

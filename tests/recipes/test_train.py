@@ -37,7 +37,7 @@ def test_all_are_known() -> None:
     assert plan_of("mixture").program.sync_points(2) == 16
     assert count_parameters(plan_of("mixture").architecture).layers == pytest.approx(5.0e6, rel=0.1)
     assert plan_of("dense-16").program == Program.dense(16)
-    assert count_parameters(plan_of("dense-16").architecture).layers == pytest.approx(2.9e6, rel=0.1)
+    assert count_parameters(plan_of("dense-16").architecture).layers == pytest.approx(3.2e6, rel=0.1)
 
 
 @pytest.mark.parametrize("name", SYNCS)

@@ -47,6 +47,7 @@ def test_drafts_are_programs_or_recipes_of_them(tmp_path: Path) -> None:
     model = open_model(save_checkpoint(tmp_path / "model", num_layers=6))
     assert [name for name in edits(model, 1) if "tracks" in name] == []
     assert len([name for name in edits(model, 2) if "tracks" in name]) == 2
+    assert [name for name in edits(model, 3) if "tracks" in name] == []  # KV heads do not divide
     assert draft_named(model, "few=A0 F0 A5 F5") == ("few", "A0 F0 A5 F5")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"surgeon: 1\nmodel: {tmp_path / 'model'}\noperations:\n  - prune: {{layers: '1:5'}}\n")
