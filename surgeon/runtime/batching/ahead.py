@@ -58,6 +58,7 @@ ENOUGH = (
     12  # passes, to cover any trial: of the first ones of a size, which are recorded, one may take more than ever can
 )
 ACCOUNT_FADE = 0.999  # with each pass
+RECORDED = 4.0  # a first pass that takes longer than the next by so many of the smallest passes was recorded
 USED_AGAIN = 8  # how often a size is, among many others
 LONGEST = 2.0  # a pass that takes longer than so many times what is usual was interrupted
 
@@ -132,7 +133,7 @@ class PassTimes:
     """Seconds of a kind of passes, by how many tokens they have.
 
     Attributes:
-        longer_at_first: than others of its size the first pass takes, as the newest have shown.
+        longer_at_first: than others of its size the first pass takes where it is recorded, as the newest have shown.
     """
 
     def __init__(self) -> None:
@@ -154,7 +155,11 @@ class PassTimes:
         if tokens not in self._seconds:
             insort(self._sizes, tokens)
             self._seconds[tokens] = seconds
-            self._longer = [*self._longer[1 - FEWEST :], max(0.0, self._begun[tokens] - seconds)]
+            longer = self._begun[tokens] - seconds
+            self._longer = [
+                *self._longer[1 - FEWEST :],
+                longer if longer > RECORDED * self._seconds[self._sizes[0]] else 0.0,
+            ]
             self.longer_at_first = median(self._longer)
         else:
             before = self._seconds[tokens]

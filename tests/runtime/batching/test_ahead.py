@@ -17,7 +17,7 @@ Seconds = Callable[[int], float]
 def test_times_lie_between_those_that_were_measured() -> None:
     times = PassTimes()
     assert not times.known
-    for tokens, seconds in ((4, 2.0), (4, 2.0), (8, 4.0), (8, 4.0), (2, 9.0)):
+    for tokens, seconds in ((4, 9.0), (4, 2.0), (8, 9.0), (8, 4.0), (2, 9.0)):
         times.note(tokens, seconds)
     assert [times.of(tokens) for tokens in (1, 4, 5, 6, 8, 100)] == [2.0, 2.0, 2.5, 3.0, 4.0, 4.0]
     times.note(4, 3.0)
@@ -38,15 +38,19 @@ def test_times_lie_between_those_that_were_measured() -> None:
 def test_the_first_pass_of_a_size_counts_apart() -> None:
     """By how much longer it took than the second, but for a few passes at most; it does not say how long others are."""
     times = PassTimes()
-    for seconds in (9.0, 2.0):
+    for seconds in (12.0, 2.0):
         times.note(4, seconds)
-    assert times.longer_at_first == 7.0
-    assert [times.of(tokens) for tokens in (4, 8)] == [2.0, 2.0 + 7 / USED_AGAIN]
-    assert [times.at_most(tokens) for tokens in (4, 8)] == [2.0, 2 * (2 + 7 / USED_AGAIN) + 7]
+    assert times.longer_at_first == 10.0
+    assert [times.of(tokens) for tokens in (4, 8)] == [2.0, 2.0 + 10 / USED_AGAIN]
+    assert [times.at_most(tokens) for tokens in (4, 8)] == [2.0, 2 * (2 + 10 / USED_AGAIN) + 10]
     times.note(8, 100.0)
     assert [times.of(8), times.at_most(8)] == [2.0, 4.0]
     times.note(8, 3.0)
-    assert times.longer_at_first == (7 + 97) / 2
+    assert times.longer_at_first == (10 + 97) / 2
+    chance = PassTimes()
+    for seconds in (9.0, 2.0):  # not so much longer that it was recorded
+        chance.note(4, seconds)
+    assert chance.longer_at_first == 0.0
 
 
 def measured(draft: Seconds, verify: Seconds) -> Ahead:
