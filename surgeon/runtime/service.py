@@ -196,21 +196,21 @@ class Service(AbstractContextManager["Service"]):
             plan = with_coda(plan)
         elif options.draft is not None and options.draft != LOOKUP:
             plan = with_draft(plan, model, options.draft)
+        drafts = 0
+        if options.draft is not None:
+            drafts = options.draft_tokens or (DRAFT_TOKENS if options.draft == CODA else MOST_AHEAD)
         sizes, here = (options.max_batch, options.blocks, options.memory), ranks_of_this_machine(ranks)
         free: Callable[[], int] = free_bytes
         with ExitStack() as undone:
             if device == "cuda" and options.memory is None:  # asking opens a context on a GPU: only its rank does
                 started = started or undone.enter_context(Ranks(options.ranks))
                 free = partial(_free_on_gpus, started)
-            self.plan, self.blocks = choose_cache(plan, device, *sizes, here, free)
+            self.plan, self.blocks = choose_cache(plan, device, *sizes, here, free, drafts)
             undone.pop_all()
         warn_without_kernels(device, self.plan.dtype)
         self.kernels = kernels_used(device, self.plan.dtype)
         self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch, device)
         self.max_tokens = self.capacity.longest
-        drafts = 0
-        if options.draft is not None:
-            drafts = options.draft_tokens or (DRAFT_TOKENS if options.draft == CODA else MOST_AHEAD)
         as_pays = options.draft not in (None, CODA) and options.draft_tokens is None
         pass_tokens = max(PASS_TOKENS[device], options.max_batch * (1 + drafts))
         waiting, long_texts = options.max_waiting, self.plan.long_texts

@@ -245,6 +245,7 @@ def choose_cache(
     memory: int | None,
     local_ranks: int | None = None,
     free: Callable[[], int] = free_bytes,
+    drafts: int = 0,
 ) -> tuple[Plan, int]:
     """How many blocks the cache is to have, and the plan, which says whether memory is the limit (`Plan.kv`).
 
@@ -255,17 +256,18 @@ def choose_cache(
         local_ranks: how many of the ranks run on this machine; all if None.
         free: says how much of the memory may be taken where no limit is given: of this machine's (ranks on other
             machines are taken to have as much), or of the GPU that has least.
+        drafts: tokens that are drafted for each sequence, and verified in one pass, each as a text of its own.
 
     Raises:
         ValueError: if there is not enough memory for the weights and the blocks; it says what would fit.
     """
     here = local_ranks or plan.ranks
     allowed = free() if memory is None else memory
-    room = _Room.of(plan, device, here, max_batch, allowed)
+    room = _Room.of(plan, device, here, max_batch, allowed, drafts)
     wanted = room.wanted if blocks is None else blocks
     if plan.kv == "auto" and room.fitting < wanted:
         tight = replace(plan, tight=True)
-        smaller = _Room.of(tight, device, here, max_batch, allowed)
+        smaller = _Room.of(tight, device, here, max_batch, allowed, drafts)
         if smaller.fitting > room.fitting:
             plan, room = tight, smaller
     fitting = room.fitting
@@ -345,7 +347,7 @@ class _Room(NamedTuple):
     wanted: int
 
     @classmethod
-    def of(cls, plan: Plan, device: str, here: int, max_batch: int, allowed: int) -> _Room:
+    def of(cls, plan: Plan, device: str, here: int, max_batch: int, allowed: int, drafts: int) -> _Room:
         """What a plan has, of so many bytes.
 
         Args:
@@ -359,7 +361,7 @@ class _Room(NamedTuple):
         wanted = sizes.blocks(max_batch, plan.max_tokens, PASS_TOKENS[device])
         if not block:
             return cls(weights, block, 1 << 30, wanted)  # a program without attention has no cache
-        texts, blocks = plan.read_at_once(device, max_batch)
+        texts, blocks = plan.read_at_once(device, max_batch * (1 + drafts))
         left, buffers = allowed - weights, texts * (buffers + (copies if plan.gathers(device) else 0))
         # No text is longer than the cache, which counts where that is shorter than the longest text.
         return cls(weights, block, max(left // (block + buffers), (left - buffers * blocks) // block), wanted)

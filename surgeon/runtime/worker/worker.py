@@ -147,7 +147,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
         pulse_seconds: how often to send a `Pulse`.
     """
     engine: RankEngine = rank.engines[ENGINE]
-    cache = engine.new_cache(blocks, limits.max_batch, grouped=True)
+    cache = engine.new_cache(blocks, limits.max_batch * (1 + limits.draft_tokens), grouped=True)
 
     def pulse() -> None:  # whatever this rank is doing
         with suppress(OSError):  # the starting process has gone, and this one is about to

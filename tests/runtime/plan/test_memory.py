@@ -119,6 +119,16 @@ def test_where_memory_is_the_limit_more_texts_fit_in_rank_space(tiny_model: Call
     assert chosen("auto", 100, decoding="static") == chosen("full", 100, decoding="static") == (False, 1)
 
 
+def test_static_passes_verify_drafts_as_texts(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, 1, 128, decoding="static")
+    sizes = footprint(plan)
+    allowed = sizes.weights[0] + 2 * (sizes.block[0] + 32 * sizes.copies[0])
+    assert choose_cache(plan, "cpu", 4, None, allowed, drafts=7) == (plan, 2)
+    assert choose_cache(plan, "cpu", 4, None, allowed)[1] > 2
+    assert choose_cache(plan, "cpu", 4, None, allowed, drafts=7)[1] == choose_cache(plan, "cpu", 32, None, allowed)[1]
+
+
 def test_short_caches_need_no_buffers_for_long_texts(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 1, 128, "A0@k3,v4 F0", kv="lowrank")
