@@ -1,7 +1,7 @@
 """Decoding with drafts of another program over the same weights, beside decoding without and beside that program alone.
 
     python scripts/bench/drafts.py -o TABLE.md [--model demo] [--ranks 2] [--links 0us 200us 1ms gloo] [--batch 1 4 8]
-                                   [--draft NAME=PROGRAM|RECIPE ...] [--clasp N ...] [--only NAME ...]
+                                   [--draft NAME=PROGRAM|RECIPE|FOLDER ...] [--clasp N ...] [--only NAME ...]
                                    [--draft-tokens N] [--drawn 0.8] [--rounds 3]
 
 All ways of decoding take turns in every round, so that whatever else the machine does happens to all of them; tables
@@ -22,7 +22,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from statistics import median
@@ -36,6 +36,7 @@ from scripts.bench.decoding import DENSE, prompts_of, write_tables
 from scripts.bench.goals import missed
 from surgeon.benchmarks.drafting import decode_together
 from surgeon.checkpoint.codas import read_codas
+from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.language.operations import ladder, pair, prune, tracks
 from surgeon.language.program import Program
 from surgeon.library.running import draft_program
@@ -104,9 +105,11 @@ def runs(
     """All ways of decoding, in turns."""
     plan = make_plan(model, options.ranks, asked.prompt + asked.new)
     plans = {DENSE: plan} | ({CODA: with_coda(plan)} if read_codas(model.folder) else {})
-    for name, program in drafts.items():
-        plans[f"{name} {ALONE}"] = make_plan(model, options.ranks, plan.max_tokens, program)
-        plans[name] = with_draft(plan, model, program)
+    for name, text in drafts.items():
+        draft = draft_program(model, text) or text
+        program, changes = (draft.program, draft.folder) if isinstance(draft, HealedDraft) else (draft, None)
+        alone = make_plan(model, options.ranks, plan.max_tokens, program)
+        plans |= {f"{name} {ALONE}": replace(alone, changes=changes), name: with_draft(plan, model, draft)}
     with Ranks(options) as started:
         for name, each in plans.items():
             started.call(load, each, name)
@@ -174,19 +177,13 @@ def shortcomings(found: Sequence[Run]) -> Iterator[str]:
             yield f"{goal}, the best of one text: {best:.2f}"
 
 
-def draft_named(model: Model, text: str) -> tuple[str, str]:
-    """The name and program of NAME=PROGRAM or NAME=RECIPE."""
-    name, _, program = text.partition("=")
-    return name, str(draft_program(model, program))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo")
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
-    parser.add_argument("--draft", nargs="*", default=[], metavar="NAME=PROGRAM|RECIPE", help="besides those it has")
+    parser.add_argument("--draft", nargs="*", default=[], metavar="NAME=DRAFT", help="besides those it has")
     parser.add_argument("--clasp", nargs="*", type=int, default=[], metavar="N", help="leave out N layers, by clasp.py")
     parser.add_argument("--draft-tokens", type=int, default=0, metavar="N", help="always; by default as many as pay")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="of the drafts it has; none: none")
@@ -201,7 +198,7 @@ def main() -> None:
     model = open_model(options.model)
     drafts = edits(model, options.ranks)
     drafts = {name: text for name, text in drafts.items() if not options.only or name in options.only}
-    drafts |= dict(draft_named(model, each) for each in options.draft)
+    drafts |= {name: text for name, _, text in (each.partition("=") for each in options.draft)}
     found = list[Run]()
     for link in options.links:
         delay = 0.0 if link == GLOO else parse_seconds(link)

@@ -20,6 +20,13 @@ def check(
             metavar="[float32|bfloat16|float16]", help="What ranks compute in. Default: as the weights are stored."
         ),
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[RECIPE|PROGRAM|FOLDER]",
+            help="Whether this can draft for it (--draft of surgeon generate and serve), and on which ranks.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each answer.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for check.csv and check.json.")] = None,
 ) -> None:
@@ -36,7 +43,7 @@ def check(
         raise ValueError(f"--ranks are numbers with commas between, as in 1,2,4, not {ranks!r}") from error
     from surgeon.library.check import check as check_model
 
-    found = check_model(model, ranks=numbers, dtype=dtype, output=output)
+    found = check_model(model, ranks=numbers, dtype=dtype, draft=draft, output=output)
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else str(found))
     if found.refused is not None:
         raise typer.Exit(1)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
+from surgeon.library.running import draft_program
 from surgeon.memory import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.models.families.positions import rotated_layers, windowed_layers
@@ -37,6 +39,7 @@ from surgeon.opened import Model
 from surgeon.results.check import AREAS, NO, PARTLY, YES, Verdict
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Mixture
@@ -78,11 +81,13 @@ class Capabilities:
         model: with the shapes of its tensors.
         ranks: numbers of them.
         dtype: that ranks compute in.
+        draft: that is to draft for it, if any, as of `Running`.
     """
 
     model: Model
     ranks: Sequence[int]
     dtype: str
+    draft: str | Path | None = None
 
     def verdicts(self, areas: Sequence[str] = AREAS) -> Iterator[Verdict]:
         """All of them, area by area."""
@@ -238,6 +243,8 @@ class Capabilities:
         """Numbers of ranks, and the programs that a bench knows by name."""
         for count in self.ranks:
             yield plural(count, "rank"), partial(self._shared, count)
+        if self.draft is not None:
+            yield "draft", lambda: _together([(plural(n, "rank"), 1, partial(self._drafted, n)) for n in self.ranks])
         yield f"texts of {self.model.positions:,} tokens", partial(self._planned, self.ranks[0], None, True)
         if self.model.own is None:
             asked = (name for name in VARIANTS if max(self.ranks) > 1 or not _for_several(name))
@@ -260,6 +267,11 @@ class Capabilities:
         weights, cache = max(sizes.weights), blocks * max(sizes.block)
         said = f"{show_size(weights)} weights, {show_size(cache)} cache of a text of {plan.max_tokens:,} tokens"
         return f"{said}, {self.dtype}, on each", weights + cache
+
+    def _drafted(self, ranks: int) -> str:
+        """Nothing, if the draft runs beside the model."""
+        with_draft(self._plan_on(ranks), self.model, draft_program(self.model, self.draft) or "")
+        return ""
 
     def _variant(self, name: str) -> Verdict:
         every = range(self.model.num_layers)

@@ -32,6 +32,7 @@ def check(
     *,
     ranks: Sequence[int] = RANKS,
     dtype: str | None = None,
+    draft: str | Path | None = None,
     output: str | Path | None = None,
 ) -> Check:
     """Say what would work with a model, what not and why, and how much memory each would take.
@@ -43,6 +44,7 @@ def check(
         model: a folder, a config.json, a name on the hub, "demo", or a model that is open.
         ranks: numbers of tensor-parallel ranks to be looked at.
         dtype: to compute in on ranks, "float32", "bfloat16" or "float16"; by default as the weights are stored.
+        draft: a program, a recipe or a healed draft's folder: whether it can draft for the model, and on which ranks.
         output: folder for check.csv and check.json.
 
     Returns:
@@ -58,7 +60,7 @@ def check(
     name = model.name if isinstance(model, Model) else str(model)
     try:
         opened = _with_shapes(model)
-        able = Capabilities(opened, tuple(ranks), dtype or str(opened.dtype).removeprefix("torch."))
+        able = Capabilities(opened, tuple(ranks), dtype or str(opened.dtype).removeprefix("torch."), draft)
         found = Check.of(able.verdicts(), model=name, facts=_facts(opened))
     except Unsupported as refusal:
         found = Check.of([], model=name, refused=str(refusal), facts=mechanisms(read_json(find_config(name))))

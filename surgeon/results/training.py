@@ -156,11 +156,14 @@ class OnHeldOut:
 
     Attributes:
         divergence: from the original, whose own is 0; NaN where the original is not known.
+        greedy_acceptance, sampled_acceptance: as its draft, as of `TextQuality`; NaN where they were not measured.
     """
 
     perplexity: WithInterval
     divergence: WithInterval
     tokens: int
+    greedy_acceptance: WithInterval
+    sampled_acceptance: WithInterval
 
     @classmethod
     def of(cls, stored: dict[str, Any], original: bool = False) -> OnHeldOut:
@@ -173,13 +176,15 @@ class OnHeldOut:
         divergence = WithInterval(0.0, 0.0, 0.0) if original else _measured(stored, "divergence")
         if not perplexity.value > 0:
             raise ValueError(f"a perplexity of {perplexity.value:g} is not above 0")
-        return cls(perplexity, divergence, int(stored["tokens"]))
+        accepted = (_measured(stored, f"{how}_acceptance") for how in ("greedy", "sampled"))
+        return cls(perplexity, divergence, int(stored["tokens"]), *accepted)
 
 
 def _measured(stored: dict[str, Any], name: str) -> WithInterval:
     ends = stored.get(f"{name}_interval") or NO_INTERVAL
     low, high = (float(end) for end in ends)
-    return WithInterval(math.nan if stored[name] is None else float(stored[name]), low, high)
+    value = stored.get(name)
+    return WithInterval(math.nan if value is None else float(value), low, high)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 
 import surgeon
 from surgeon.results.check import Check
+from tests.healed import healed_draft
 from tests.tiny_wrappers import tiny_wrapper
 
 SIZES = {
@@ -121,6 +122,17 @@ def test_an_edited_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert "has to fit into memory" in found.of_area("scan")["layer by layer"].why
     assert "program" in found.of_area("scan")["sensitivity"].why
     assert found.of_area("ranks")["2 ranks"].works == "yes"
+
+
+def test_whether_something_can_draft(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    program = "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3"
+    healed_draft(tiny_checkpoint, program, tmp_path / "draft", lora=2)
+    for draft in (tmp_path / "draft", program):
+        found = surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=draft).of_area("ranks")["draft"]
+        assert found.works == "part"
+        assert found.why.startswith("not 1 rank: the draft cannot run beside its model: rank 0 computes A1/2:0")
+    none = surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=tiny_checkpoint).of_area("ranks")["draft"]
+    assert (none.works, "has no draft.json" in none.why) == ("no", True)
 
 
 def test_what_is_refused_altogether(checked: Callable[..., Check]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.drafts import HealedDraft
+from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.adapted import Adapted
@@ -22,7 +25,7 @@ from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, load
 from tests.healed import healed_draft
 from tests.runtime.model.conftest import Several
-from tests.runtime.model.test_coda import PROMPTS, continued, run
+from tests.runtime.model.test_coda import PROMPTS, WORDS, continued, deviation, run, texts_of
 from tests.runtime.model.test_draft import DRAFTS, REQUESTS, TRACKS, saved
 
 thorough = pytest.mark.thorough
@@ -82,6 +85,18 @@ def test_greedy_tokens_are_those_of_the_model(what: str, tmp_path: Path) -> None
     found, tally = run(RankEngine(plan, Alone(), torch.device("cpu")), REQUESTS, 3)
     assert found == {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
     assert tally.drafted > 0
+
+
+@thorough
+def test_drawn_texts_have_the_models_distribution(tmp_path: Path) -> None:
+    model = saved(tmp_path, vocab_size=WORDS, tie_word_embeddings=False)
+    plan, _ = planned(tmp_path, DRAFTS["pairs"], lora=3)
+    sampling = Sampling(temperature=0.7, top_p=0.95, repetition_penalty=1.2, max_new_tokens=4, ignore_end=True)
+    requests = [Request(text, (2, 3), replace(sampling, seed=0, place=(text, 0))) for text in range(600)]
+    engine = RankEngine(plan, Alone(), torch.device("cpu"))
+    tokens, tally = run(engine, requests, 2, blocks=600, max_batch=100, pass_tokens=400)
+    assert 0.05 * tally.drafted < tally.accepted < 0.95 * tally.drafted
+    assert deviation(Counter(tuple(text[:3]) for text in tokens.values()), texts_of(model, sampling)) < 3
 
 
 def test_matrices_are_there_once(tmp_path: Path) -> None:
