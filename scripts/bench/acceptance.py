@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.bench.draft_runs import prompts_of
 from transformers.utils import logging
 
 import surgeon
-from scripts.bench.draft_runs import prompts_of
 
 
 def accepted(draft: str, prompts: list[str], ahead: int, temperature: float, asked: argparse.Namespace) -> str:

@@ -100,13 +100,12 @@ def without(program: Program, layers: Iterable[int]) -> Program:
 
 
 def runs(
-    model: Model, place: str, options: RankOptions, drafts: dict[str, str], asked: argparse.Namespace
+    model: Model, place: str, options: RankOptions, drafts: dict[str, str | HealedDraft], asked: argparse.Namespace
 ) -> Iterator[Run]:
     """All ways of decoding, in turns."""
     plan = make_plan(model, options.ranks, asked.prompt + asked.new)
     plans = {DENSE: plan} | ({CODA: with_coda(plan)} if read_codas(model.folder) else {})
-    for name, text in drafts.items():
-        draft = draft_program(model, text) or text
+    for name, draft in drafts.items():
         program, changes = (draft.program, draft.folder) if isinstance(draft, HealedDraft) else (draft, None)
         alone = make_plan(model, options.ranks, plan.max_tokens, program)
         plans |= {f"{name} {ALONE}": replace(alone, changes=changes), name: with_draft(plan, model, draft)}
@@ -177,6 +176,13 @@ def shortcomings(found: Sequence[Run]) -> Iterator[str]:
             yield f"{goal}, the best of one text: {best:.2f}"
 
 
+def draft_named(model: Model, text: str) -> tuple[str, str | HealedDraft]:
+    """The name and program of NAME=PROGRAM or NAME=RECIPE, or what NAME=FOLDER was healed as."""
+    name, _, given = text.partition("=")
+    draft = draft_program(model, given)
+    return name, draft if isinstance(draft, HealedDraft) else str(draft)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -196,15 +202,19 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable_progress_bar()
     model = open_model(options.model)
-    drafts = edits(model, options.ranks)
-    drafts = {name: text for name, text in drafts.items() if not options.only or name in options.only}
-    drafts |= {name: text for name, _, text in (each.partition("=") for each in options.draft)}
+    own = edits(model, options.ranks)
+    drafts: dict[str, str | HealedDraft] = {
+        name: text for name, text in own.items() if not options.only or name in options.only
+    }
+    drafts |= dict(draft_named(model, each) for each in options.draft)
     found = list[Run]()
     for link in options.links:
         delay = 0.0 if link == GLOO else parse_seconds(link)
         ranks = RankOptions(options.ranks, "cpu", "gloo" if link == GLOO else "auto", Link(delay) if delay else None)
         found += runs(model, link if delay or link == GLOO else SHARED, ranks, drafts, options)
-    programs = [f"- {name}: `{text}`" for name, text in drafts.items()]
+    programs = [
+        f"- {name}: `{draft.program if isinstance(draft, HealedDraft) else draft}`" for name, draft in drafts.items()
+    ]
     texts = ["\n".join(table(found)), "", *programs, "", f"Load average at the end: {os.getloadavg()[0]:.1f}."]
     print("\n".join(texts))
     write_tables(options.output, texts, {"runs": [asdict(run) for run in found]})
