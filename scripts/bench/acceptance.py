@@ -28,7 +28,6 @@ def accepted(draft: str, prompts: list[str], ahead: int, temperature: float, ask
         prompts,
         max_new_tokens=asked.new,
         temperature=temperature,
-        seed=0 if temperature else None,
         max_batch=len(prompts),
         ranks=asked.ranks,
         draft=draft,
