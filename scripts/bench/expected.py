@@ -21,13 +21,16 @@ from surgeon.runtime.plan.placement import Group
 ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
 
 
-def expected_decode(program: Program, runs: Sequence[RankRun], delay: float, line: float = 0.0) -> float:
+def expected_decode(
+    program: Program, runs: Sequence[RankRun], delay: float, line: float = 0.0, parts: int = 1
+) -> float:
     """Seconds per decoding pass, the mean, if nothing but computation and the link took time.
 
     Args:
         runs: what each rank measured; what is taken from it is how long each rank computed, step by step.
         delay: seconds that a collective takes from being started, if the others have started theirs by then.
         line: seconds before that in which its bytes keep a rank's line busy; those of the next one wait.
+        parts: of the batch that take turns.
     """
     by_rank = [[one for one in timed.passes if one.decode] for timed in runs]
     return fmean(
@@ -38,6 +41,7 @@ def expected_decode(program: Program, runs: Sequence[RankRun], delay: float, lin
             delay,
             [one.starting for one in ranks],
             line,
+            parts,
         )
         for ranks in zip(*by_rank, strict=True)
     )
@@ -61,6 +65,7 @@ def expected_seconds(
     delay: float,
     starting: Sequence[float] | None = None,
     line: float = 0.0,
+    parts: int = 1,
 ) -> float:
     """Seconds of one pass.
 
@@ -69,12 +74,12 @@ def expected_seconds(
         rest: of each rank, seconds of computation of everything else: embedding, head, choosing tokens.
         delay: as above.
         starting: of each rank, what starting one collective keeps it from computing.
-        line: as above.
+        line, parts: as above.
     """
     clocks = [RankClock(now=seconds) for seconds in rest]
     costs = _Measured([iter(each) for each in steps], Transfer(line=line, delay=delay), starting or [0.0] * len(clocks))
     costs.reduce_all(clocks)
-    pass_seconds(program, clocks, costs)
+    pass_seconds(program, clocks, *[costs] * parts)
     costs.reduce_all(clocks)
     return max(clock.now for clock in clocks)
 

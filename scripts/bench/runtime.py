@@ -1,10 +1,13 @@
 """What each program wins on two CPU ranks, over shared memory, gloo and emulated links, beside what was to be expected.
 
     python scripts/bench/runtime.py [-o FILE.md] [--rounds 3] [--batch 1 8] [--links shm gloo 1ms 0.2ms]
+        [--programs dense halves ladder]
 
 A random Llama of 24 layers, 512 wide (75M parameters, vocabulary 4,096), float32. For each way of connecting the ranks
 all programs are loaded at once, and every round runs each of them, so that what else the machine does disturbs all
-alike. One markdown table for each way; figures are medians over the rounds, "x dense" the median of the rounds' ratios.
+alike. One markdown table for each way; figures are medians over the rounds, "x dense" the median of the rounds' ratios:
+of decoding passes, and behind the time to the first token of that. "Halves" is the dense program in two halves that
+take turns (surgeon/runtime/model/halves.py), which texts alone have of their prompts only.
 A link is a delay per collective (1ms) or a bandwidth (10MB/s); +int8 or +int4 sends reductions as integers.
 
 Expected: every decoding pass is run again on clocks, with what each rank took to compute each step of it, and a delay
@@ -52,11 +55,13 @@ from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.threads import threads_per_rank
 
-UPPER_BOUND = "upper bound"
+UPPER_BOUND, HALVES = "upper bound", "halves"
 WAYS = ("shm", "gloo", "1ms", "0.2ms")
-HEAD = """\
-| batch | program | depth | syncs | tokens/s | x dense | first | compute | waiting | per token | expected | off by |
-|--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
+COLUMNS = (
+    *("batch", "program", "depth", "syncs", "tokens/s", "x dense", "first", "x dense", "compute", "waiting"),
+    *("per token", "expected", "off by"),
+)
+HEAD = "| " + " | ".join(COLUMNS) + " |\n|--:|:--|" + "--:|" * (len(COLUMNS) - 2)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Way:
 
 def programs() -> dict[str, Program]:
     """The programs compared; the last one on ranks that are not connected."""
-    return compared(LAYERS) | {UPPER_BOUND: Program.dense(LAYERS)}
+    return compared(LAYERS) | {HALVES: Program.dense(LAYERS), UPPER_BOUND: Program.dense(LAYERS)}
 
 
 def parse_way(text: str) -> Way:
@@ -93,8 +98,11 @@ def parse_way(text: str) -> Way:
 def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Result]:
     """Every program at every batch size."""
     plans = {
-        name: make_plan(folder, RANKS, options.prompt + options.new, str(program))
+        name: make_plan(
+            folder, RANKS, options.prompt + options.new, str(program), halves="on" if name == HALVES else "off"
+        )
         for name, program in programs().items()
+        if name in options.programs
     }
     with Ranks(RankOptions(RANKS, collectives=way.collectives, link=way.link, compression=way.compression)) as ranks:
         return measure_plans(ranks, plans, way.name, options)
@@ -129,7 +137,10 @@ def expected(result: Result, dense: Result, each: Sequence[tuple[float, float]])
     if not result.connected:
         return median(max(map(computing, runs)) for runs in dense.runs)
     program = Program.parse(result.plan.program)
-    return median(expected_decode(program, runs, *one) for runs, one in zip(result.runs, each, strict=True))
+    parts = 2 if result.plan.halves == "on" and result.load.batch > 1 else 1
+    return median(
+        expected_decode(program, runs, *one, parts=parts) for runs, one in zip(result.runs, each, strict=True)
+    )
 
 
 def computing(run: RankRun) -> float:
@@ -151,7 +162,9 @@ def row(way: Way, result: Result, dense: Result) -> str:
     plan, connected = result.plan, result.connected
     program = Program.parse(plan.program)
     per_token = median(one.per_token for one in result.rounds)
-    ratios = [base.per_token / own.per_token for base, own in zip(dense.rounds, result.rounds, strict=True)]
+    rounds = list(zip(dense.rounds, result.rounds, strict=True))
+    ratios = [base.per_token / own.per_token for base, own in rounds]
+    firsts = [base.first_token / own.first_token for base, own in rounds]
     foreseen = expected(result, dense, delays(way, dense))
     cells = [
         str(result.load.batch),
@@ -161,6 +174,7 @@ def row(way: Way, result: Result, dense: Result) -> str:
         f"{result.load.batch / per_token:.1f}",
         f"{median(ratios):.2f}",
         f"{1e3 * median(one.first_token for one in result.rounds):.1f}",
+        f"{median(firsts):.2f}",
         f"{1e3 * median(split.compute for split in decoding(result)):.1f}",
         f"{1e3 * median(split.waiting for split in decoding(result)):.1f}",
         f"{1e3 * per_token:.1f}",
@@ -173,6 +187,7 @@ def row(way: Way, result: Result, dense: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, WAYS)])
+    parser.add_argument("--programs", nargs="+", choices=[*programs()], default=[*programs()], help="dense among them")
     add_options(parser)
     options = parse(parser)
     logging.disable_progress_bar()
