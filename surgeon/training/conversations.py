@@ -3,23 +3,65 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Iterable, Mapping
-from itertools import accumulate, takewhile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from surgeon.quality.conversations import ConversationTokens, read_conversations
 from surgeon.quality.data import Windows, digest_of
+from surgeon.quality.sources import file_and_column
 from surgeon.quality.text_files import Reading, read_pieces
-from surgeon.quality.tokens import Tokens
-from surgeon.training.packing import Documents, Packer
-from surgeon.training.texts import HELD_OUT_TOKENS, TrainingText, TrainTexts, load_train_texts
-from surgeon.training.token_store import as_table
+from surgeon.quality.tokens import Tokens, tokenizer_digest
+from surgeon.training.packing import IGNORED, Documents
+from surgeon.training.texts import (
+    HELD_OUT_TOKENS,
+    TrainingText,
+    TrainTexts,
+    check_texts,
+    load_train_texts,
+    mixed,
+)
+from surgeon.training.token_store import TokenStore
+
+
+class ConversationSource:
+    """Conversations as tokens, for a `TokenStore`; none is longer than a window."""
+
+    def __init__(self, tokenizer: Any, data: str, window: int) -> None:
+        self.source, self._tokenizer, self._window, self._reading = data, tokenizer, window, Reading()
+
+    def identity(self) -> dict[str, Any]:
+        """The table's name, size and time, the window, and what conversations are written with."""
+        path, _ = file_and_column(self.source)
+        file = [] if path is None else [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+        written = {"tokenizer": tokenizer_digest(self._tokenizer), "chat_template": self._tokenizer.chat_template}
+        return {"conversations": self.source, "file": file, "longest": self._window, **written}
+
+    def read(self) -> Iterator[list[Tokens]]:
+        """As `TokenSource` has it."""
+        found = read_conversations(self._tokenizer, self.source, self._window, self._reading, self._reading.rows)
+        for each in found or ():
+            yield [_tokens(each)]
+
+    def state(self) -> dict[str, Any]:
+        """As `TokenSource` has it."""
+        return {"rows": self._reading.rows, "left_out": dict(self._reading.left_out)}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """As `TokenSource` has it; rows are read again up to there, and not tokenized."""
+        self._reading.rows, self._reading.left_out = int(state["rows"]), Counter(state["left_out"])
+
+    def known(self) -> dict[str, Any]:
+        """As `TokenSource` has it."""
+        reading = self._reading
+        return {"column": None, "left_out": dict(+reading.left_out), "notes": reading.lines(self.source)}
 
 
 def load_texts(
@@ -31,6 +73,7 @@ def load_texts(
     held_out_tokens: int = HELD_OUT_TOKENS,
     separator: str | None = None,
     documents: Documents = "joined",
+    cache: Path | None = None,
 ) -> TrainTexts:
     """Training text and held-out text, of documents or of conversations; arguments and errors as `load_train_texts`.
 
@@ -38,73 +81,105 @@ def load_texts(
     window. Those to train on stand whole in windows, several in one where they fit; those to measure on each have one.
 
     Raises:
-        ValueError: if one of the texts is of conversations, and the other is not, or several are to be mixed.
+        ValueError: if some of the texts are of conversations, and others are not.
     """
-    reading = Reading()
-    several = [data] if isinstance(data, str) else list(data)
-    sorts = [read_conversations(tokenizer, name, window, reading) for name in several]
-    if all(found is None for found in sorts):
-        return load_train_texts(tokenizer, data, window, tokens, held_out, held_out_tokens, separator, documents)
-    (found, *_), (data, *others) = sorts, several
-    if others or found is None:
-        raise ValueError(f"{', '.join(several)}: conversations are not mixed; write them into one file")
+    data = check_texts(data)
+    several = {data: 1.0} if isinstance(data, str) else data
+    names = [*several] if held_out is None else [*several, held_out]
+    others = [name for name in names if read_conversations(tokenizer, name, window) is None]
+    if len(others) == len(names):
+        return load_train_texts(tokenizer, data, window, tokens, held_out, held_out_tokens, separator, documents, cache)
+    if others:
+        (first, *_) = (name for name in names if name not in others)
+        raise ValueError(f"{first} holds conversations, and {others[0]} does not; give texts of one sort")
     if separator is not None:
-        raise ValueError(f"{data} holds conversations, which are apart as they are; leave the separator out")
-    if held_out is None:
-        read = _first(found, max(tokens, window) + held_out_tokens)
-        sums = accumulate(len(each.ids) for each in reversed(read))
-        kept = max(0, len(read) - 1 - sum(1 for _ in takewhile(lambda last: last < held_out_tokens, sums)))
-        training, measured = read[:kept], read[kept:]
-        if not training:
-            raise ValueError(
-                f"{data} has {len(read)} conversations, and the last {held_out_tokens} tokens are held out to measure "
-                "on: nothing is left to train on; give more of them, hold out fewer tokens, or another text"
-            )
-        return TrainTexts(_packed(training, window, data, reading), _windows(measured, data, Reading()))
-    other = Reading()
-    apart = read_conversations(tokenizer, held_out, window, other)
-    if apart is None:
-        raise ValueError(f"{data} holds conversations, and {held_out} does not; hold out conversations, too")
-    training, measured = _first(found, max(tokens, window)), _first(apart, held_out_tokens)
-    seen = {each.ids.tobytes() for each in measured}
-    if again := sum(each.ids.tobytes() in seen for each in training):
+        raise ValueError(f"{names[0]} holds conversations, which are apart as they are; leave the separator out")
+    training, ends = list[TrainingText](), list[Tokens]()
+    measured = None if held_out is None else _held_out(tokenizer, held_out, window, held_out_tokens)
+    for name, weight in several.items():
+        share = weight / sum(several.values())
+        store = TokenStore(ConversationSource(tokenizer, name, window), window, "whole", cache=cache)
+        text, end = _parts(store, ceil(share * tokens / window), 0 if measured else ceil(share * held_out_tokens))
+        training.append(text)
+        ends += end
+        if measured is not None:
+            _require_apart(store, len(text), measured)
+    whole = training[0] if len(training) == 1 else mixed(training, several)
+    return TrainTexts(whole, measured or _windows(ends, whole.source, Reading()))
+
+
+def _parts(store: TokenStore, windows: int, held_out: int) -> tuple[TrainingText, list[Tokens]]:
+    """Conversations to train on, and those of the last windows, which have so many tokens."""
+    data = store.source.source
+    there = store.fill(max(1, windows) + ceil(held_out / store.packer.window))
+    count = there - _last_with(store, there, held_out)
+    if count < 1:
         raise ValueError(
-            f"{again} of the conversations of the held-out text {held_out} are in the training text {data}, too; a "
-            "model is not judged by what it was trained on: hold out others, or name none"
+            f"{data} has {there} windows of conversations, and {held_out} tokens of the last ones are held out to "
+            "measure on: nothing is left to train on; give more, hold out fewer tokens, or others"
         )
-    return TrainTexts(_packed(training, window, data, reading), _windows(measured, held_out, other))
+    known, ends = store.known, list(_conversations(store.rows(range(count, there)))) if held_out else []
+    digest, notes = store.digest(count), tuple(known["notes"])
+    return TrainingText(store.rows(range(count)), data, digest, notes, None, known["left_out"]), ends
 
 
-def _first(found: Iterable[ConversationTokens], tokens: int) -> list[Tokens]:
-    """The first conversations that have so many tokens, or all of them."""
-    read, total = list[Tokens](), 0
-    for each in found:
-        read.append(Tokens(np.array(each.ids, np.int32), np.array(each.answers, np.bool_)))
+def _held_out(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
+    reading, read, total = Reading(), list[Tokens](), 0
+    for each in read_conversations(tokenizer, data, window, reading) or ():
+        read.append(_tokens(each))
         total += len(each.ids)
         if total >= tokens:
             break
-    return read
+    return _windows(read, data, reading)
 
 
-def _packed(found: list[Tokens], window: int, source: str, reading: Reading) -> TrainingText:
-    packer = Packer(window, "whole")
-    rows = [row for each in found for row in packer.add(each)] + list(packer.rest())
-    table = as_table(rows)
-    digest = hashlib.sha256()
-    for row in rows:
-        for name in sorted(row):
-            digest.update(row[name].tobytes())
-    notes = tuple(reading.lines(source))
-    return TrainingText(datasets.Dataset(table), source, digest.hexdigest(), notes, left_out=+reading.left_out)
+def _require_apart(store: TokenStore, count: int, measured: Windows) -> None:
+    """Refuse to measure on conversations that are in the first windows of a store."""
+    assert measured.answers is not None
+    windows = zip(measured.ids.numpy(), measured.answers.numpy(), strict=True)
+    seen = {_up_to_last_answer(Tokens(ids, answer)) for ids, answer in windows}
+
+    def shared() -> int:
+        return sum(_up_to_last_answer(each) in seen for each in _conversations(store.rows(range(count))))
+
+    if again := store.remembered(f"conversations of {count} in {measured.digest}", shared):
+        raise ValueError(
+            f"{again} of the conversations of {store.source.source} are in the held-out text {measured.source}, too; a "
+            "model is not judged by what it was trained on: hold out others, or name none"
+        )
 
 
-def _windows(found: list[Tokens], source: str, reading: Reading) -> Windows:
+def _last_with(store: TokenStore, there: int, tokens: int) -> int:
+    """How many of the windows that are there, from the last one on, hold conversations of so many tokens."""
+    count = total = 0
+    while count < there and total < tokens:
+        count += 1
+        total += sum(len(each.ids) for each in _conversations(store.rows(range(there - count, there - count + 1))))
+    return count
+
+
+def _tokens(found: ConversationTokens) -> Tokens:
+    return Tokens(np.array(found.ids, np.int32), np.array(found.answers, np.bool_))
+
+
+def _conversations(rows: datasets.Dataset) -> Iterator[Tokens]:
+    """What stands in packed windows, without padding."""
+    for row in rows.with_format("numpy"):
+        begins = np.flatnonzero(row["position_ids"] == 0)[1:]
+        for ids, labels in zip(*(np.split(row[name], begins) for name in ("input_ids", "labels")), strict=True):
+            if (answer := labels != IGNORED).any():
+                yield Tokens(ids, answer)
+
+
+def _up_to_last_answer(found: Tokens) -> bytes:
+    assert found.answer is not None
+    return found.ids[: np.flatnonzero(found.answer)[-1] + 1].astype(np.int32).tobytes()
+
+
+def _windows(found: Iterable[Tokens], source: str, reading: Reading) -> Windows:
     """A window for each conversation, as long as the longest; the tokens behind the others' ends do not count."""
-    marks = [each.answer for each in found if each.answer is not None]
-    ids, answers = (
-        torch.nn.utils.rnn.pad_sequence([torch.from_numpy(one) for one in each], batch_first=True)
-        for each in ([each.ids.astype(np.int64) for each in found], marks)
-    )
+    parts = [(torch.from_numpy(each.ids.astype(np.int64)), torch.from_numpy(each.answer)) for each in found]
+    ids, answers = (pad_sequence(list(each), batch_first=True) for each in zip(*parts, strict=True))
     digest = digest_of(torch.stack([ids, answers.long()]))
     return Windows(ids, source, digest, None, tuple(reading.lines(source)), None, +reading.left_out, answers)
 

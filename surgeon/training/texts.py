@@ -192,7 +192,7 @@ def load_train_texts(
     if len(found) == 1:
         (both,) = found
         return both
-    training = _mixed([each.training for each in found], several)
+    training = mixed([each.training for each in found], several)
     if measured is None:
         ids = torch.cat([each.held_out.ids for each in found])
         measured = Windows(ids, training.source, digest_of(ids), separator)
@@ -230,7 +230,7 @@ def _load(
     return TrainTexts(training, measured)
 
 
-def _mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
+def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
     """Several texts as one."""
     parts = tuple(MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True))
     follows = json.dumps([[text.digest, part.weight] for text, part in zip(texts, parts, strict=True)])

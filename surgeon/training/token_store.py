@@ -116,7 +116,7 @@ class TokenStore:
             first, *others = (digest.hexdigest() for digest in digests)
             return hashlib.sha256(f"{first} {others}".encode()).hexdigest() if others else first
 
-        return str(self._remembered(f"digest of {count}", compute))
+        return str(self.remembered(f"digest of {count}", compute))
 
     def shared(self, count: int, others: Tensor, digest: str) -> int:
         """How many of the first windows are among some others, (windows, tokens), which have that digest."""
@@ -125,7 +125,7 @@ class TokenStore:
             seen = {row.tobytes() for row in others.numpy().astype(np.int32)}
             return sum(row.tobytes() in seen for block in self._blocks(count) for row in block["input_ids"])
 
-        return int(self._remembered(f"of {count} in {digest}", compute))
+        return int(self.remembered(f"of {count} in {digest}", compute))
 
     def _state(self) -> dict[str, Any]:
         path = self.folder / _STATE_FILE
@@ -183,8 +183,8 @@ class TokenStore:
                         for name in table.schema.names
                     }
 
-    def _remembered(self, what: str, compute: Callable[[], Any]) -> Any:
-        """What was computed of the windows once, or is now."""
+    def remembered(self, what: str, compute: Callable[[], Any]) -> Any:
+        """What was computed of the windows once, or is now; a JSON value."""
         path = self.folder / _KNOWN_FILE
         with locked(self.folder / _LOCK_FILE):
             known = read_json(path) if path.is_file() else {}

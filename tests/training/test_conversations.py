@@ -13,12 +13,14 @@ from torch.nn import functional
 
 from surgeon.models.edit import edit
 from surgeon.quality.conversations import ConversationTokenizer, ConversationTokens
-from surgeon.training.conversations import in_template, load_texts
+from surgeon.training.conversations import ConversationSource, in_template, load_texts
 from surgeon.training.packing import IGNORED
 from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
-from tests.quality.test_conversations import CHATML, tokenizer, written
+from surgeon.training.texts import TrainTexts
+from surgeon.training.token_store import TokenStore
+from tests.quality.test_conversations import CHATML, MARKED, tokenizer, written
 from tests.tiny_models import TEXT, tiny_model
 
 WINDOW = 90
@@ -53,14 +55,13 @@ def nll(model: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
 def test_conversations_stand_whole_in_windows_and_the_last_are_held_out(tmp_path: Path) -> None:
     data = written(tmp_path, ROWS)
     found = load_texts(tokenizer(), data, WINDOW, 1 << 20, held_out_tokens=100)
-    expected = tokens(ROWS[:9])
-    measured = len(found.held_out.ids)
-    assert sum(len(each.ids) for each in expected[-measured:]) >= 100
-    assert sum(len(each.ids) for each in expected[1 - measured :]) < 100
-    for ids, answers, wanted in zip(found.held_out.ids, found.held_out.answers, expected[-measured:], strict=True):
-        length = len(wanted.ids)
-        assert (ids[:length].tolist(), answers[:length].int().tolist()) == (wanted.ids, wanted.answers)
-        assert not answers[length:].any()
+    expected = [(each.ids, each.answers) for each in tokens(ROWS[:9])]
+    held_out = []
+    for ids, answers in zip(found.held_out.ids, found.held_out.answers, strict=True):
+        (same,) = (each for each in expected if each[0] == ids[: len(each[0])].tolist())
+        assert answers.int().tolist() == same[1] + [0] * (len(ids) - len(same[1]))
+        held_out.append(same)
+    assert sum(len(ids) for ids, _ in held_out) >= 100
     rows = found.training.rows.with_format("torch")
     there = []
     for row in rows:
@@ -69,7 +70,7 @@ def test_conversations_stand_whole_in_windows_and_the_last_are_held_out(tmp_path
         for start, end in pairwise(starts):
             ids, labels = row["input_ids"][start:end].tolist(), row["labels"][start:end]
             there.append((ids, (labels != IGNORED).int().tolist()))
-    trained = [(each.ids, each.answers) for each in expected[:-measured]]
+    trained = [each for each in expected if each not in held_out]
     assert all(each in there for each in trained)
     assert sum(sum(marks) for _, marks in there) == sum(sum(marks) for _, marks in trained)  # the rest is padding
     assert len(rows) < len(trained)
@@ -83,8 +84,8 @@ def test_conversations_stand_whole_in_windows_and_the_last_are_held_out(tmp_path
 
 
 def test_a_run_trains_on_answers_and_is_judged_by_answers(tmp_path: Path) -> None:
-    texts = load_texts(tokenizer(), written(tmp_path, ROWS), WINDOW, 1 << 20, held_out_tokens=100)
-    measured = len(texts.held_out.ids)
+    other = written(tmp_path, ROWS[6:9], "other.jsonl")
+    texts = load_texts(tokenizer(), written(tmp_path, ROWS[:6]), WINDOW, 1 << 20, other)
     model, original = (
         tiny_model("llama", 2, vocab_size=len(tokenizer()), attention_dropout=0.0).eval() for _ in range(2)
     )
@@ -98,7 +99,7 @@ def test_a_run_trains_on_answers_and_is_judged_by_answers(tmp_path: Path) -> Non
     )
     found = train(edit(model, "A0 F0 A1 F1"), texts, settings, tmp_path / "run")
     assert found is not None
-    trained, held_out = nll(original, ROWS[: 9 - measured]), nll(original, ROWS[9 - measured : 9])
+    trained, held_out = nll(original, ROWS[:6]), nll(original, ROWS[6:9])
     table = pd.read_csv(tmp_path / "run" / "training.csv")
     assert table["loss"].tolist() == pytest.approx([float(trained.mean())], rel=1e-4)
     assert found.before.perplexity == pytest.approx(float(held_out.mean().exp()), rel=1e-5)
@@ -113,7 +114,7 @@ def test_held_out_conversations_are_others_and_go_with_racks(tmp_path: Path) -> 
     again = read_texts(tmp_path)
     assert torch.equal(again.held_out.answers, found.held_out.answers)
     assert again.training.rows[:] == found.training.rows[:]
-    with pytest.raises(ValueError, match=r"1 of the conversations of the held-out text .* in the training text"):
+    with pytest.raises(ValueError, match=r"1 of the conversations of .* are in the held-out text .*shared.jsonl, too"):
         load_texts(tokenizer(), data, WINDOW, 1 << 20, written(tmp_path, ROWS[4:6], "shared.jsonl"), 1 << 20)
 
 
@@ -124,7 +125,11 @@ def test_what_does_not_go_with_conversations_is_refused(tmp_path: Path) -> None:
         load_texts(tokenizer(), data, WINDOW, 100, separator="\n")
     with pytest.raises(ValueError, match=r"holds conversations, and .*text.txt does not"):
         load_texts(tokenizer(), data, WINDOW, 100, str(text), 100)
-    with pytest.raises(ValueError, match="9 conversations, and the last .* nothing is left to train on"):
+    with pytest.raises(ValueError, match=r"chat.jsonl holds conversations, and .*text.txt does not"):
+        load_texts(tokenizer(), str(text), WINDOW, 100, data, 100)
+    with pytest.raises(
+        ValueError, match="7 windows of conversations, and 1048576 tokens .* nothing is left to train on"
+    ):
         load_texts(tokenizer(), data, WINDOW, 1 << 20, held_out_tokens=1 << 20)
     assert load_texts(tokenizer(), str(text), 16, 100, held_out_tokens=32).training.rows.column_names == ["input_ids"]
 
@@ -137,3 +142,41 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(tmp_path: Pa
     assert in_template(own, None) is own
     with pytest.raises(FileNotFoundError):
         in_template(own, tmp_path / "none.jinja")
+
+
+def test_conversations_are_tokenized_once_and_gone_on_with(tmp_path: Path) -> None:
+    """A store that was filled in two goes has what one has, and the counts; once it is full nothing is tokenized."""
+    data = written(tmp_path, ROWS)
+
+    def store(cache: str, template: str | None = CHATML) -> TokenStore:
+        return TokenStore(
+            ConversationSource(tokenizer(template), data, WINDOW), WINDOW, "whole", cache=tmp_path / cache
+        )
+
+    first, whole = store("two"), store("one")
+    assert first.fill(2) == 2
+    again = store("two")
+    count = again.fill(1 << 20)
+    assert count == whole.fill(1 << 20) > 2
+    assert again.rows(range(count))[:] == whole.rows(range(count))[:]
+    assert again.known == whole.known
+    assert whole.known["left_out"] == {"rows_without_answer": 1}
+    full = store("one")
+    full.source.read = pytest.fail
+    assert full.fill(1 << 20) == count
+    assert store("one", MARKED).folder != full.folder
+
+
+def test_several_texts_of_conversations_are_mixed_by_weight(tmp_path: Path) -> None:
+    one, two = written(tmp_path, ROWS[:5]), written(tmp_path, ROWS[5:9], "two.jsonl")
+    found = load_texts(tokenizer(), {one: 0.5, two: 0.5}, WINDOW, 1 << 20, held_out_tokens=60)
+    assert [part.weight for part in found.training.parts] == [0.5, 0.5]
+    assert sum(part.windows for part in found.training.parts) == len(found.training)
+    held_out = [ids[: int(marks.nonzero().max()) + 1].tolist() for ids, marks in zip(*_measured(found), strict=True)]
+    for rows in (ROWS[:5], ROWS[5:9]):
+        assert any(each.ids in held_out for each in tokens(rows))
+
+
+def _measured(found: TrainTexts) -> tuple[torch.Tensor, torch.Tensor]:
+    assert found.held_out.answers is not None
+    return found.held_out.ids, found.held_out.answers
