@@ -124,7 +124,7 @@ def measure(run: ScratchRun, arguments: argparse.Namespace, folder: Path, judged
     assert found is not None
     if run.row == DENSE:
         restore(found.whole.model).save_pretrained(folder / TRAINED_MODEL)
-    values, _ = text_values(logits_of(found.whole.model.eval()), texts.held_out.ids, bar=False)
+    values = text_values(logits_of(found.whole.model.eval()), texts.held_out.ids, bar=False).nll
     write_table(folder / WINDOWS, pd.DataFrame({"nll": values}))
     story = story_of(plan, texts, found)
     sizes = count_parameters(plan.architecture)
