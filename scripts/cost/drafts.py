@@ -35,7 +35,7 @@ def main() -> None:
     """Predict, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="docs/shapes/llama-70b-64kv.json")
-    parser.add_argument("--hardware", default="h100-sxm")
+    parser.add_argument("--hardware", default="h200-sxm")
     parser.add_argument("--drafts", default="ladder-over-lp,half", help="variants of the model, or half of its layers")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the picture")
     asked = parser.parse_args()
