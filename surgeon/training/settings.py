@@ -39,6 +39,7 @@ PRESETS = {
     "lp": PaperPreset(
         "Layer Parallelism, section 5 and table 2",
         {"scope": "edited", "batch": 32, "learning_rate": 1e-4, "schedule": "linear", "warmup": 0, "steps": 4096},
+        data="RedPajama, a script that datasets 4 does not load; DKYoon/SlimPajama-6B::train stands in for it",
     ),
     "ladder": PaperPreset(
         "Ladder Residual, section 4.2",
