@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 # Characters: in the first block of a document, in the longest, in what two have in common.
 _FIRST, _BLOCK, _OVERLAP = 1 << 15, 1 << 17, 1 << 11
 _AGREEING = 16  # tokens
-_AT_ONCE = 1 << 19  # characters that are tokenized together, on all cores
+_AT_ONCE = 1 << 18  # characters that are tokenized together, on all cores
 
 
 @dataclass(frozen=True)

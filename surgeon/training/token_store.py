@@ -33,7 +33,7 @@ from surgeon.training.packing import Documents, Packer, Row, columns
 ALL_TOKENS = 1 << 50  # more than any text has
 _FORMAT = 1
 _STATE_FILE, _KNOWN_FILE, _LOCK_FILE = "state.json", "known.json", ".lock"
-_FILE_TOKENS = 1 << 22  # no more is lost in a kill
+_FILE_TOKENS = 1 << 21  # no more is lost in a kill
 _ROWS_AT_ONCE = 1000
 
 
