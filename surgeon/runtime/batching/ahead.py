@@ -202,9 +202,9 @@ class PassTimes:
         return longest + self.longer_at_first
 
     @property
-    def begun(self) -> bool:
-        """Whether there was any."""
-        return bool(self._begun)
+    def first(self) -> float | None:
+        """The shortest of the first passes of their sizes; None if there was none."""
+        return min(self._begun.values(), default=None)
 
     def of(self, tokens: int) -> float:
         """What a pass takes: between sizes that were measured in proportion, beyond them as the nearest.
@@ -296,7 +296,9 @@ class Ahead:
         """What a pass of the draft takes."""
         if self.drafting.known:
             return self.drafting.at_most(texts)
-        return self._plain + (0.0 if self.drafting.begun else self.verifying.longer_at_first)
+        if self.drafting.first is not None:
+            return min(self._plain, self.drafting.first)
+        return self._plain + self.verifying.longer_at_first
 
     def note_draft(self, texts: int, seconds: float) -> None:
         """Note what a pass of the draft took."""
