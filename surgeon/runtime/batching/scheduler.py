@@ -241,7 +241,8 @@ class Scheduler:
         if self.ahead is not None:
             wanted = self.ahead.choose([text.hits for text in texts], wanted)
         drafting = [
-            ScheduledChunk(text, 1, self._room_for_drafts(text, most)) for text, most in zip(texts, wanted, strict=True)
+            ScheduledChunk(text, 1, self._room_for_drafts(text, most) if most else 0)
+            for text, most in zip(texts, wanted, strict=True)
         ]
         return sorted(drafting, key=lambda chunk: -chunk.drafts)
 
