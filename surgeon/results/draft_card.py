@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from surgeon.opened import EditedModel
-from surgeon.results.card import quality_cell
+from surgeon.results.card_sections import quality_cell
 
 WIDTH = 100
 _ROWS = {
