@@ -200,6 +200,11 @@ class RankEngine(RankModel):
         self.passes = begun + 1
         phase.tokens += tokens
 
+    def settle(self) -> None:
+        """Wait for what a GPU still computes of passes: nobody has, of one that brings nothing."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def pause(self) -> None:
         """Say that there is nothing to do, so that waiting is not counted as a pass's time."""
         self._since = None

@@ -252,6 +252,7 @@ class Leader:
         results = self.engine.step(rows, self.cache, halved)
         chosen = self._choose(chunks, drafts, results)
         if halving is not None:
+            self.engine.settle()
             halving.note(rows, time.perf_counter() - began)
         if self.scheduler.ahead is not None and all(row.start and len(row.tokens) == 1 for row in rows):
             self.scheduler.ahead.note_pass(len(rows), time.perf_counter() - began)

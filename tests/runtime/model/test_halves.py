@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from surgeon.language.program import Program
 from surgeon.runtime.batching.halves import LEAST, halves_of
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
-from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.halves import HalvedPasses, HalvesChoice
 from surgeon.runtime.model.products import laid_out
@@ -115,6 +116,38 @@ def test_ranks_compute_the_passes_in_halves_that_rank_0_says(several: Several, f
     assert found[0][1] >= 5
     if BY_KERNELS:
         assert [(one.request, one.token) for one in found[0][0]] == [(one.request, one.token) for one in whole]
+
+
+class Noting(Unconnected):
+    """Ranks that wait for nobody, and note when sums are started and asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (0, 1))
+        self.events = list[tuple[str, int]]()
+        self.at_once = list[bool]()
+
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
+        number = len(self.at_once)
+        self.at_once.append(at_once)
+        self.events.append(("start", number))
+        wait = super().all_reduce(tensor, counts, at_once)
+
+        def noted() -> Tensor:
+            self.events.append(("wait", number))
+            return wait()
+
+        return noted
+
+
+def test_one_half_is_computed_while_the_other_is_reduced(folders: Callable[[str], Path]) -> None:
+    plan, collectives = make_plan(folders("llama"), 2, 64), Noting()
+    engine = RankEngine(plan, collectives, torch.device("cpu"))
+    engine.step([text(0, 20, [0, 1])], engine.new_cache(12), halved=True)
+    nodes = len(Program.parse(plan.program))
+    assert collectives.at_once == [True] + 2 * nodes * [False]  # the embedding is summed whole
+    places = {event: place for place, event in enumerate(collectives.events)}
+    for number in range(1, 2 * nodes):
+        assert places["start", number + 1] < places["wait", number]
 
 
 @st.composite

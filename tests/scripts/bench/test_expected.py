@@ -26,6 +26,14 @@ def test_expected_times_are_those_of_the_formulas(compute: float, delay: float) 
     assert abs(expected(late, compute, delay) - 2 * layers * period) <= delay + compute
 
 
+@pytest.mark.parametrize(("compute", "delay"), [(1.0, 0.0), (1.0, 0.5), (1.0, 3.0)])
+def test_halves_are_expected_to_hide_a_reduction_behind_each_other(compute: float, delay: float) -> None:
+    dense = Program.dense(40)
+    steps = [compute / 2] * 2 * len(dense)  # of the halves in turn, as they are measured
+    found = expected_seconds(dense, [steps, steps], [0.0, 0.0], delay, parts=2) - 2 * delay
+    assert abs(found - 80 * max(compute, compute / 2 + delay)) <= delay + compute
+
+
 def test_tracks_are_expected_to_wait_where_they_meet_only() -> None:
     program = tracks(Program.dense(4), range(0, 4), count=2, depth=2)
     steps = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
