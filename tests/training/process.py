@@ -6,14 +6,31 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
+import numpy as np
 import torch
 
 from surgeon.models.edit import edit
+from surgeon.quality.tokens import Tokens
 from surgeon.training.distill.distiller import Distillation
+from surgeon.training.packing import Packer
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
+from surgeon.training.texts import TrainingText, TrainTexts
+from surgeon.training.token_store import as_table
 from tests.tiny_models import tiny_model
 from tests.training.test_run import TEXTS
+
+
+def documents() -> TrainTexts:
+    """Documents in windows, in each of which another number of tokens is predicted."""
+    rng, packer = np.random.default_rng(0), Packer(12, "apart")
+    rows = [
+        row
+        for length in rng.integers(2, 20, 24)
+        for row in packer.add(Tokens(rng.integers(3, 60, length).astype(np.int32), rng.random(length) < 0.5))
+    ]
+    return TrainTexts(TrainingText(datasets.Dataset(as_table(rows)), "documents", "0"), TEXTS.held_out)
 
 
 def main(folder: str, sharded: str, program: str, lora: str, hidden: str) -> None:
@@ -24,7 +41,7 @@ def main(folder: str, sharded: str, program: str, lora: str, hidden: str) -> Non
         distillation=Distillation(hidden=float(hidden)), arguments={"fsdp": True} if sharded == "fsdp" else {},
     )  # fmt: skip
     student = edit(tiny_model("llama", 3, dropout=0.0), program)
-    found = train(student, TEXTS, settings, Path(folder), lambda: tiny_model("llama", 3, dropout=0.0))
+    found = train(student, documents(), settings, Path(folder), lambda: tiny_model("llama", 3, dropout=0.0))
     if found is not None:
         every = found.merged().named_parameters(remove_duplicate=False)  # what slices share under each of its names
         norms = {name: float(parameter.detach().norm()) for name, parameter in every}

@@ -7,17 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from surgeon.models.edit import edit
 from surgeon.quality.data import Windows, digest_of, load_windows
 from surgeon.training.packing import IGNORED
+from surgeon.training.run import Trained, train
+from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import (
     MixedPart,
     RunOrder,
     TrainingText,
     TrainingWindows,
+    TrainTexts,
     load_train_texts,
     texts_by_weight,
 )
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.training.runs import in_training, same, weights
 
 
 @pytest.fixture
@@ -128,6 +133,38 @@ def test_documents_apart(tmp_path: Path) -> None:
     plain.write_text("one text")
     with pytest.raises(ValueError, match="is one text, whose documents cannot be told apart; give the separator"):
         load_train_texts(tokenizer, str(plain), 16, 320, documents="apart")
+
+
+@pytest.mark.thorough
+def test_a_run_on_several_texts_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """To the same weights bit for bit; on another text it is refused."""
+    for name in "ab":
+        lines = (f'{{"text": "{number} {name} and {number * 7 % 31} dogs"}}\n' for number in range(40))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    several = {str(tmp_path / "a.jsonl"): 2.0, str(tmp_path / "b.jsonl"): 1.0}
+    texts = load_train_texts(tiny_tokenizer(), several, 16, 400, held_out_tokens=32, documents="apart")
+    settings = TrainSettings(scope="all", steps=5, batch=4, learning_rate=1e-2, save_every=1, evaluate_every=5)
+
+    def trained(folder: Path, text: TrainTexts, fatal: int | None = None) -> Trained | None:
+        model = edit(tiny_model("llama", 2, dropout=0.1, vocab_size=300), "[A0 A1] [F0 F1]")
+        if fatal is not None:
+            in_training(model, lambda step, *_: _killed() if step == fatal else None)
+        return train(model, text, settings, folder)
+
+    def _killed() -> None:
+        raise KeyboardInterrupt
+
+    whole = trained(tmp_path / "whole", texts)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "killed", texts, fatal=4)
+    again = load_train_texts(tiny_tokenizer(), several, 16, 400, held_out_tokens=32, documents="apart")
+    found = trained(tmp_path / "killed", again)
+    assert whole is not None
+    assert found is not None
+    assert same(weights(whole), weights(found))
+    other = load_train_texts(tiny_tokenizer(), dict.fromkeys(several, 1.0), 16, 400, held_out_tokens=32)
+    with pytest.raises(ValueError, match="is of another run: its data was"):
+        trained(tmp_path / "killed", other)
 
 
 def test_windows_say_which_they_are() -> None:
