@@ -41,6 +41,8 @@ def test_what_is_slower_than_it_should_be_is_told() -> None:
     """Not of programs alone, whose text is another one."""
     assert list(shortcomings(FOUND)) == ["gloo, 1, tracks: 0.95", "gloo, the best of one text: 1.00"]
     assert not list(shortcomings(FOUND[:9]))
+    looked_up = [run("lookup", turn, 0.5) for turn in (1, 2, 3)]  # is no draft of a program
+    assert list(shortcomings([*FOUND[:3], *looked_up])) == ["1ms, the best of one text: 1.00"]
 
 
 def test_drafts_are_programs_or_recipes_of_them(tmp_path: Path) -> None:
