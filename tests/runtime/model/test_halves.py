@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -58,6 +58,12 @@ PASSES = [
     [text(0, 37, [9, 6, 8])],  # a prompt alone is cut
     [text(22, 1, [0, 1]), text(37, 20, [9, 6, 8, 7], Wanted.NOTHING)],
 ]
+
+
+@pytest.fixture(scope="module", params=[2, case(4, default=False)])
+def several(request: pytest.FixtureRequest) -> Iterator[Several]:
+    with Ranks(RankOptions(request.param)) as started:
+        yield Several(request.param, started)
 
 
 @pytest.fixture(scope="module")
