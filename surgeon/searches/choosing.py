@@ -65,6 +65,8 @@ def compared_by(objectives: Sequence[Aspect]) -> Measured:
 def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
     """Trials by what a winner is chosen by, the best first, one of each program; without those of no finite cost.
 
+    Of those that cost the same, as drafts do that do not pay, the closest to the unedited model come first.
+
     Raises:
         ValueError: if there is none.
     """
@@ -76,7 +78,7 @@ def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
             "look at another objective"
         )
     best: dict[str, Trial] = {}
-    for trial in sorted(finite, key=lambda trial: (question.cost(trial), trial.number)):
+    for trial in sorted(finite, key=lambda trial: (question.cost(trial), trial.measured.divergence, trial.number)):
         best.setdefault(trial.proposal.key, trial)
     return [*best.values()]
 

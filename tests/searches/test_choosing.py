@@ -49,3 +49,15 @@ def test_a_ranking_has_whole_trials_of_different_programs_the_best_first() -> No
     assert [each.number for each in ranked(searching.question, trials)] == [1, 3]
     with pytest.raises(ValueError, match="of 1 trials within the budget none has a finite divergence"):
         ranked(searching.question, trials[4:])
+
+
+def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
+    """As drafts do that do not pay, whose time of a token is the model's own."""
+    searching, evaluator = search("pair", "depth=8", "perplexity")
+    first, second, third, *_, last = searching.question.mixture.edits
+    keys = [str(searching.question.mixture.program((edit, last))) for edit in (first, second, third)]
+    trials = [
+        Trial(number, Proposal(key, "window", ()), replace(evaluator.measured(divergence), perplexity=20.0, nll=()))
+        for number, (key, divergence) in enumerate(zip(keys, (0.3, 0.1, 0.2), strict=True))
+    ]
+    assert [each.number for each in ranked(searching.question, trials)] == [1, 2, 0]
