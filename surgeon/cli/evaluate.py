@@ -94,7 +94,8 @@ def evaluate(
 
     Of a checkpoint, of a recipe (its model after the operations, without an export), or of any --program. Of one that
     is compared with another model also how well it would draft for that (--draft of generate and serve): the share of
-    tokens that is accepted, greedy and sampled.
+    tokens that is accepted, greedy and sampled. A program over the model's own weights reads the model's keys and
+    values of earlier tokens for that, as drafts do; what is compared by --against reads its own.
 
     The form of a .jsonl file follows from the keys of its rows: query, choices, gold (multiple choice);
     context_options, continuation, gold (one text after several contexts); context, continuation (LAMBADA); context,

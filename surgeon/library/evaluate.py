@@ -18,6 +18,7 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.library.opening import as_list, warn
 from surgeon.models.edit import edit, restore
+from surgeon.models.verified import DraftOnText, NoVerifiedKeys, draft_on_text
 from surgeon.models.weights import TruncatedSVD
 from surgeon.opened import EditedModel, Model, choose_device, open_edited
 from surgeon.processes.files import make_folder, write_json
@@ -25,7 +26,7 @@ from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_f
 from surgeon.quality.tasks import TaskSettings, run_tasks
 from surgeon.quality.tasks_load import Seeds, Tasks, load_tasks, split_names
 from surgeon.quality.tasks_model import Answers, TaskModel
-from surgeon.quality.text import TextQuality, logits_of, text_quality
+from surgeon.quality.text import OWN, TextQuality, logits_of, text_quality
 from surgeon.results.tasks import scores, table, write_results
 
 
@@ -149,10 +150,14 @@ def _factors(candidate: EditedModel, output: Path | None) -> Iterator[EditedMode
 def _on_text(
     candidate: EditedModel, original: EditedModel | None, windows: Windows, device: str, output: Path | None
 ) -> TextQuality:
-    """Perplexity, and divergence and acceptance where there is something to compare with; text.json."""
+    """Perplexity, and divergence and acceptance where there is something to compare with; text.json.
+
+    A program over a model's own weights is judged as its draft by the model's keys and values of earlier tokens.
+    """
     warn(windows.notes)
     loaded, program = candidate.load(device), candidate.asked
     model, compared = logits_of(loaded), None
+    draft: DraftOnText | None = None
     if original is not None:
         compared = logits_of(original.load(device))
     elif program is not None:  # the same weights, with and without the program
@@ -164,7 +169,14 @@ def _on_text(
         def compared(ids: Any) -> Any:
             return logits_of(restore(loaded))(ids)
 
-    found = text_quality(model, windows.ids, compared)
+        try:
+            draft = draft_on_text(loaded, edited, candidate.factors)
+        except NoVerifiedKeys as error:
+            warn([f"acceptance is judged by the program's own keys and values: {error}"])
+
+    found = text_quality(model, windows.ids, compared, draft=draft)
+    if found.greedy_acceptance is not None and draft is None:
+        found = replace(found, acceptance_keys=OWN)
     if output is not None:
         more = windows.record() | {"window": windows.ids.shape[1]} | found.to_json()
         said = candidate.provenance(**more) | ({} if original is None else {"against": original.name})

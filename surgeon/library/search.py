@@ -23,9 +23,10 @@ from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, held_out
+from surgeon.quality.text import OWN, VERIFIED
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
-from surgeon.searches.drafting import FoundDraft
+from surgeon.searches.drafting import FoundDraft, by_verified_keys
 from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.front import QualityCurve, quality_curves
 from surgeon.searches.healer import CandidateHealer, CandidateHealing
@@ -54,7 +55,7 @@ from surgeon.searches.study.shared_study import FINISHED, SharedStudy
 from surgeon.searches.study.storage import StudyStorage, open_storage, say_aside
 from surgeon.searches.study.workers import WorkerProcesses, interruptible
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import Trial
+from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.trying import try_programs
 from surgeon.searches.winners import RUNNERS_UP, remeasure
 
@@ -393,11 +394,15 @@ def _end(
     runners_up = others[:RUNNERS_UP]
     # REAP's own choice of experts goes by less than the search's, and may be the better one on another text.
     runners_up += [trial for trial in others[RUNNERS_UP:] if trial.program == salient != first.program][:1]
+    why_own = ""
     if unseen is not None:
         finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
         programs = dict.fromkeys([*finalists, salient, *(program for level in levels for program in level.programs)])
         text_of = "held-out text"
-        on_unseen = setup.evaluator(output, unseen).measure([*programs])
+        evaluator = setup.evaluator(output, unseen)
+        on_unseen: Mapping[Program, MeasuredProgram] = evaluator.measure([*programs])
+        if settings.draft is not None:
+            on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
         measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
         gains = mixing_gains(levels, measured)
         by = compared_by(question.objectives)
@@ -408,7 +413,7 @@ def _end(
                 healed = heal_candidates(compared, healer, known, healer.how, say_aside)
             winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
     if settings.draft is not None:
-        winner = replace(winner, draft=_as_draft(question, winner, setup, unseen))
+        winner = replace(winner, draft=_as_draft(question, winner, setup, unseen, why_own))
     if salient in measured:
         experts = against_most_salient(question.mixture, chosen, measured, text_of)
         record |= {} if experts is None else {"experts": experts}
@@ -433,11 +438,14 @@ def _end(
     return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))
 
 
-def _as_draft(question: Question, winner: Winner, setup: SearchSetup, unseen: Windows | None) -> FoundDraft:
+def _as_draft(
+    question: Question, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
+) -> FoundDraft:
     """What the winner is worth as a draft, measured where it is asked for of this machine."""
     settings, program, known = question.settings, winner.trial.program, [winner.trial.measured]
     known += [] if winner.comparison is None else [winner.comparison.chosen.unseen]
     measured = None
     if settings.is_timed_here:
         measured = drafts_here(setup.subject.opened, program, unseen or setup.subject.windows, settings)
-    return FoundDraft(settings.acceptance, question.drafted(program, *known), measured)
+    keys = OWN if unseen is None or why_own else VERIFIED
+    return FoundDraft(settings.acceptance, question.drafted(program, *known), measured, keys, why_own)

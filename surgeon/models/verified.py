@@ -9,7 +9,8 @@ Shapes: B windows of T tokens, K KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +18,20 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from surgeon.language.sublayer import Sublayer
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, Sublayer
+from surgeon.models.edit import edit, input_device, restore
 from surgeon.models.edited_layers import CACHES, EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.families.positions import attention_windows
-from surgeon.models.weights import unit_bounds
+from surgeon.models.weights import FactorSource, unit_bounds
 
 ROUND = 4  # tokens
+DraftOnText = Callable[[Tensor], tuple[Tensor, Tensor]]  # token ids to an original's logits, and its draft's
+
+
+class NoVerifiedKeys(ValueError):
+    """Attentions cannot read keys and values that a model has written."""
 
 
 class VerifiedKeys:
@@ -41,12 +49,12 @@ class VerifiedKeys:
         """The original's logits, (B, T, vocabulary), on token ids, (B, T), and its keys and values of them.
 
         Raises:
-            ValueError: if its attentions keep something else, or see to it themselves which tokens they read.
+            NoVerifiedKeys: if its attentions keep something else, or see to it themselves which tokens they read.
         """
         if not original._supports_attention_backend:
             name = family_of(original.config).name
-            raise ValueError(
-                f"attentions of {name} cannot be given keys and values from elsewhere, as those of a draft are; heal "
+            raise NoVerifiedKeys(
+                f"attentions of {name} cannot be given keys and values from elsewhere, as those of a draft are; take "
                 "it as a model of its own"
             )
         cache = DynamicCache()  # without a configuration: it keeps all of what attentions with a window have
@@ -58,11 +66,11 @@ class VerifiedKeys:
         """What an attention is called with, in place of what the decoder has for it.
 
         Raises:
-            ValueError: if it takes no cache.
+            NoVerifiedKeys: if it takes no cache.
         """
         name = next((name for name in CACHES if name in arguments), None)
         if name is None:
-            raise ValueError(f"{self._family.name} has attentions without a cache, which drafts share with the model")
+            raise NoVerifiedKeys(f"{self._family.name} has attentions without a cache, which drafts share")
         (layer,) = attention.layers
         keys, values = self._layers[layer]
         first, end = unit_bounds(keys.shape[1], attention.piece)
@@ -113,3 +121,29 @@ def drafting(model: nn.Module, keys: VerifiedKeys | None) -> Iterator[None]:
         yield
     finally:
         layers.verified = None
+
+
+def draft_on_text(model: PreTrainedModel, program: Program, factors: FactorSource | None = None) -> DraftOnText:
+    """How a model and a program over its weights, as its draft, predict text.
+
+    Args:
+        model: edited back and forth; the program is left in it.
+        factors: as `edit` takes them.
+
+    Raises:
+        NoVerifiedKeys: if attentions of the model or the program cannot be a draft's.
+    """
+    attentions = Counter(one for one in program.sublayers() if one.kind == ATTENTION)
+    for one, times in attentions.items():
+        if times > 1 or len(one.layers) > 1 or one.width is not None:
+            raise NoVerifiedKeys(f"the model has no keys and values of its own for each {one}")
+
+    def both(ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids = ids.to(input_device(model))
+        logits, keys = VerifiedKeys.of(restore(model), ids)
+        with drafting(edit(model, program, factors=factors), keys):
+            return logits, model(input_ids=ids, use_cache=False).logits
+
+    with torch.inference_mode():
+        both(torch.zeros(1, 2, dtype=torch.long))  # what attentions refuse, they refuse of any text
+    return both

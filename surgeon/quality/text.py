@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from surgeon.models.edit import input_device
+from surgeon.models.verified import DraftOnText
 from surgeon.progress import progress
 from surgeon.quality.summary import (
     Values,
@@ -26,6 +27,7 @@ from surgeon.quality.summary import (
     pooled,
 )
 
+VERIFIED, OWN = "verified", "own"  # keys and values that acceptance is judged by
 COMPARED = ("divergence", "greedy_acceptance", "sampled_acceptance")  # what is told of two models
 Logits = Callable[[Tensor], Tensor]  # token ids, (windows, tokens), to logits, (windows, tokens, vocabulary)
 
@@ -41,6 +43,8 @@ class TextQuality:
             the model drafts is the original's own; None as for divergence, and of what was stored without it.
         sampled_acceptance: the mean over tokens of sum_v min(p_v, q_v), the chance that a token which is drawn from
             the model is accepted as one of the original's (Leviathan et al. 2023, corollary 3.6); None likewise.
+        acceptance_keys: whose keys and values of earlier tokens the model reads for its acceptance: "verified", the
+            original's, as drafts do, or its "own"; None where that is not said.
     """
 
     perplexity: float
@@ -52,6 +56,7 @@ class TextQuality:
     greedy_acceptance_interval: tuple[float, float] | None = None
     sampled_acceptance: float | None = None
     sampled_acceptance_interval: tuple[float, float] | None = None
+    acceptance_keys: str | None = None
 
     def table(self) -> pd.DataFrame:
         """A row for each number that there is, with the ends of its interval."""
@@ -75,7 +80,8 @@ class TextQuality:
             return ""
         greedy = f"{self.greedy_acceptance:.3f}{_in_brackets(self.greedy_acceptance_interval, 3)}"
         sampled = f"{self.sampled_acceptance:.3f}{_in_brackets(self.sampled_acceptance_interval, 3)}"
-        return f"as a draft: acceptance {greedy} greedy, {sampled} sampled"
+        by = "" if self.acceptance_keys is None else f", by {self.acceptance_keys} keys and values"
+        return f"as a draft: acceptance {greedy} greedy, {sampled} sampled{by}"
 
     def to_json(self) -> dict[str, object]:
         """As JSON values."""
@@ -116,10 +122,15 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 
 
 def text_quality(
-    model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True, answers: Tensor | None = None
+    model: Logits,
+    ids: Tensor,
+    original: Logits | None = None,
+    bar: bool = True,
+    answers: Tensor | None = None,
+    draft: DraftOnText | None = None,
 ) -> TextQuality:
     """Measure a model on windows of text, one window at a time; arguments and errors as `text_values`."""
-    found = text_values(model, ids, original, bar, answers)
+    found = text_values(model, ids, original, bar, answers, draft)
     tokens = ids.shape[0] * (ids.shape[1] - 1) if answers is None else int(answers[:, 1:].sum())
     own = perplexity(found.nll), perplexity_interval(found.nll)
     if found.divergence is None or found.greedy_acceptance is None or found.sampled_acceptance is None:
@@ -133,6 +144,7 @@ def text_quality(
         known_share(found.greedy_acceptance),
         float(found.sampled_acceptance.mean()),
         known_share(found.sampled_acceptance),
+        None if draft is None else VERIFIED,
     )
 
 
@@ -154,7 +166,12 @@ class TextValues:
 
 @torch.inference_mode()
 def text_values(
-    model: Logits, ids: Tensor, original: Logits | None = None, bar: bool = True, answers: Tensor | None = None
+    model: Logits,
+    ids: Tensor,
+    original: Logits | None = None,
+    bar: bool = True,
+    answers: Tensor | None = None,
+    draft: DraftOnText | None = None,
 ) -> TextValues:
     """Measure each window.
 
@@ -163,6 +180,7 @@ def text_values(
         original: what it is compared with, a model with the same vocabulary.
         bar: whether a progress bar says how far it is.
         answers: (windows, tokens), which tokens count; None for all. Models are not asked for what is behind the last.
+        draft: the original, which need not be given then, and the model as its draft, which acceptance is of.
 
     Raises:
         ValueError: if the vocabularies differ, or the model's predictions are not finite.
@@ -170,7 +188,7 @@ def text_values(
     parts = []
     with progress("text", len(ids), "windows") if bar else nullcontext(lambda _: None) as advance:
         for window, counted in split_windows(ids, answers):
-            parts.append(_window(model, window, original, counted))
+            parts.append(_window(model, window, original, counted, draft))
             advance(1)
     columns = list(np.array(parts).T)
     if not np.isfinite(columns[0]).all():
@@ -192,23 +210,29 @@ def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[
             yield window[:, : last + 1], marks[1 : last + 1].bool()
 
 
-def _window(model: Logits, window: Tensor, original: Logits | None, counted: Tensor | slice) -> tuple[float, ...]:
+def _window(
+    model: Logits, window: Tensor, original: Logits | None, counted: Tensor | slice, draft: DraftOnText | None
+) -> tuple[float, ...]:
     """The means over those of a window's tokens that count, in the order of `TextValues`."""
     logits = model(window)[0, :-1][counted].float()
     nll = float(functional.cross_entropy(logits, window[0, 1:][counted].to(logits.device)))
-    if original is None:
+    if draft is not None:
+        wanted, drafted = (one[0, :-1][counted].float().to(logits.device) for one in draft(window))
+    elif original is not None:
+        wanted, drafted = original(window)[0, :-1][counted].float().to(logits.device), logits
+    else:
         return (nll,)
-    wanted = original(window)[0, :-1][counted].float().to(logits.device)
     if wanted.shape != logits.shape:
         raise ValueError(
             f"the models have vocabularies of {wanted.shape[-1]:,} and {logits.shape[-1]:,} tokens; divergence is "
             "told between models of one vocabulary"
         )
     log_p, log_q = wanted.log_softmax(-1).double(), logits.log_softmax(-1).double()
+    q = log_q.exp() if drafted is logits else drafted.softmax(-1).double()
     p = log_p.exp()
     by_token = (
         (p * (log_p - log_q)).sum(-1),
-        (wanted.argmax(-1) == logits.argmax(-1)).double(),
-        torch.minimum(p, log_q.exp()).sum(-1).clamp(max=1),  # rounding can make it more
+        (wanted.argmax(-1) == drafted.argmax(-1)).double(),
+        torch.minimum(p, q).sum(-1).clamp(max=1),  # rounding can make it more
     )
     return nll, *(float(values.mean()) for values in by_token)

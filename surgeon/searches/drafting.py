@@ -16,14 +16,19 @@ import numpy as np
 
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.benchmarks.drafting import MeasuredDrafts
+from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.cost.drafts import DraftedPrediction, draft_on_paper
 from surgeon.cost.plans import plan_on_paper
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
+from surgeon.models.edit import program_of, restore
+from surgeon.models.verified import NoVerifiedKeys, draft_on_text
 from surgeon.opened import Model
 from surgeon.processes.files import finite
+from surgeon.quality.text import OWN, VERIFIED, logits_of, text_values
 from surgeon.results.trials import DRAFT_TIME
 from surgeon.runtime.plan.specification import Plan
+from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DRAFT_PASS, Aspect, show_seconds
 from surgeon.searches.trial import MeasuredProgram
@@ -96,6 +101,33 @@ def valued(
     return replace(measured, draft_times=tuple(times.tolist()), more={**measured.more, **known})
 
 
+def by_verified_keys(
+    evaluator: Evaluator, measured: Mapping[Program, MeasuredProgram]
+) -> tuple[Mapping[Program, MeasuredProgram], str]:
+    """Programs as they were measured, but for their acceptances: by the model's keys and values of earlier tokens.
+
+    Returns:
+        And nothing, or in words why it cannot be; they are as they were then.
+    """
+    model, dense = evaluator.model, evaluator.dense
+    if streamed_layers(model) is not None:
+        return measured, "the model's weights are streamed"
+    if dense != program_of(model):
+        return measured, "the model is an edited one"
+    found = dict(measured)
+    try:
+        for program in [one for one in measured if one != dense]:
+            draft, own = draft_on_text(model, program, evaluator.factors), measured[program]
+            values = text_values(logits_of(model), evaluator.windows.ids, draft=draft)
+            accepted = {name: tuple(getattr(values, name).tolist()) for name in own.acceptances}
+            found[program] = replace(own, acceptances=accepted)
+    except NoVerifiedKeys as error:
+        return measured, str(error)
+    finally:
+        restore(model)
+    return found, ""
+
+
 def promised(pricing: Pricing, objective: Aspect, program: Program, divergence: float) -> float:
     """What a program whose divergence is foretold may be worth: the time of a token, in parts of that without drafts.
 
@@ -119,17 +151,24 @@ class FoundDraft:
         by: which acceptance counts.
         predicted: by the acceptance on the text of the search, and on held-out text if there is some.
         measured: on this machine; None if it was not.
+        keys: whose keys and values of earlier tokens it reads on held-out text (`by_verified_keys`).
+        why_own: why these are its own.
     """
 
     by: str
     predicted: Sequence[DraftedPrediction]
     measured: MeasuredDrafts | None = None
+    keys: str = OWN
+    why_own: str = ""
 
     def lines(self) -> list[str]:
         """In sentences."""
         one, kind = self.predicted[-1], self.by.partition("_")[0]
-        texts = zip(self.predicted, ("on the text of the search", "on held-out text"), strict=False)
+        whose = "the model's" if self.keys == VERIFIED else "its own"
+        names = "on the text of the search, by its own keys", f"on held-out text, by {whose} keys"
+        texts = zip(self.predicted, names, strict=False)
         found = [f"{kind} acceptance {', '.join(f'{each.acceptance:.3f} {text}' for each, text in texts)}"]
+        found += [f"a lower estimate, as drafts read the model's keys: {self.why_own}"] if self.why_own else []
         times = (
             f"a pass of the draft takes {show_seconds(one.draft)}, one of the model {show_seconds(one.model.per_token)}"
         )
@@ -149,7 +188,13 @@ class FoundDraft:
         texts = ("searched", "held_out")
         predicted = {text: _drafting_json(one) for text, one in zip(texts, self.predicted, strict=False)}
         measured = {} if self.measured is None else {"measured": finite(asdict(self.measured))}
-        return {"acceptance": self.by, "predicted": predicted, **measured, "sentences": self.lines()}
+        return {
+            "acceptance": self.by,
+            "held_out_keys": self.keys,
+            "predicted": predicted,
+            **measured,
+            "sentences": self.lines(),
+        }
 
 
 def _drafting_json(one: DraftedPrediction) -> Mapping[str, float]:

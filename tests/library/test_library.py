@@ -87,6 +87,7 @@ def test_an_evaluation_of_a_program_is_against_the_model_itself(
         "greedy_acceptance": found.text.greedy_acceptance,
         "sampled_acceptance": found.text.sampled_acceptance,
     }
+    assert found.text.acceptance_keys == "verified"
     capsys.readouterr()
     command = ["eval", str(tiny_checkpoint), "--data", str(tiny_text), "--program", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
     assert main([*command, *ARGUMENTS]) == 0

@@ -13,7 +13,8 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
-from surgeon.models.verified import ROUND, VerifiedKeys, drafting
+from surgeon.models.verified import ROUND, NoVerifiedKeys, VerifiedKeys, draft_on_text, drafting
+from surgeon.quality.text import logits_of, text_quality
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 IDS = torch.randint(5, 90, (2, 22), generator=torch.Generator().manual_seed(1))
@@ -94,7 +95,26 @@ def test_gradients_when_passes_are_made_again() -> None:
     torch.testing.assert_close(*grads)
 
 
+def test_acceptance_on_text_is_that_of_what_is_drafted() -> None:
+    """Divergence and perplexity stay those of the edited model by itself."""
+    original, model, program = tiny_model("llama").eval(), tiny_model("llama").eval(), Program.parse(DRAFTS["tracks"])
+    both = draft_on_text(model, program)
+    found = text_quality(logits_of(model), IDS, bar=False, draft=both)
+    own = text_quality(logits_of(model), IDS, logits_of(original), bar=False)
+    with torch.no_grad():
+        p = original(input_ids=IDS).logits[:, :-1].softmax(-1)
+        q = drafted(original, model, program)[:, :-1].softmax(-1)
+    assert found.greedy_acceptance == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+    assert found.sampled_acceptance == pytest.approx(float(1 - (p - q).abs().sum(-1).mean() / 2), abs=1e-5)
+    assert own.sampled_acceptance != pytest.approx(found.sampled_acceptance, abs=1e-4)
+    assert (found.perplexity, found.divergence) == (own.perplexity, pytest.approx(own.divergence))
+    assert found.as_draft().endswith("sampled, by verified keys and values")
+
+
 def test_what_is_refused() -> None:
+    for program in ("A0 F0 A0 F0", "A0~A1 F0"):
+        with pytest.raises(NoVerifiedKeys, match="no keys and values of its own for each A0"):
+            draft_on_text(tiny_model("llama"), Program.parse(program))
     with pytest.raises(ValueError, match="attentions of GPT-Neo cannot be given keys"):
         VerifiedKeys.of(tiny_model("gpt_neo"), IDS)
     with pytest.raises(ValueError, match="runs no program"), drafting(tiny_model("llama"), None):

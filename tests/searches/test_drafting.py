@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 import surgeon
@@ -20,13 +21,18 @@ from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.library.running import draft_program
+from surgeon.models.edit import edit, program_of, restore
+from surgeon.models.verified import VerifiedKeys, drafting
+from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import interval
+from surgeon.quality.text import VERIFIED
 from surgeon.results.result import RunResult
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
-from surgeon.searches.drafting import FoundDraft, drafted, promised, valued
+from surgeon.searches.drafting import FoundDraft, by_verified_keys, drafted, promised, valued
+from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.goals import Goal, near_the_best
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing, _sent_bytes
@@ -37,11 +43,42 @@ from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram
 from surgeon.testing.spaces import small_model
 from tests.cost.examples import hardware, model
+from tests.tiny_models import tiny_model
 
 SMALL, LOAD, DENSE = model(), Workload(2, 5, 4), Program.dense(4)
 HALF = Program.parse("A0 F0 A3 F3")
 PASS, DRAFT = Aspect("draft_pass", "hw"), Aspect("draft", "hw")
 LIKE = Deployment(2, "float32")
+
+
+def test_finalists_read_the_keys_of_the_model() -> None:
+    """Against windows that are drafted in rounds by what `VerifiedKeys` gives, and the scan's own measure."""
+    one, ids = tiny_model("llama"), torch.randint(5, 90, (3, 22), generator=torch.Generator().manual_seed(1))
+    evaluator = Evaluator(one, Windows(ids, "ids", "digest"), sampled=True)
+    draft = variant("tracks:2", evaluator.dense, range(1, 3), 2)
+    own = evaluator.measure([evaluator.dense, draft])
+    found, why = by_verified_keys(evaluator, own)
+    assert (why, found[evaluator.dense]) == ("", own[evaluator.dense])
+    assert program_of(one) == evaluator.dense
+    equal, shared = [], []
+    for window in ids:
+        logits, keys = VerifiedKeys.of(restore(one), window[None])
+        with torch.no_grad(), drafting(edit(one, draft), keys):
+            p, q = (each[0, :-1].softmax(-1) for each in (logits, one(input_ids=window[None], use_cache=False).logits))
+        equal.append(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+        shared.append(float((p + q - (p - q).abs()).sum(-1).mean() / 2))
+    restore(one)
+    assert found[draft].acceptances == {GREEDY: pytest.approx(equal), SAMPLED: pytest.approx(shared, abs=1e-5)}
+    assert found[draft].acceptance(SAMPLED) != pytest.approx(own[draft].acceptance(SAMPLED), abs=1e-4)
+    assert replace(found[draft], acceptances=own[draft].acceptances) == own[draft]
+
+
+def test_finalists_of_other_attentions_keep_their_own_keys() -> None:
+    evaluator = Evaluator(tiny_model("gpt_neo"), Windows(torch.randint(5, 90, (1, 9)), "ids", "digest"))
+    own = evaluator.measure([HALF])
+    found, why = by_verified_keys(evaluator, own)
+    assert found == own
+    assert why.startswith("attentions of GPT-Neo cannot be given keys")
 
 
 def priced(**ways: Any) -> Pricing:
@@ -124,7 +161,13 @@ def test_lines_say_what_is_predicted_and_what_is_measured() -> None:
     assert (here.accepted, here.tokens_per_pass) == (pytest.approx(10 / 12), 2.0)
     found = FoundDraft(GREEDY, [seen, unseen], here)
     acceptance, ahead, last = found.lines()
-    assert acceptance == "greedy acceptance 0.985 on the text of the search, 0.965 on held-out text"
+    assert acceptance == (
+        "greedy acceptance 0.985 on the text of the search, by its own keys, 0.965 on held-out text, by its own keys"
+    )
+    other = replace(found, keys=VERIFIED)
+    assert "0.965 on held-out text, by the model's keys" in other.lines()[0]
+    assert (found.to_json()["held_out_keys"], other.to_json()["held_out_keys"]) == ("own", "verified")
+    assert "lower estimate" in replace(found, why_own="weights are streamed").lines()[1]
     assert ahead.startswith(f"{unseen.ahead} tokens ahead: {unseen.speedup:.3g}x is predicted; a pass of the draft")
     assert last == (
         "measured in turns with no drafts: 1.62x (1.25x to 2x over the rounds), 83% of drafted tokens accepted"
@@ -240,6 +283,7 @@ def test_a_search_for_drafts(
         [best.measured.acceptance(name)],
     )
     assert seen.speedup == pytest.approx(again.speedup)
+    assert found.record["draft"]["held_out_keys"] == "verified"
     assert found.record["draft"]["predicted"]["held_out"]["speedup"] == unseen.speedup
     opened = surgeon.open(tiny_checkpoint)
     draft = draft_program(opened, found.files[0])
