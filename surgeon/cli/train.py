@@ -25,6 +25,22 @@ def train(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of the weights and the order of the text, in its place.")
     ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1/64",
+            help="The same shape, small: all widths times this, as many layers, heads and steps, as many tokens for "
+            "each parameter, in windows of 128 or more; the vocabulary is the tokenizer's. With --steps the warm-up "
+            "keeps its share.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A folder, a hub name or demo, in place of the configuration's.")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Text to train on in its place, as surgeon heal takes it, e.g. demo:train.")
+    ] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Held-out text in its place, e.g. demo.")] = None,
     trainer_arg: TrainerArgumentsOption = None,
     form: FormOption = "auto",
     dtype: Annotated[
@@ -40,10 +56,23 @@ def train(
     """
     from surgeon.library.train import train as train_model
     from surgeon.training.arguments import parse_trainer_arguments
+    from surgeon.training.scratch.scale import parse_scale
+    from surgeon.training.texts import texts_by_weight
 
-    arguments, how = parse_trainer_arguments(trainer_arg or []), {"form": form, "dtype": dtype}
     found = train_model(
-        config, output, steps=steps, seed=seed, arguments=arguments, overwrite=overwrite, device=device, **how
+        config,
+        output,
+        steps=steps,
+        seed=seed,
+        scale=None if scale is None else parse_scale(scale),
+        tokenizer=tokenizer,
+        data=None if data is None else texts_by_weight(data),
+        eval_data=eval_data,
+        arguments=parse_trainer_arguments(trainer_arg or []),
+        form=form,
+        dtype=dtype,
+        overwrite=overwrite,
+        device=device,
     )
     for path in () if found is None else found.files:
         print(path)

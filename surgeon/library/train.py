@@ -21,6 +21,7 @@ from surgeon.training.model import TrainedModel, train_model
 from surgeon.training.resume import run_folder
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import ScratchConfig, parse_config, read_config_file
+from surgeon.training.scratch.scale import scaled
 from surgeon.training.texts import TrainTexts
 
 _PROGRAM_SHOWN = 60  # characters
@@ -32,6 +33,10 @@ def train(
     *,
     steps: int | None = None,
     seed: int | None = None,
+    scale: float | None = None,
+    tokenizer: str | None = None,
+    data: str | Mapping[str, float] | None = None,
+    eval_data: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     form: str = "auto",
     dtype: str = "float32",
@@ -45,7 +50,9 @@ def train(
     Args:
         config: a YAML file, as recipes/train/ has them, what was read of one, or its keys as a mapping.
         output: folder of the checkpoint; its run lies beside it, in `output.run`.
-        steps, seed: in place of the configuration's.
+        steps, seed, tokenizer, data, eval_data: in place of the configuration's.
+        scale: of all widths: the same shape, small, on as many tokens for each parameter
+            (`surgeon.training.scratch.scale`).
         arguments: of transformers' TrainingArguments, beside the configuration's or in their place.
         form, dtype, overwrite: as `surgeon.export` takes them.
         device: "cpu", "cuda" (one GPU for each process), or "auto".
@@ -67,6 +74,9 @@ def train(
         read = parse_config(json.dumps(config))
     else:
         read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
+    texts_given: dict[str, Any] = {"tokenizer": tokenizer, "data": data, "eval_data": eval_data}
+    read = replace(read, **{name: value for name, value in texts_given.items() if value is not None})
+    read = read if scale is None else scaled(read, scale, steps)
     plan = blueprint(read.with_settings(steps=steps, seed=seed, arguments=arguments or {}))
     processes, where = join_processes(device)
     texts = plan.texts()

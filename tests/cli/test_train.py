@@ -261,3 +261,18 @@ def test_all_chat_templates_of_the_tokenizer_go_along(train: Any, tiny_checkpoin
     assert verify(tmp_path / "new", tmp_path / "new" / "surgeon.json")
     assert not (tmp_path / "new" / "LICENSE").exists()
     assert json.loads((tmp_path / "new" / "surgeon.json").read_text())["companions"]["left_behind"] == {}
+
+
+@pytest.mark.thorough
+def test_a_papers_configuration_small(surgeon_says: Run, text: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Ladder Residual's 1.2B, as deep and 32 wide, for two steps on a text that is here."""
+    config = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers" / "ladder-1.2b.yaml"
+    (held_out := tmp_path / "other.txt").write_text(text.read_text().replace("sheep and", "cats or")[:900])
+    small = ("--scale", "1/64", "--steps", 2, "--tokenizer", tiny_checkpoint, "--data", text, "--eval-data", held_out)
+    code, _, err = surgeon_says("train", config, "-o", tmp_path / "new", *small)
+    assert code == 0, err
+    written = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (written["num_hidden_layers"], written["hidden_size"], written["num_attention_heads"]) == (22, 32, 16)
+    assert "trained on 2,048 tokens" in err
+    code, _, err = surgeon_says("train", config, "-o", tmp_path / "none", "--scale", "2")
+    assert (code, "a scale is above 0 and at most 1, such as 1/64 or 0.125, not '2'" in err) == (1, True)

@@ -90,7 +90,7 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
         entries["num_key_value_heads"] = units["kv_heads"] // count
     neurons = {
         width: _matching_neurons(config, family, entries, count, layer)
-        for width, layer in _layer_of_each_width(config, family).items()
+        for width, layer in layer_of_each_width(config, family).items()
     }
     return _changed(config, entries | neurons), program
 
@@ -117,7 +117,7 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
     """
     family = family_of(config)
     model = _of_one_layer(config, family)
-    sizes = {width: _layer_size(config, family, layer) for width, layer in _layer_of_each_width(config, family).items()}
+    sizes = {width: _layer_size(config, family, layer) for width, layer in layer_of_each_width(config, family).items()}
     layers = sum(sizes[_width_of(family, layer)] for layer in range(config.num_hidden_layers))
     return ParameterCount(layers, _size(model) - _size(model.get_submodule(f"{family.layers}.0")))
 
@@ -127,7 +127,7 @@ def _width_of(family: Family, layer: int) -> str:
     return family.spec(FEED_FORWARD, layer).width or family.intermediate
 
 
-def _layer_of_each_width(config: PreTrainedConfig, family: Family) -> dict[str, int]:
+def layer_of_each_width(config: PreTrainedConfig, family: Family) -> dict[str, int]:
     """One layer for each of these entries, the first."""
     layers = reversed(range(int(config.num_hidden_layers)))
     return {_width_of(family, layer): layer for layer in layers}
