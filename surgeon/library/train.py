@@ -74,10 +74,8 @@ def train(
         read = parse_config(json.dumps(config))
     else:
         read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
-    texts_given: dict[str, Any] = {"tokenizer": tokenizer, "data": data, "eval_data": eval_data}
-    read = replace(read, **{name: value for name, value in texts_given.items() if value is not None})
-    read = read if scale is None else scaled(read, scale, steps)
-    plan = blueprint(read.with_settings(steps=steps, seed=seed, arguments=arguments or {}))
+    texts_given = {"tokenizer": tokenizer, "data": data, "eval_data": eval_data}
+    plan = blueprint(as_asked(read, texts_given, scale, steps=steps, seed=seed, arguments=arguments or {}))
     processes, where = join_processes(device)
     texts = plan.texts()
     announce(processes, where, _in_words(plan), texts)
@@ -96,6 +94,21 @@ def train(
     written, settings = open_model(target), plan.config.settings
     found.finish(provenance(str(target), written.hash, seed=settings.seed, parameters=written.parameters, **story))
     return replace(ScratchRun.read(folder), files=(target,))
+
+
+def as_asked(config: ScratchConfig, texts: Mapping[str, Any], scale: float | None, **settings: Any) -> ScratchConfig:
+    """A configuration with what is given in its place, and at a scale; what is None stays.
+
+    Args:
+        texts: keys of the configuration.
+        settings: fields of `TrainSettings`.
+
+    Raises:
+        ValueError: as `scaled` and `TrainSettings`.
+    """
+    read = replace(config, **{name: value for name, value in texts.items() if value is not None})
+    read = read if scale is None else scaled(read, scale, settings.get("steps"))
+    return read.with_settings(**settings)
 
 
 def train_blueprint(plan: Blueprint, texts: TrainTexts, folder: Path, device: str = "cpu") -> TrainedModel | None:

@@ -72,13 +72,7 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
     record = folder / RECORD_FILE
     identity = json.loads(json.dumps(identity))
     if record.is_file():
-        before = read_record(folder).get("identity")
-        if before != identity:
-            name, was, is_now = _difference("identity", before, identity)
-            raise ValueError(
-                f"{record} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is "
-                f"{shown(is_now)}; choose another output, or remove {folder}"
-            )
+        require_same(folder, read_record(folder).get("identity"), identity)
     elif checkpoints_of(folder):
         read_record(folder)  # which refuses them: nobody knows of what run they are
     remove_partial(folder)
@@ -86,6 +80,20 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
     if newest is None:
         write_json(record, {"identity": identity})
     return newest
+
+
+def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
+    """Refuse to take a run in a folder, which follows from one thing, for one that follows from another.
+
+    Raises:
+        ValueError: naming the innermost difference.
+    """
+    if before != identity:
+        name, was, is_now = _difference("identity", before, identity)
+        raise ValueError(
+            f"{folder / RECORD_FILE} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is "
+            f"{shown(is_now)}; choose another output, or remove {folder}"
+        )
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
