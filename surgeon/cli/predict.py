@@ -221,6 +221,26 @@ class RacksArguments:
     coda: Annotated[int, typer.Option(min=0, help="With --racks: private layers of each rack, in local training.")] = 2
 
 
+@dataclass(frozen=True)
+class StepArguments:
+    """A training from scratch, in the user's words; a group of options (see grouped.py)."""
+
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="8,64",
+            help="Training instead: MODEL is a configuration of surgeon train (.yaml), and a step of its optimiser is "
+            "predicted on so many devices that share the batch.",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="With --devices: in place of the configuration's, where its model has a vocab_size; e.g. demo."
+        ),
+    ] = None
+
+
 @grouped
 def predict(
     model: Annotated[
@@ -244,6 +264,7 @@ def predict(
     best: BestArguments,
     drafts: PredictedDraftsArguments,
     training: RacksArguments,
+    step: StepArguments,
     over: Annotated[
         str | None,
         typer.Option(
@@ -279,6 +300,13 @@ def predict(
 
     _refuse_together({"--racks": training.racks, "--best": best.best}, ("--compare", programs.compare))
     _refuse_together({"--racks": training.racks}, ("--sweep", over), ("--output", output), ("--best", best.best))
+    others = (("--compare", programs.compare), ("--sweep", over), ("--output", output), ("--best", best.best))
+    _refuse_together({"--devices": step.devices}, *others, ("--racks", training.racks), ("--draft", drafts.draft))
+    if step.tokenizer is not None and step.devices is None:
+        raise ValueError("--tokenizer is for --devices; give --devices, too")
+    if step.devices is not None:
+        _train_on_devices(model, hardware, step.devices, step.tokenizer)
+        return
     drafted = {"--draft": drafts.draft}
     _refuse_together(drafted, ("--compare", programs.compare), ("--best", best.best))
     _refuse_together({"--racks": training.racks}, *drafted.items())
@@ -338,6 +366,29 @@ def _train_on_racks(asked: RacksArguments, model: str, hardware: str) -> None:
     lines.append(_update_line(f"local, codas of {asked.coda}", other, one))
     heading = f"{shapes.name} on {asked.racks} x {machine.name}: bfloat16, {asked.microbatches} microbatches of"
     typer.echo(f"{heading} {asked.tokens} tokens\n\n{aligned(lines)}\n\n{_RACKS_NOTE}")
+
+
+def _train_on_devices(config: str, hardware: str, devices: str, tokenizer: str | None) -> None:
+    """Print what a step of a training from scratch takes on each number of devices.
+
+    Raises:
+        FileNotFoundError, ValueError: as `predict_training`; if the numbers cannot be read.
+    """
+    from surgeon.library.predict_training import predict_training
+    from surgeon.words import aligned
+
+    try:
+        numbers = [int(part) for part in devices.split(",")]
+    except ValueError:
+        raise ValueError(f"--devices {devices!r} is no list of numbers; write e.g. 8,64") from None
+    found = predict_training(config, hardware, numbers, tokenizer=tokenizer)
+    lines = [["Devices", "How", "Step s", "Waiting", "GB", "B tokens a day", "Days"]]
+    for number, (one, steps) in found.items():
+        memory = f"{one.memory / 1e9:.0f}" + ("" if one.fits else ", more than there is")
+        numbers_of = [f"{one.seconds:.2f}", f"{one.waiting / one.seconds:.0%}", memory]
+        days = f"{steps * one.seconds / 86400:.2f}"
+        lines.append([str(number), one.how, *numbers_of, f"{one.tokens_per_day / 1e9:.2f}", days])
+    typer.echo(f"{config} on {hardware}: bfloat16, AdamW in 32 bits\n\n{aligned(lines, (1,))}")
 
 
 def _update_line(name: str, update: Update, first: Update) -> list[str]:
