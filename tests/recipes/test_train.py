@@ -13,6 +13,7 @@ import surgeon
 from surgeon.language.program import Program
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import read_config_file
+from surgeon.training.scratch.sweep import read_sweep
 from surgeon.training.scratch.tracks import count_parameters
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "train"
@@ -51,3 +52,11 @@ def test_it_describes_a_model(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(found.architecture)
     assert surgeon.program_of(surgeon.edit(model, found.program)) == found.program
+
+
+def test_programs_of_the_sweep_are_of_one_size() -> None:
+    models = read_sweep(FOLDER / "sweeps" / "architectures.yaml")
+    assert len(models) == 36
+    for model in models[::9]:
+        found = blueprint(model.config)
+        assert count_parameters(found.architecture).layers == pytest.approx(221_952, rel=0.01), model.name
