@@ -111,7 +111,8 @@ def test_the_whole_of_it_by_options(heal: Any, tmp_path: Path) -> None:
     assert code == 0, err
     assert "all weights, distilled from the original" in err
     settings = json.loads((tmp_path / "healed.run" / "run.json").read_text())["settings"]
-    assert settings["distillation"] == {"logits": 1, "hidden": 10, "text": 0.1, "temperature": 2, "kept": None}
+    wanted = {"logits": 1, "hidden": 10, "text": 0.1, "temperature": 2, "kept": None, "drafting": False}
+    assert settings["distillation"] == wanted
     assert (settings["seed"], settings["warmup"], settings["schedule"]) == (3, 1, "cosine")
     assert str(program_of(surgeon.load(tmp_path / "healed"))).startswith("A0 F0 A1 F1 ")
 
