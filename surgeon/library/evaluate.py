@@ -118,7 +118,11 @@ def evaluate(
     if data is not None:
         size = window_for(candidate.model.config, window)
         windows = load_windows(candidate.model.tokenizer, str(data), size, tokens, separator)
-    original = None if data is None or against is None else open_edited(against)
+    original = None
+    if data is not None and against is not None:
+        original = open_edited(against)
+    elif data is not None and candidate.asked is not None and candidate.model.own is not None:
+        original = EditedModel(candidate.model.name, candidate.model)  # it runs a program itself, not the stored layers
     names = split_names(as_list(tasks))
     loaded = load_tasks(names, candidate.model.positions, num_fewshot, seeds) if tasks else None
     found = Evaluation()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from surgeon.language.recipe import read_recipe
+from surgeon.opened import open_model
 from tests.cli.conftest import Run
 from tests.waiting import PATIENCE
 
@@ -170,6 +171,24 @@ def test_divergence_from_another_model(run: Run, tiny_text: Path, tiny_checkpoin
     code, said, err = run("--data", tiny_text, "--tokens", 64, "--window", 32, "--against", tiny_checkpoint)
     assert code == 0, err
     assert float(said.split("divergence ")[1].split()[0]) < 1e-8
+
+
+def test_a_program_is_compared_with_that_of_the_checkpoint(
+    surgeon_says: Run, tiny_text: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of one that has a program of its own that is the model, not the layers that are stored."""
+    recipe = tmp_path / "late.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - ladder: {{layers: '0:2'}}\n")
+    folder = tmp_path / "late"
+    code, _, err = surgeon_says("export", recipe, "-o", folder, "--form", "program")
+    assert code == 0, err
+    dense, late = open_model(str(tiny_checkpoint)).program, open_model(str(folder)).program
+    for program, same in ((late, True), (dense, False)):
+        code, said, err = surgeon_says(
+            "eval", folder, "--program", str(program), "--data", tiny_text, "--tokens", 64, "--window", 32
+        )
+        assert code == 0, err
+        assert (float(said.split("divergence ")[1].split()[0]) < 1e-8) == same
 
 
 def test_a_text_or_tasks_are_needed(run: Run) -> None:
