@@ -60,7 +60,7 @@ def test_it_describes_the_papers_model(name: str) -> None:
     plan = plan_of(CONFIGS[name])
     assert plan.program.sync_points(8) == SYNCS[name]
     dense = plan_of(replace(plan.config, tracks=None))
-    assert dense.parameters == pytest.approx(1e9 * float(size_of(name)[:-1]), rel=0.03)
+    assert dense.parameters == pytest.approx(1e9 * float(size_of(name)[:-1]), rel=0.04)  # LLaMA's 7B are 6.74B
     layers = [count_parameters(one.architecture).layers for one in (dense, plan)]
     assert layers[1] == pytest.approx(layers[0], rel=0.01)  # tracks have narrower embeddings, and as large layers
 
