@@ -90,7 +90,8 @@ def test_the_tables_are_as_they_were_before_operations_declared_them() -> None:
         "prune": "remove",
         "lp": "pair",
     }
-    assert variant_names() == ("dense", "lp", "ladder", "ladder-over-lp", "fused", "tracks:D", "desync", "upper-bound")
+    names = ("dense", "lp", "ladder", "ladder-over-lp", "fused", "tracks:D", "desync", "halves", "upper-bound")
+    assert variant_names() == names
 
 
 @pytest.mark.usefixtures("rotate")
@@ -192,4 +193,4 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
     text = " ".join(done.stdout.split()).replace("- ", "-")  # lines end at hyphens, too
     assert "prune-mlp, lowrank (" in text
     assert ", ant-eater (eats ants), or all; " in text
-    assert "desync, ants, upper-bound" in text
+    assert "desync, ants, halves (itself" in text
