@@ -9,8 +9,9 @@ before, step by step.
 A token gets the same numbers to the bit wherever these do not depend on how many others are computed with it. Products
 and attention of the kernels for CPUs (runtime/kernels) do not; a text is never cut so that one token of it is left
 alone, as single tokens are attended to in another way. PyTorch's own operations may round otherwise for other numbers
-of tokens (products; activations of widths that are no multiple of 16), and gloo adds up what four or more ranks have in
-another order; then halves give to the bit what the same tokens give as two passes one after the other.
+of tokens (products; activations of widths that are no multiple of 16), gloo adds up what four or more ranks have in
+another order, and how ranks share factors and experts may differ by the number of tokens (auto); then halves give to
+the bit what the same tokens give as two passes one after the other.
 """
 
 from __future__ import annotations
