@@ -34,7 +34,7 @@ from transformers.utils import logging
 from scripts.bench.clasp import chosen_by, whole_model
 from scripts.bench.decoding import DENSE, prompts_of, write_tables
 from scripts.bench.goals import missed
-from surgeon.benchmarks.drafting import decode_together
+from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.language.operations import ladder, pair, prune, tracks
@@ -56,27 +56,18 @@ LEAST = 0.97
 TRACKS = "tracks, D = all"
 
 
-@dataclass
-class Run:
+@dataclass(frozen=True)
+class Run(DecodedTexts):
     """Some texts, decoded together in one way.
 
     Attributes:
         way: DENSE, LOOKUP, the name of a draft, or that and ALONE.
-        seconds: of passes behind the prompts'.
-        new: tokens that these brought.
-        passes: of the model, behind the prompts'.
     """
 
     place: str
     batch: int
     way: str
     turn: int
-    tokens: list[list[int]]
-    new: int
-    seconds: float
-    passes: int
-    drafted: int
-    accepted: int
 
 
 def edits(model: Model, ranks: int) -> dict[str, str]:
@@ -134,7 +125,7 @@ def decoded(
     sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
     drafting, name = way != DENSE and not way.endswith(ALONE), DENSE if way == LOOKUP else way
     found = decode_together(started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens)
-    return Run(place, len(prompts), way, turn, **vars(found))
+    return Run(**vars(found), place=place, batch=len(prompts), way=way, turn=turn)
 
 
 def table(found: Sequence[Run]) -> Iterator[str]:
@@ -150,7 +141,7 @@ def table(found: Sequence[Run]) -> Iterator[str]:
         others = sum(text != dense[run.turn].tokens[at] for run in own for at, text in enumerate(run.tokens))
         cells = [
             *(place, str(batch), way, f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"),
-            f"{median(run.new / run.seconds for run in own):.1f}",
+            f"{median(run.rate for run in own):.1f}",
             f"{accepted / drafted:.0%} of {drafted}" if drafted else "",
             f"{new / (new - accepted):.2f}",
             str(others),
@@ -161,8 +152,8 @@ def table(found: Sequence[Run]) -> Iterator[str]:
 def ratios_of(found: Sequence[Run], place: str, batch: int, way: str) -> list[float]:
     """Times dense decoding in the same round."""
     here = [run for run in found if (run.place, run.batch) == (place, batch)]
-    dense = {run.turn: run.seconds / run.new for run in here if run.way == DENSE}
-    return [dense[run.turn] * run.new / run.seconds for run in here if run.way == way]
+    dense = {run.turn: run.rate for run in here if run.way == DENSE}
+    return [run.rate / dense[run.turn] for run in here if run.way == way]
 
 
 def shortcomings(found: Sequence[Run]) -> Iterator[str]:

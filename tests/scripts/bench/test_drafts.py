@@ -12,7 +12,7 @@ from tests.tiny_models import save_checkpoint
 
 
 def run(way: str, turn: int, seconds: float, place: str = "1ms", tokens: int = 7) -> Run:
-    return Run(place, 1, way, turn, [[tokens]], 10, seconds, 10, 8, 4)
+    return Run([[tokens]], 10, seconds, 10, 8, 4, place, 1, way, turn)
 
 
 FOUND = [
