@@ -4,8 +4,9 @@
                                    [--draft NAME=PROGRAM|RECIPE|FOLDER ...] [--clasp N ...] [--only NAME ...]
                                    [--draft-tokens N] [--drawn 0.8] [--rounds 3]
 
-All ways of decoding take turns in every round, so that whatever else the machine does happens to all of them; tables
-have medians over rounds of the speed beside dense decoding in the same round. What drafts are worth every run finds out
+All ways of decoding take turns in every round, in another order each time, so that whatever else the machine does
+happens to all of them and none always comes first; tables have medians over rounds of the speed beside dense decoding
+in the same round. Passes of half a millisecond differ by a third from round to round: take 30 rounds there. What drafts are worth every run finds out
 anew while it decodes, as `surgeon generate` does. Prompts are of text that the demo model has not seen.
 
 "alone" is the edited program itself, whose text is another one; "lookup" drafts what came in the text itself before,
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
+from random import Random
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
@@ -112,7 +114,7 @@ def runs(
                 started.call(load, with_draft(plan, model, own), name)
             ways = DENSE, LOOKUP, *[name for name in plans if name != DENSE], *chosen
             for turn in range(1 - asked.warm, asked.rounds + 1):
-                for way in ways:
+                for way in Random(turn).sample(ways, len(ways)):
                     found = decoded(started, place, way, turn, prompts, asked)
                     if turn > 0:
                         yield found
