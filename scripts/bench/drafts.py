@@ -6,8 +6,9 @@
 
 All ways of decoding take turns in every round, in another order each time, so that whatever else the machine does
 happens to all of them and none always comes first; tables have medians over rounds of the speed beside dense decoding
-in the same round. Passes of half a millisecond differ by a third from round to round: take 30 rounds there. What drafts are worth every run finds out
-anew while it decodes, as `surgeon generate` does. Prompts are of text that the demo model has not seen.
+in the same round. Passes of half a millisecond differ by a third from round to round: take 30 rounds there. What drafts
+are worth every run finds out anew while it decodes, as `surgeon generate` does. Prompts are of text that the demo model
+has not seen.
 
 "alone" is the edited program itself, whose text is another one; "lookup" drafts what came in the text itself before,
 without a pass of anything; "CLaSp" leaves out the layers that clasp.py chooses by the prompts; a model with codas
