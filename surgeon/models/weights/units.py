@@ -72,7 +72,7 @@ class RandomUnits:
 class Untold:
     """What is kept where nothing says it: KV groups of the largest weights, and any neurons.
 
-    Criteria of the weights alone mostly keep worse neurons than chance does (docs/searching.md).
+    Criteria of the weights alone mostly keep worse neurons than chance does (docs/measured-searches.md).
     """
 
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
