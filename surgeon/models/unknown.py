@@ -72,7 +72,7 @@ def mechanisms(entries: dict[str, Any]) -> dict[str, str]:
         "entries": _some(_own_entries(config, nearest.family)),
     }
     return {label: text for label, text in found.items() if text} | {
-        "to add it": 'a family, one short file that describes it (CONTRIBUTING.md, "Adding a family")'
+        "to add it": 'a family, one short file that describes it (docs/extending.md, "Adding a family")'
     }
 
 

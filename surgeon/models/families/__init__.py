@@ -28,7 +28,7 @@ def family_named(model_type: str) -> Family:
         known = ", ".join(sorted(family.name for family in FAMILIES.values()))
         raise Unsupported(
             f"architecture {model_type!r} is not supported (supported: {known}); "
-            'CONTRIBUTING.md, "Adding a family", shows how to add one in a short file'
+            'docs/extending.md, "Adding a family", shows how to add one in a short file'
         )
     return FAMILIES[model_type]
 

@@ -1,7 +1,7 @@
 """What a family is: where an architecture keeps its norms, attention, MLP and projections, and which flags it has.
 
 A family is data. Code that needs a weight asks the family for a role ("q", "down"), never for a module by name, so
-that adding an architecture is adding one description. See CONTRIBUTING.md, "Adding a family".
+that adding an architecture is adding one description. See docs/extending.md, "Adding a family".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md shows of operations, families, forms and spaces is what there is, and works as it stands."""
+"""What docs/extending.md shows of operations, families, forms and spaces is what there is, and works as it stands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAST = "described or bit_for_bit or padding or maps or recipes or Zeroed or Merg
 
 def blocks(heading: str) -> list[str]:
     """The Python code under a heading."""
-    section = (ROOT / "CONTRIBUTING.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "extending.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
