@@ -343,10 +343,11 @@ def writing_to(journal: Path) -> Iterator[None]:
     """While inside, no other process of this machine writes to a journal.
 
     Optuna's own locks are files, which stay when their process is killed, and hold everybody up. This one goes with its
-    process. Whoever has it next takes away the line that the dead one could not finish: the line after it would else be
-    part of it, and the journal could not be read any more.
+    process, and is on the journal itself: a file beside it would hold up Optuna's own writers, who take it for theirs.
+    Whoever has it next takes away the line that the dead one could not finish: the line after it would else be part of
+    it, and the journal could not be read any more.
     """
-    with locked(journal.with_name(f"{journal.name}.lock")):
+    with locked(journal):
         with journal.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
