@@ -167,6 +167,14 @@ def search(
     output: DefaultOutputOption = "runs/search",
     trials: Annotated[int, typer.Option("--trials", help="How many programs to try in all.", min=1)] = 60,
     *,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--minutes",
+            help="Begin no more trials after so many minutes, however many are left; with more minutes the same "
+            "command goes on. What single edits do is measured in any case.",
+        ),
+    ] = None,
     asked: SearchQuestion,
     use: PredictedUse,
     last: LastChoice,
@@ -196,7 +204,7 @@ def search(
     from surgeon.words import plural
 
     options = vars(asked) | vars(use) | vars(last) | vars(work) | vars(text)
-    found = run_search(model, data, output, trials, **options, using=using or (), memory=memory)
+    found = run_search(model, data, output, trials, minutes=minutes, **options, using=using or (), memory=memory)
     question, winner, trial = found.question, found.winner, found.winner.trial
     pricing, measured = question.budget.pricing, trial.measured
     edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)

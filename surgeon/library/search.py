@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
@@ -84,6 +85,7 @@ class SearchOptions:
     study: str | None
     workers: int
     using: tuple[str, ...] = ()
+    minutes: float | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SearchOptions:
@@ -131,6 +133,7 @@ def search(
     output: str | Path = "runs/search",
     trials: int = 60,
     *,
+    minutes: float | None = None,
     space: str | Sequence[str] | None = None,
     budget: str | Sequence[str] | None = None,
     objective: str | Sequence[str] = "divergence",
@@ -164,6 +167,8 @@ def search(
         output: folder for recipe.yaml, trials.csv, terms.csv, search.json and pictures; where there is a front, a
             recipe for each of its points, too.
         trials: how many programs to try in all.
+        minutes: after so many, counted from the call, no more are begun, but for the first ones; those that are left
+            out are tried when more time is given. None: until all are tried.
         space: what may change, one or several, also by commas: "pair:4,rank"; docs/searching.md has all. None: pairs
             for a depth, else all that lessen what is asked for.
         budget: what to come down to, one limit or several: "depth=12"; limits of a cost and of quality give a front
@@ -194,6 +199,8 @@ def search(
         ImportError: if the sampler, or the storage, needs a package that is not installed.
     """
     check_counts(trials=trials, heal=heal, workers=workers, ranks=ranks, batch=batch)
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes must be more than 0, not {minutes:g}; give none to try all {trials} programs")
     options = SearchOptions(
         SearchText(None if data is None else str(data), tokens, window, separator),
         str(output),
@@ -209,6 +216,7 @@ def search(
         study,
         workers,
         folders(using),
+        minutes,
     )
     found = join_search(model, options, worker=0)
     assert found is not None
@@ -222,6 +230,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         worker: which of a machine's workers this process is: the first one, 0, starts the others, and ends the search;
             the others return None.
     """
+    until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     # What cannot be had is said before a large model is loaded.
     asked, output = AskedSearch.of(model, options.settings, options.using), Path(options.output)
     settings, opened = asked.settings, asked.model
@@ -254,7 +263,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         searching = Search(question, evaluator, races=options.sampler == SURGEON, known=known)
         if options.sampler == SURGEON:  # the others do not go by terms
             searching.known_terms = _terms(study, searching, others=bool(worker))
-        trials = _try_programs(study, searching, options)
+        trials = _try_programs(study, searching, options, until)
         work = SearchWork.of(searching.known_terms, study.trials())
     if worker:
         return None
@@ -345,15 +354,19 @@ def _terms(study: SharedStudy, searching: Search, others: bool) -> Terms:
         evaluator.ran = lambda _: None
 
 
-def _try_programs(study: SharedStudy, searching: Search, options: SearchOptions) -> list[Trial]:
-    """Run all trials, with the other workers; those of earlier commands are among what is returned."""
+def _try_programs(study: SharedStudy, searching: Search, options: SearchOptions, until: float | None) -> list[Trial]:
+    """Run all trials, with the other workers; those of earlier commands are among what is returned.
+
+    Args:
+        until: as `try_programs` takes it.
+    """
     question = searching.question
     found = {trial.number: trial for trial in searching.finished(study.trials())}
 
     with progress(
         "search", options.trials, "trials", len(found), lambda: question.best_in_words(found.values())
     ) as ran:
-        for trial in try_programs(searching, options.trials, options.sampler, options.seed, study):
+        for trial in try_programs(searching, options.trials, options.sampler, options.seed, study, until=until):
             found[trial.number] = trial
             ran(1)
     return sorted(found.values(), key=lambda trial: trial.number)

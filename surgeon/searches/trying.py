@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -30,6 +31,7 @@ def try_programs(
     seed: int = 0,
     study: SharedStudy | None = None,
     together: int = BATCH,
+    until: float | None = None,
 ) -> Iterator[Trial]:
     """Run a search until its study has so many trials, or nothing is left to try.
 
@@ -41,10 +43,22 @@ def try_programs(
             study's trials.
         study: by default one in memory.
         together: how many trials are asked for and measured at once.
+        until: when no more are asked for, by `time.monotonic`, once there are some; of the last ones before it as many
+            as are likely to be measured by then.
     """
     ours = SurgerySampler(search) if sampler == SURGEON else None
+    began, done = time.monotonic(), 0
+
+    def in_time(count: int) -> int:
+        """How many of so many trials are likely to be measured in time."""
+        now = time.monotonic()
+        if until is None or (now < until and not done):
+            return count
+        return min(count, int((until - now) * done / (now - began))) if now < until else 0
 
     def ask(stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:
+        if any(one.state in FINISHED for one in stored) and not (count := in_time(count)):
+            return []
         if ours is not None:  # of those that ask at the same moment, most ask for other trials then
             ours.skipped = random.randrange(BATCH) if shared.has_others(stored) else 0
         return asked(search, ours or OTHERS[sampler](seed + len(stored)), stored, count)
@@ -53,6 +67,8 @@ def try_programs(
         proposals = [search.proposal(one.params, one.user_attrs) for one in taken]
         before = search.evaluator.sublayers
         measured = search.measure(proposals, search.finished(earlier))
+        nonlocal done
+        done += len(taken)
         ran = (search.evaluator.sublayers - before) / len(taken)  # what they have in common ran once
         return [told(search, trial.params, found, ran) for trial, found in zip(taken, measured, strict=True)]
 
