@@ -146,11 +146,11 @@ class Scan(RunResult):
         grids = {name: grid(self._of(name)).reindex_like(same) for name in names}
         rows = math.ceil(len(grids) / _PANELS_IN_A_ROW)
         columns = math.ceil(len(grids) / rows)
-        figure = Figure(figsize=(3.2 * columns + 1.0, 3.4 * rows + 0.5), layout="constrained", dpi=160)
+        figure = Figure(figsize=(2.3 * columns + 0.9, 2.5 * rows + 0.5), layout="constrained", dpi=200)
         colours, capped = scale_of(list(grids.values()), self.base_perplexity, self.cap)
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
         for place, (panel, (name, values)) in enumerate(zip(panels, grids.items(), strict=False)):
-            _draw_heatmap(panel, values, colours, self.base_perplexity, None, ticks=12)
+            _draw_heatmap(panel, values, colours, self.base_perplexity, None, ticks=8)
             panel.set_title(f"({chr(ord('a') + place)}) {title_of(name)}", fontsize=11)
             if place % columns:
                 panel.set_ylabel("")
@@ -254,8 +254,8 @@ def _colour_bar(figure: Figure, axes: list[Axes], colours: Normalize, capped: bo
     ticks = [base * float(ratio_of(damage(end / base) * part / 4)) for part in range(5)]
     bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
     bar.minorticks_off()
-    beyond = f" (pale: beyond {end / base:.3g} times the base)" if capped else ""
-    bar.set_label(f"perplexity, line: {allowance(MARKED)}{beyond}", fontsize=9)
+    beyond = f"; pale: beyond {end / base:.3g} times the base" if capped else ""
+    bar.set_label(f"perplexity\nline: {allowance(MARKED)}{beyond}", fontsize=8)
 
 
 def draw_lengths(

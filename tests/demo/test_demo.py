@@ -63,6 +63,6 @@ def test_a_python_without_its_sources_says_so(monkeypatch: pytest.MonkeyPatch, t
         surgeon.demo_data()
 
 
-def test_the_recipe_in_the_readme_names_the_demo_model() -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    assert f"weights: sha256:{Checkpoint(surgeon.demo_model()).model_hash()} " in readme.read_text(encoding="utf-8")
+def test_the_recipe_on_the_page_of_recipes_names_the_demo_model() -> None:
+    page = Path(__file__).parents[2] / "docs" / "recipes.md"
+    assert f"weights: sha256:{Checkpoint(surgeon.demo_model()).model_hash()} " in page.read_text(encoding="utf-8")
