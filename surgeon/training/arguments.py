@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from argparse import ArgumentError, Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from surgeon.errors import did_you_mean, first_line
 from surgeon.gpus import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
 from surgeon.training.settings import TrainSettings
+from surgeon.training.sharding import check_sharding, load_whole
 from surgeon.training.trainer_table import check_taken, check_trainer_arguments
 
 _OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -85,7 +86,6 @@ def training_arguments(
     steps: int,
     micro_batch: int,
     device: str = "cpu",
-    called: Sequence[str] = (),
 ) -> TrainingArguments:
     """The arguments of a run.
 
@@ -94,8 +94,6 @@ def training_arguments(
         steps: of the optimiser.
         micro_batch: windows per forward pass of one process.
         device: "cpu" or "cuda".
-        called: names of the classes of modules that a program calls. Where parameters are shared out among processes
-            (FSDP), these are gathered one by one; a whole layer, as is usual, is never called in an edited model.
 
     Raises:
         ValueError: if an argument is not accepted.
@@ -135,10 +133,8 @@ def training_arguments(
         decided |= {"load_best_model_at_end": True, "save_steps": settings.evaluate_every}
     try:
         if given.get("fsdp"):
-            config = given["fsdp_config"] = _configuration(given.get("fsdp_config"))
-            keys = {key.removeprefix("fsdp_") for key in config}
-            if not keys & {"transformer_layer_cls_to_wrap", "min_num_params"}:
-                config["transformer_layer_cls_to_wrap"] = list(called)
+            processes = PartialState(cpu=device == "cpu").num_processes
+            given["fsdp_config"] = check_sharding(_configuration(given.get("fsdp_config")), processes)
         if "accelerator_config" in given:
             config = given["accelerator_config"] = _configuration(given["accelerator_config"])
             of_steps = config.get("gradient_accumulation_kwargs") or {}
@@ -210,6 +206,7 @@ def join_processes(device: str) -> tuple[PartialState, str]:
         ValueError: if there is no such device.
     """
     avoid_cudnn_attention()
+    load_whole()
     where = choose_device(device)
     return PartialState(cpu=where == "cpu"), where
 

@@ -28,7 +28,7 @@ from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
 from surgeon.training.held_out import HeldOutQuality, Measure
 from surgeon.training.resume import TEACHER_FOLDER, alone, open_run
 from surgeon.training.run_log import RunLog
-from surgeon.training.scope import add_adapters, called_classes, choose_parameters
+from surgeon.training.scope import add_adapters, choose_parameters
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import LossParts, ModelTrainer
@@ -148,7 +148,7 @@ def train(
         steps = settings.steps_on(len(text))
         processes, _ = join_processes(device)
         share = share_of_batch(settings, processes.num_processes)
-        arguments = training_arguments(settings, folder, steps, share, device, called_classes(model))
+        arguments = training_arguments(settings, folder, steps, share, device)
         known = {
             **(identity or {}),
             "settings": settings.to_json(),

@@ -180,14 +180,3 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
             spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
             norms = (spec.norm, spec.post_norm, *spec.head_norms)
             yield from (owner.get_submodule(path) for path in norms if path is not None)
-
-
-def called_classes(model: PreTrainedModel) -> list[str]:
-    """The names of the classes of modules with parameters that a model's program calls, but for norms."""
-    layers = edited_layers(model)
-    called = (
-        layers.owner(sublayer).get_submodule(path)
-        for sublayer in layers.program.sublayers()
-        for path in layers.family.spec(sublayer.kind, sublayer.layers[0]).modules
-    )
-    return sorted({type(module).__name__ for module in called if any(True for _ in module.parameters())})

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
@@ -37,6 +36,7 @@ from surgeon.training.checkpoints import (
 )
 from surgeon.training.held_out import Measure
 from surgeon.training.packing import IGNORED, attends_across
+from surgeon.training.sharding import share_out
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows, model_inputs
 from surgeon.words import first_few
 
@@ -111,12 +111,7 @@ class ModelTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        wanted, state = self.args.fsdp_plugin_args, self.accelerator.state
-        if wanted is not None and state.distributed_type == DistributedType.MULTI_CPU:
-            # On CPUs accelerate would train replicas, without a word.
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**wanted)
-            state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
-            self.is_fsdp_enabled = True
+        self.is_fsdp_enabled = share_out(self.accelerator, self.args.fsdp_plugin_args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
         """As Trainer's.

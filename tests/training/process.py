@@ -1,4 +1,4 @@
-"""One process of a healing run, for tests that start several: FOLDER FSDP PROGRAM LORA HIDDEN."""
+"""One process of a healing run, for tests that start several: FOLDER FSDP FAMILY PROGRAM LORA HIDDEN."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def documents() -> TrainTexts:
     return TrainTexts(TrainingText(datasets.Dataset(as_table(rows)), "documents", "0"), TEXTS.held_out)
 
 
-def main(folder: str, sharded: str, program: str, lora: str, hidden: str) -> None:
+def main(folder: str, sharded: str, family: str, program: str, lora: str, hidden: str) -> None:
     """Heal a tiny model, and write what comes of it: the norm of every parameter, by name."""
     torch.set_num_threads(1)
     settings = TrainSettings(
         steps=4, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2, lora=int(lora) or None,
         distillation=Distillation(hidden=float(hidden)), arguments={"fsdp": True} if sharded == "fsdp" else {},
     )  # fmt: skip
-    student = edit(tiny_model("llama", 3, dropout=0.0), program)
-    found = train(student, documents(), settings, Path(folder), lambda: tiny_model("llama", 3, dropout=0.0))
+    student = edit(tiny_model(family, 3, dropout=0.0), program)
+    found = train(student, documents(), settings, Path(folder), lambda: tiny_model(family, 3, dropout=0.0))
     if found is not None:
         every = found.merged().named_parameters(remove_duplicate=False)  # what slices share under each of its names
         norms = {name: float(parameter.detach().norm()) for name, parameter in every}

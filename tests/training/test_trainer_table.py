@@ -22,6 +22,7 @@ from transformers.utils import logging
 from surgeon.training.arguments import parse_trainer_arguments, training_arguments
 from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.settings import TrainSettings
+from surgeon.training.sharding import check_sharding
 from surgeon.training.trainer import ModelTrainer
 from surgeon.training.trainer_table import DECIDED, IDLE, TAKEN
 from tests.training.runs import TEXTS, run, same, student, tables, weights
@@ -242,7 +243,7 @@ def test_it_changes_the_trainer(name: str, tmp_path: Path) -> None:
 IMPOSSIBLE = {
     "fp16": ({"fp16": True}, "fp16 does nothing on a CPU; use bf16"),
     "tf32": ({"tf32": True}, "tf32"),
-    "fsdp": ({"fsdp": True}, "fsdp"),
+    "fsdp": ({"fsdp": True}, "there is one; start several with torchrun"),
     "deepspeed": ({"deepspeed": "missing.json"}, "deepspeed"),
 }
 
@@ -289,10 +290,17 @@ def test_memory_is_given_back_and_numbers_are_watched(tmp_path: Path, monkeypatc
     assert (len(emptied), len(watched)) == (2, 1)  # before steps 1 and 3
 
 
-def test_how_parameters_are_shared_out(tmp_path: Path) -> None:
-    given = {"fsdp": True, "fsdp_config": '{"min_num_params": 7}'}
-    made = training_arguments(TrainSettings(batch=4, arguments=given), tmp_path, 1, 4)
-    assert made.fsdp_config["min_num_params"] == 7
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}, "follows from the program, and what is taken is cpu_"),
+        ({"fsdp_version": 1}, "fsdp_version 1 does not know programs; use 2"),
+    ],
+)
+def test_how_parameters_are_shared_out(config: dict[str, Any], message: str) -> None:
+    assert check_sharding({"fsdp_reshard_after_forward": False}, 2) == {"reshard_after_forward": False}
+    with pytest.raises(ValueError, match=message):
+        check_sharding(config, 2)
 
 
 def test_what_other_processes_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,139 @@
+"""Parameters shared out among processes (FSDP2), in the groups in which a program calls for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, str_to_bool
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from surgeon.language.program import Program
+from surgeon.models.edited_layers import EditedLayers
+
+LAUNCHED, ON_ONE = "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"  # what accelerate launch says of FSDP
+_TAKEN = {"version", "reshard_after_forward", "cpu_offload", "state_dict_type"}
+
+
+class ProgramSharding(FullyShardedDataParallelPlugin):  # type: ignore[misc] # accelerate is untyped
+    """accelerate's FSDP2, with groups of modules that follow from a program.
+
+    accelerate groups by classes of modules: of whole layers, as a rule, which an edited model never calls. Nor can
+    classes tell an MLP's linear modules from an output head, or say which slices have a norm between them.
+    """
+
+    _prepared = False
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Share out what sublayers call; embedding, head and what is left are accelerate's to share out.
+
+        accelerate calls this twice: before it has noted which parameters the optimiser has, and after that.
+        """
+        self.auto_wrap_policy = None
+        if self._prepared:
+            for group in gathered_together(model):
+                fully_shard(
+                    group,
+                    reshard_after_forward=self.reshard_after_forward,
+                    offload_policy=self.cpu_offload,
+                    mp_policy=self.mixed_precision_policy or MixedPrecisionPolicy(),
+                )
+        self._prepared = not self._prepared
+
+
+def gathered_together(model: nn.Module) -> list[list[nn.Module]]:
+    """Modules in the groups in which they are called: those of a sublayer, and of all that share a parameter with it.
+
+    Modules of layers that the program does not call are groups, too, which are never gathered.
+
+    Args:
+        model: runs a program, or wraps a model that does.
+    """
+    layers = next(module for module in model.modules() if isinstance(module, EditedLayers))
+    dense = Program.dense(len(layers.original[0]), layers.family.steps_per_layer)
+    placed = [(layers.owner(one), one) for one in dict.fromkeys(layers.program.sublayers())]
+    placed += [(layers.layer(one.layers[0]), one) for one in dense.sublayers()]
+    groups: list[list[nn.Module]] = []
+    for owner, sublayer in placed:
+        spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
+        called = [owner.get_submodule(path) for path in spec.modules]
+        group = [module for module in called if any(True for _ in module.parameters())]
+        parameters = _parameters(group)
+        beside = [other for other in groups if parameters & _parameters(other)]
+        groups = [other for other in groups if other not in beside]
+        groups.append(list(dict.fromkeys([*(module for other in beside for module in other), *group])))
+    return [group for group in groups if group]
+
+
+def _parameters(modules: list[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    """The configuration of FSDP as TrainingArguments take it.
+
+    Raises:
+        ValueError: if there is one process only, or the configuration says what does not go with a program.
+    """
+    if processes == 1:
+        raise ValueError(
+            "fsdp shares parameters out among processes, and there is one; start several with torchrun or accelerate "
+            "launch, or leave fsdp out"
+        )
+    found = {name.removeprefix("fsdp_"): value for name, value in config.items()}
+    if odd := sorted(found.keys() - _TAKEN):
+        raise ValueError(
+            f"fsdp_config: {odd[0]} has no effect here; what is gathered together follows from the program, and what "
+            f"is taken is {', '.join(sorted(_TAKEN))}"
+        )
+    _check_version(found.get("version", 2))
+    return found
+
+
+def launched_sharded() -> bool:
+    """Whether accelerate launch has started this process to share parameters out."""
+    return bool(str_to_bool(os.environ.get(LAUNCHED, "false")))
+
+
+def load_whole() -> None:
+    """Have every process of a run read all weights: an original is needed by each, and accelerate fills the first's."""
+    if launched_sharded():
+        os.environ[ON_ONE] = "false"
+
+
+def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:
+    """Have an accelerator share parameters out as a program calls for them; on CPUs, too, where it would replicate.
+
+    Args:
+        asked: what accelerate's plugin is made of; None for what accelerate launch says.
+
+    Returns:
+        Whether it does.
+
+    Raises:
+        ValueError: if accelerate launch asks for another version than FSDP2.
+    """
+    state = accelerator.state
+    if not (asked is not None or launched_sharded()) or state.distributed_type not in (
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+        DistributedType.FSDP,
+    ):
+        return False
+    plugin = ProgramSharding(**(asked or {}))
+    _check_version(plugin.fsdp_version)
+    if plugin.activation_checkpointing:
+        raise ValueError("fsdp_activation_checkpointing does not know programs; use gradient_checkpointing")
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    return True
+
+
+def _check_version(version: Any) -> None:
+    if int(version) != 2:
+        raise ValueError(f"fsdp_version {version} does not know programs; use 2")
