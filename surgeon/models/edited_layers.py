@@ -189,8 +189,14 @@ class EditedLayers(nn.Module):
         """A module with the averaged, narrowed, sliced or factorised weights of this sublayer.
 
         Raises:
-            ValueError: as `derive_sublayer`, and `check_kept` of a mixture's experts.
+            ValueError: as `derive_sublayer`, and `check_kept` of a mixture's experts; if weights of its layers are
+                divided among processes.
         """
+        if any(hasattr(one, "placements") for layer in sublayer.layers for one in self.layer(layer).parameters()):
+            raise ValueError(
+                f"{sublayer} has weights that are made of whole matrices, and this model's are divided among "
+                "processes; export the program, and load what is written"
+            )
         weights = self.weights()
         mixture, experts = weights.spec(sublayer).mixture, weights.stored_experts(sublayer.layers[0])
         if mixture is not None and experts is not None and sublayer.kind == FEED_FORWARD and sublayer.experts:

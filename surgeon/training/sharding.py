@@ -114,9 +114,14 @@ def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool
         Whether it does.
 
     Raises:
-        ValueError: if accelerate launch asks for another version than FSDP2.
+        ValueError: if accelerate launch asks for another version than FSDP2, or to divide more than the batch.
     """
     state = accelerator.state
+    if accelerator.parallelism_config is not None:
+        raise ValueError(
+            "a parallelism_config of accelerate divides what is trained in other ways than among all processes; leave "
+            "it out, and share parameters out by FSDP2 alone"
+        )
     if not (asked is not None or launched_sharded()) or state.distributed_type not in (
         DistributedType.MULTI_CPU,
         DistributedType.MULTI_GPU,

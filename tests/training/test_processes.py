@@ -19,37 +19,17 @@ import surgeon
 from surgeon.models.edit import edit
 from surgeon.training.settings import TrainSettings
 from surgeon.training.sharding import gathered_together
-from tests import warm
 from tests.processes.test_torchrun import free_port
+from tests.processes.together import REPOSITORY, together
 from tests.selection import case
 from tests.tiny_models import tiny_model
 from tests.training.process import main
 from tests.waiting import PATIENCE
 
-REPOSITORY = Path(__file__).parents[2]
 PAIRED = "A0 F0 [A1 A2] [F1 F2]"
 AGAIN = "A0 F0 >A1 >F1 A1 F1 [A2 A0] [F2 F0]"
 DERIVED = "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1~A2 >F1 A2@q4"
-CODE = "import sys; from tests.training.process import main; main(*sys.argv[1:])"
-
-
-def together(*arguments: str) -> None:
-    """Two processes as torchrun starts them."""
-    shared = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    started = [
-        warm.Popen(
-            [*warm.CODE, CODE, *arguments],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in started:
-        said, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, said
+PROCESS = "tests.training.process"
 
 
 def require_alike(one: Path, two: Path) -> None:
@@ -79,12 +59,12 @@ def test_two_processes_reach_what_one_does(
 ) -> None:
     asked = family, program, lora, hidden
     main(str(tmp_path / "one"), "no", *asked)
-    together(str(tmp_path / "two"), sharded, *asked)
+    together(PROCESS, str(tmp_path / "two"), sharded, *asked)
     require_alike(tmp_path / "one", tmp_path / "two")
     if program == AGAIN:  # killed before its last checkpoint, it goes on
         shutil.rmtree(tmp_path / "two" / "checkpoint-4")
         (tmp_path / "two" / "norms.json").unlink()
-        together(str(tmp_path / "two"), sharded, *asked)
+        together(PROCESS, str(tmp_path / "two"), sharded, *asked)
         require_alike(tmp_path / "one", tmp_path / "two")
 
 

@@ -279,6 +279,11 @@ class SurgeonFusedModel(SurgeonFusedPreTrainedModel):
 
     def __init__(self, config: SurgeonFusedConfig) -> None:
         super().__init__(config)
+        if config.head_norm:  # a rank's gradient of their gains is of its own heads
+            norms = dict.fromkeys(
+                ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce"
+            )
+            config.base_model_tp_plan = config.base_model_tp_plan | norms
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = self.rotary_emb = None
         if config.learned_positions:

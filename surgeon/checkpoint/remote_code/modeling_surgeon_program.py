@@ -595,6 +595,11 @@ class ProgramLayers(nn.Module):
 
     def narrowed(self, path: str, whole: Any, piece: Any) -> Any:
         """What stands in for a projection or a count while a slice runs."""
+        if hasattr(getattr(whole, "weight", None), "placements"):
+            raise ValueError(
+                "slices are of whole matrices, and tensor parallelism has divided them; leave distributed_config out, "
+                "or run the checkpoint on ranks with surgeon generate --tp"
+            )
         if path in self.family.counts:
             return whole // piece[1]
         if path == self.family.sinks:
