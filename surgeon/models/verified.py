@@ -48,6 +48,9 @@ class VerifiedKeys:
     def of(cls, original: PreTrainedModel, ids: Tensor) -> tuple[Tensor, VerifiedKeys]:
         """The original's logits, (B, T, vocabulary), on token ids, (B, T), and its keys and values of them.
 
+        Args:
+            original: whole; or without its head, for the stream before that, (B, T, hidden), in place of logits.
+
         Raises:
             NoVerifiedKeys: if its attentions keep something else, or see to it themselves which tokens they read.
         """
@@ -59,8 +62,8 @@ class VerifiedKeys:
             )
         cache = DynamicCache()  # without a configuration: it keeps all of what attentions with a window have
         with torch.no_grad():
-            logits: Tensor = original(input_ids=ids, use_cache=True, past_key_values=cache).logits
-        return logits, cls(original, cache)
+            found: Tensor = original(input_ids=ids, use_cache=True, past_key_values=cache)[0]
+        return found, cls(original, cache)
 
     def given(self, attention: Sublayer, arguments: dict[str, Any]) -> dict[str, Any]:
         """What an attention is called with, in place of what the decoder has for it.

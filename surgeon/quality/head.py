@@ -205,8 +205,18 @@ class OutputHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of normed streams, (tokens, hidden): (tokens, vocabulary), float32."""
-        logits = self._scaled(functional.linear(hidden, self.weight, self.bias).float())
+        return self.finished(functional.linear(hidden, self.weight, self.bias).float())
+
+    def finished(self, product: Tensor) -> Tensor:
+        """Logits from what the matrix makes of normed streams."""
+        logits = self._scaled(product)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def unfinished(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """The gradient for the product from that for the logits, whose place may be taken."""
+        if self.softcap is not None:
+            gradient = gradient * (1 - (logits / self.softcap).square_())
+        return self._scaled(gradient)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits if self.scale is None else logits * self.scale

@@ -18,7 +18,6 @@ import torch
 from accelerate.utils import DistributedType
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from surgeon.errors import first_line, is_full_disk, is_out_of_memory
@@ -34,10 +33,11 @@ from surgeon.training.checkpoints import (
     trained_parameters,
     write_trained,
 )
+from surgeon.training.head_loss import text_loss
 from surgeon.training.held_out import Measure
 from surgeon.training.packing import IGNORED, attends_across
 from surgeon.training.sharding import share_out
-from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows, model_inputs
+from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
 from surgeon.words import first_few
 
 _WINDOWS_NAMED = 16
@@ -383,18 +383,6 @@ class ModelTrainer(Trainer):
         odd = sorted(trained & set(load_result.missing_keys)) + list(load_result.unexpected_keys)
         if odd:
             raise ValueError(f"the checkpoint is not of what is trained now: {odd[0]}")
-
-
-def text_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The mean negative log-likelihood per predicted token of windows, 0 where nothing is predicted.
-
-    Args:
-        inputs: (windows, tokens) `input_ids` and `labels`, and `position_ids` of documents that are apart.
-    """
-    logits = model(**model_inputs(inputs), use_cache=False).logits[:, :-1].flatten(0, 1)
-    labels = inputs["labels"][:, 1:].flatten().to(logits.device)
-    summed = functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
-    return summed / (labels != IGNORED).sum().clamp_min(1)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -64,7 +64,10 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def in_training(model: nn.Module, act: Callable[[int, int, Any], Any]) -> None:
-    """Call `act` at every forward pass in training: its number from 1, its windows, its logits; it may change them."""
+    """Call `act` at every forward pass in training: its number from 1, its windows, the stream before the head.
+
+    It may change that.
+    """
     passes = 0
 
     def hook(module: nn.Module, _: Any, output: Tensor) -> Any:
@@ -74,4 +77,4 @@ def in_training(model: nn.Module, act: Callable[[int, int, Any], Any]) -> None:
         passes += 1
         return act(passes, len(output), output)
 
-    model.get_submodule("lm_head").register_forward_hook(hook)
+    model.get_submodule("model.norm").register_forward_hook(hook)

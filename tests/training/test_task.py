@@ -13,11 +13,11 @@ from transformers import TrainerCallback
 
 from surgeon.quality.text import TextQuality
 from surgeon.training.distill.distiller import Distillation
+from surgeon.training.head_loss import text_loss
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.run import Trained, TrainingTask, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder
-from surgeon.training.trainer import text_loss
 from tests.training.runs import TEXTS, run, same, student, weights
 
 SETTINGS = {"scope": "all", "steps": 4, "batch": 4, "micro_batch": 2, "evaluate_every": 2, "save_every": 2}

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from surgeon.language.program import Program
@@ -26,9 +25,11 @@ from surgeon.models.edit import decoder_layers, edit, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.verified import VerifiedKeys, drafting
+from surgeon.quality.head import OutputHead
 from surgeon.training.distill.counterparts import Counterpart, counterparts
-from surgeon.training.distill.logits_loss import FullLogits, LogitsTask, TeacherTarget
 from surgeon.training.distill.teacher_logits import TeacherLogits
+from surgeon.training.head_loss import HeadLoss, loss_at_head, next_tokens
+from surgeon.training.logits_loss import LogitsTask, TeacherStream, TeacherTarget
 from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
 
@@ -83,6 +84,14 @@ class Distillation:
     def parts(self) -> tuple[str, ...]:
         """The parts that have a weight."""
         return tuple(name for name in PARTS if getattr(self, name))
+
+    def task(self, taught: TeacherOutput, labels: Tensor) -> LogitsTask:
+        """What a student's logits are held against.
+
+        Args:
+            labels: (windows, tokens), what each token is to predict.
+        """
+        return LogitsTask(taught.target, labels.flatten(), self.temperature, self.logits, self.text)
 
 
 class TeacherOutput(NamedTuple):
@@ -155,7 +164,7 @@ class Distiller:
             ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
         windows = model_inputs(batch)
-        labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # what each token is to predict
+        labels = next_tokens(batch["labels"])
         if self.stored is not None:
             taught = TeacherOutput(self.stored.read(batch["index"]), {})
         else:
@@ -163,8 +172,8 @@ class Distiller:
             taught = ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
         nodes = [one.node for one in self.counterparts]
         with watched_streams(model, nodes, len(self.program)) as streams, drafting(model, taught.keys):
-            logits = model(**windows, use_cache=False).logits
-        return parts_of_loss(self.distillation, logits, labels, streams, taught)
+            at_head = loss_at_head(model, windows, lambda: self.distillation.task(taught, labels))
+        return parts_of_loss(self.distillation, at_head, labels, streams, taught)
 
 
 def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
@@ -197,24 +206,23 @@ def ask_teacher(
         teacher.to(device)  # type: ignore[arg-type] # transformers wraps it untyped
     steps = family_of(teacher.config).steps_per_layer
     nodes, keys = {one.node: one.layer * steps for one in places}, None
+    without_head: Any = teacher.base_model
     with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None) as streams:
-        target = None
         if distillation.drafting:
             if "position_ids" in windows:
                 raise ValueError("a draft is trained on running text; join the documents (documents=joined)")
-            logits, keys = VerifiedKeys.of(teacher, windows["input_ids"])
-        elif distillation.logits:
-            logits = teacher(**windows, use_cache=False).logits
+            normed, keys = VerifiedKeys.of(without_head, windows["input_ids"])
         else:
-            teacher.base_model(**windows, use_cache=False)
-        if distillation.logits:
-            target = FullLogits(logits.flatten(0, 1), distillation.temperature)
+            normed = without_head(**windows, use_cache=False).last_hidden_state
+    target = None
+    if distillation.logits:
+        target = TeacherStream(OutputHead(teacher), normed.flatten(0, 1), distillation.temperature)
     return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, keys)
 
 
 def parts_of_loss(
     distillation: Distillation,
-    logits: Tensor,
+    at_head: HeadLoss,
     labels: Tensor,
     streams: Mapping[int, Tensor],
     taught: TeacherOutput,
@@ -224,13 +232,12 @@ def parts_of_loss(
     All are means over the predicted tokens.
 
     Args:
-        logits: the student's, (windows, tokens, vocabulary).
+        at_head: of the student's predictions.
         labels: (windows, tokens), what each token is to predict; IGNORED where nothing is.
         streams: the student's, by node.
     """
-    task = LogitsTask(taught.target, labels.flatten(), distillation.temperature, distillation.logits, distillation.text)
-    loss, divergence, nll = task.loss(logits.flatten(0, 1))
-    sums, predicted = {"logits": divergence, "text": nll}, labels != IGNORED
+    loss, sums = at_head.loss, {"logits": at_head.divergence, "text": at_head.nll}
+    predicted = labels != IGNORED
     items = predicted.sum().clamp_min(1)
     if taught.streams:
         errors = [relative_error(streams[node], wanted, predicted) for node, wanted in taught.streams.items()]

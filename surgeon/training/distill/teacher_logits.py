@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from surgeon.processes.files import HALF_WRITTEN, make_folder
 from surgeon.processes.locks import locked
 from surgeon.progress import progress
+from surgeon.quality.head import OutputHead
 from surgeon.quality.identified import UNREADABLE, open_identified, write_identified
-from surgeon.training.distill.logits_loss import TopLogits, blocks
+from surgeon.training.logits_loss import TopLogits
 from surgeon.training.texts import TrainingText, model_inputs
 
 _FILE_BYTES = 16 << 20  # no more is lost in a kill
@@ -170,8 +171,10 @@ def _make(
 @torch.inference_mode()
 def _top_of(teacher: PreTrainedModel, text: TrainingText, window: int, identity: TeacherIdentity) -> TopLogits:
     row = model_inputs(text.rows.with_format("torch")[window : window + 1])
-    logits = teacher(**{name: one.to(teacher.device) for name, one in row.items()}, use_cache=False).logits[0]
-    parts = [TopLogits.of(logits[rows], identity.kept, identity.temperature) for rows in blocks(logits)]
+    inputs = {name: one.to(teacher.device) for name, one in row.items()}
+    stream, head = teacher.base_model(**inputs, use_cache=False).last_hidden_state[0], OutputHead(teacher)
+    blocks = stream.to(head.weight.device).split(head.rows(len(stream)))
+    parts = [TopLogits.of(head.logits(block), identity.kept, identity.temperature) for block in blocks]
     found, log_p, rest = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in _TENSORS)
     if not log_p.isfinite().all():
         raise ValueError(f"the teacher's logits are not finite in training window {window}; are its weights damaged?")

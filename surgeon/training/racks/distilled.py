@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from surgeon.models.families import family_of
@@ -30,7 +29,7 @@ from surgeon.training.distill.distiller import (
     require_unedited_teacher,
     watched_streams,
 )
-from surgeon.training.packing import IGNORED
+from surgeon.training.head_loss import loss_at_head, next_tokens
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
@@ -90,12 +89,11 @@ class DistilledRackLoss:
         with fed(teacher, incoming[1]) as stretch:
             taught = ask_teacher(teacher, windows, self.counterparts, self.own)
             original = stretch.outgoing
-        nodes = [one.node for one in self.counterparts]
+        nodes, labels = [one.node for one in self.counterparts], next_tokens(inputs["labels"])
         length = len(self.rack.layers.program)
         with fed(model, incoming[0]) as layers, watched_streams(model, nodes, length) as streams:
-            logits = model(**windows, use_cache=False).logits
+            at_head = loss_at_head(model, windows, lambda: self.own.task(taught, labels))
             assert layers.outgoing is not None
             assert original is not None
             self.streams.give(inputs["place"], torch.cat([layers.outgoing, original.to(layers.outgoing)], dim=-1))
-        labels = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
-        return parts_of_loss(self.own, logits, labels, streams, taught)
+        return parts_of_loss(self.own, at_head, labels, streams, taught)

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from surgeon.quality.text import TextQuality, logits_of
 from surgeon.training.distill.distiller import Distillation
+from surgeon.training.head_loss import text_loss
 from surgeon.training.held_out import HeldOutQuality, Measure
 from surgeon.training.racks.distilled import DistilledRackLoss
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.streams import RackStreams
 from surgeon.training.racks.stretch import fed
 from surgeon.training.run import TrainingTask
-from surgeon.training.trainer import text_loss
 
 
 class RackLoss:

@@ -48,7 +48,7 @@ class CountedTeacher:
         self.model = models.tiny_model("llama", 2)
         self.calls = 0
         self.before: Callable[[], Any] = lambda: None
-        self.model.register_forward_pre_hook(self.count)
+        self.model.base_model.register_forward_pre_hook(self.count)
 
     def count(self, *_: object) -> None:
         self.before()

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from surgeon.training.head_loss import text_loss
 from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.stretch import fed
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder
 
@@ -40,8 +41,9 @@ def train_together(
         for first in range(0, settings.batch, size):
             ids, stream = windows[batch[first : first + size]], None
             for index, rack in enumerate(racks):
-                stream, logits = rack.forward(ids, stream)
-                loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+                with fed(rack.model, stream) as layers:
+                    loss = text_loss(rack.model, {"input_ids": ids, "labels": ids})
+                    stream = layers.outgoing
                 (loss / (settings.batch // size)).backward()
                 total[index] += loss.item() / (settings.batch // size)
         for own, optimiser in zip(trained, optimisers, strict=True):

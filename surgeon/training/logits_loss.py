@@ -1,58 +1,81 @@
-"""A model's logits held against those of a teacher, and against the text, in little memory.
+"""Logits held against those of a teacher, and against the text, some tokens at a time.
 
-The gradient of both is known in closed form, so that it is computed with the loss, some tokens at a time, and put where
-the teacher's logits were: no other tensor of the logits' size is made, where plain PyTorch makes five.
+The gradient of both is known in closed form, so that it is computed with the loss, and put where the logits were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from surgeon.quality.head import BLOCK_BYTES
+from surgeon.quality.head import BLOCK_BYTES, OutputHead
 from surgeon.training.packing import IGNORED
 
 LEAST_ROWS = 8  # of a block
 
 
-class TeacherTarget(Protocol):
-    """What a teacher predicts for some tokens."""
-
-    def room(self, logits: Tensor) -> Tensor:
-        """A tensor like these logits whose values are of no use any more, once their rows were compared."""
+class TeacherRows(Protocol):
+    """What a teacher predicts for some tokens, at hand."""
 
     def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """The divergence of a student from the teacher, token by token.
 
         Args:
             rows: which of the tokens.
-            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, float32.
+            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, of at least
+                32 bits.
 
         Returns:
             The divergence in nats, (rows,), and its gradient for the divided logits, (rows, vocabulary).
         """
 
 
-class FullLogits:
-    """All logits of a teacher; the divergence is KL(softmax(t / T) || softmax(s / T)) over the vocabulary.
+class TeacherTarget(Protocol):
+    """What a teacher predicts for all tokens of a micro-batch."""
 
-    Args:
-        logits: (tokens, vocabulary). They are overwritten where they have the student's dtype and device.
+    def at(self, rows: Tensor) -> TeacherRows:
+        """For some of them, by their numbers, (rows,)."""
+
+
+@dataclass(frozen=True)
+class TeacherStream:
+    """A teacher's predictions as its stream before the head; logits of some tokens are made as they are asked for.
+
+    Attributes:
+        head: the teacher's.
+        stream: (tokens, hidden), normed.
         temperature: T.
     """
 
-    def __init__(self, logits: Tensor, temperature: float) -> None:
-        self.logits, self.temperature = logits, temperature
+    head: OutputHead
+    stream: Tensor
+    temperature: float
 
-    def room(self, logits: Tensor) -> Tensor:
-        alike = self.logits.dtype == logits.dtype and self.logits.device == logits.device
-        return self.logits if alike and self.logits.is_contiguous() else torch.empty_like(logits)
+    def at(self, rows: Tensor) -> FullLogits:
+        stream = self.stream[rows.to(self.stream.device)]
+        return FullLogits(self.head.logits(stream.to(self.head.weight.device)), self.temperature)
+
+
+@dataclass(frozen=True)
+class FullLogits:
+    """All logits of a teacher; the divergence is KL(softmax(t / T) || softmax(s / T)) over the vocabulary.
+
+    Attributes:
+        logits: (tokens, vocabulary).
+        temperature: T.
+    """
+
+    logits: Tensor
+    temperature: float
+
+    def at(self, rows: Tensor) -> FullLogits:
+        return replace(self, logits=self.logits[rows])
 
     def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
         if self.logits.shape[1] != log_q.shape[1]:
@@ -60,7 +83,8 @@ class FullLogits:
                 f"the teacher has a vocabulary of {self.logits.shape[1]:,} tokens and the student one of "
                 f"{log_q.shape[1]:,}; distil from a model with the same vocabulary"
             )
-        log_p = functional.log_softmax(self.logits[rows].to(log_q.device).float() / self.temperature, dim=-1)
+        softened = self.logits[rows].to(log_q.device, log_q.dtype) / self.temperature
+        log_p = functional.log_softmax(softened, dim=-1)
         p = log_p.exp()
         divergence = (p * log_p.sub_(log_q)).sum(-1)
         return divergence, log_q.exp().sub_(p)
@@ -97,8 +121,9 @@ class TopLogits:
         top = log_p.topk(kept, dim=-1)
         return cls(top.indices, top.values, _without(log_p, top.indices).logsumexp(-1))
 
-    def room(self, logits: Tensor) -> Tensor:
-        return torch.empty_like(logits)
+    def at(self, rows: Tensor) -> TopLogits:
+        rows = rows.to(self.ids.device)
+        return TopLogits(self.ids[rows], self.log_p[rows], self.rest[rows])
 
     def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
         ids, log_p, rest = (each[rows].to(log_q.device) for each in (self.ids.long(), self.log_p, self.rest))
@@ -132,67 +157,56 @@ class LogitsTask:
     logits: float = 1.0
     text: float = 0.0
 
-    def loss(self, student: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums over the predicted tokens, in float32: the weighted loss, and its parts, which have no gradient.
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of the tokens whose logits are needed, (rows,)."""
+        asks = self.target is not None or bool(self.text)
+        return ((self.labels != IGNORED) & asks).nonzero()[:, 0]
+
+    def become_gradient(self, rows: Tensor, logits: Tensor, head: OutputHead) -> Tensor:
+        """Put the gradient of the loss of some tokens where their logits are.
 
         Args:
-            student: (tokens, vocabulary).
+            rows: their numbers, (rows,), of such as are to predict something.
+            logits: (rows, vocabulary), of the student's matrix product, which its head then scales and caps.
 
         Returns:
-            The loss; the divergence times T^2; the negative log-likelihood.
+            (2,), at least float32: their divergence, times T^2, and their negative log-likelihood, summed.
 
         Raises:
             ValueError: if the teacher has another vocabulary.
         """
-        loss, divergence, nll = _KnownGradient.apply(student, self)  # type: ignore[no-untyped-call]
-        return loss, divergence, nll
+        target, labels = None if self.target is None else self.target.at(rows), self.labels[rows.to(self.labels.device)]
+        labels, sums = labels.to(logits.device), []
+        for block in blocks(logits):
+            student = head.finished(logits[block].to(torch.promote_types(logits.dtype, torch.float32)))
+            divergence, nll, gradient = self._block(target, block, labels[block], student)
+            sums.append(torch.stack([divergence, nll]))
+            logits[block] = head.unfinished(gradient, student)
+        return torch.stack(sums).sum(0)
 
-    def room(self, student: Tensor) -> Tensor:
-        """Where the gradient goes."""
-        return torch.zeros_like(student) if self.target is None else self.target.room(student)
-
-    def block(self, rows: slice, student: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Divergence (times T^2) and negative log-likelihood of some tokens, summed, and the gradient of the loss."""
-        wanted = self.labels[rows] != IGNORED
+    def _block(
+        self, target: TeacherRows | None, block: slice, labels: Tensor, student: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Divergence (times T^2) and negative log-likelihood, summed, and the gradient of the loss."""
         softened = functional.log_softmax(student if self.temperature == 1 else student / self.temperature, dim=-1)
         divergence = nll = student.new_zeros(())
         slopes = []
-        if self.target is not None:
-            by_token, slope = self.target.compare(rows, softened)
-            divergence = torch.where(wanted, by_token, 0).sum() * self.temperature**2
-            slopes.append(slope.mul_((wanted * (self.logits * self.temperature))[:, None]))
+        if target is not None:
+            by_token, slope = target.compare(block, softened)
+            divergence = by_token.sum() * self.temperature**2
+            slopes.append(_times(slope, self.logits * self.temperature))
         if self.text:
             log_q = softened if self.temperature == 1 else functional.log_softmax(student, dim=-1)
-            labels = torch.where(wanted, self.labels[rows], 0)[:, None]
-            nll = -torch.where(wanted, log_q.gather(-1, labels)[:, 0], 0).sum()
+            labels = labels[:, None]
+            nll = -log_q.gather(-1, labels).sum()
             slope = log_q.exp_().scatter_add_(-1, labels, log_q.new_full(labels.shape, -1))
-            slopes.append(slope.mul_((wanted * self.text)[:, None]))
+            slopes.append(_times(slope, self.text))
         return divergence, nll, reduce(Tensor.add_, slopes)
 
 
-class _KnownGradient(torch.autograd.Function):
-    """A loss whose gradient is computed with it."""
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, task: LogitsTask) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [student.new_zeros(2, dtype=torch.float32)]
-        room = task.room(student) if ctx.needs_input_grad[0] else None
-        for rows in blocks(student) if task.target is not None or task.text else ():
-            divergence, nll, gradient = task.block(rows, student[rows].float())
-            parts.append(torch.stack([divergence, nll]))
-            if room is not None:
-                room[rows] = gradient
-        if room is not None:
-            ctx.save_for_backward(room)
-        divergence, nll = torch.stack(parts).sum(0)
-        ctx.mark_non_differentiable(divergence, nll)
-        # A weight of 0 with a part that is not finite is none either: it was not computed.
-        return task.logits * divergence + task.text * nll, divergence, nll
-
-    @staticmethod
-    def backward(ctx: Any, *wanted: Any) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(wanted[0]), None  # in place: going backward a second time is an error that PyTorch finds
+def _times(slope: Tensor, weight: float) -> Tensor:
+    return slope if weight == 1 else slope.mul_(weight)
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:

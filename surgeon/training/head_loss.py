@@ -1,0 +1,178 @@
+"""The loss of a model, computed where its output head would make logits, so that these never are there as a whole.
+
+With a large vocabulary a batch's logits take more memory than all else in training. The gradient of a loss is known as
+soon as it is (logits_loss.py), so that the head goes through the stream some tokens at a time: from logits to their
+gradient, and at once to that of the stream and of the matrix, which are all that is kept for the backward pass. That
+takes as many matrix products as it takes with whole logits (so does Liger-Kernel: Hsu et al. 2024, arXiv 2410.10989,
+section 3.2), and none for tokens at which nothing is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgeon.models.weights.store import dense
+from surgeon.quality.head import OutputHead
+from surgeon.training.logits_loss import LogitsTask
+from surgeon.training.packing import IGNORED
+from surgeon.training.texts import model_inputs
+
+# Of logits at a time: so many that reading the matrix, and adding to its gradient, is little beside the products.
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+LEAST_ROWS = 256
+
+
+class HeadLoss(NamedTuple):
+    """Sums over the predicted tokens, numbers.
+
+    Attributes:
+        loss: weighted, with its gradient.
+        divergence: times T^2; without a gradient, as the next.
+        nll: negative log-likelihood.
+    """
+
+    loss: Tensor
+    divergence: Tensor
+    nll: Tensor
+
+
+def loss_at_head(model: nn.Module, windows: Mapping[str, Tensor], ask: Callable[[], LogitsTask]) -> HeadLoss:
+    """What a forward pass comes to. It is computed inside the pass, where sharded parameters are whole.
+
+    Args:
+        model: a causal language model, or whatever wraps it (DDP, FSDP, peft); it is called once.
+        windows: as the model takes them.
+        ask: what logits are held against; called when the stream has come to the head.
+
+    Raises:
+        ValueError: if the output projection is no plain linear map.
+    """
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    head: Any = inner.get_output_embeddings()
+    if not isinstance(vars(head).get("forward"), _LossInPlaceOfLogits):
+        head.forward = _LossInPlaceOfLogits(inner)
+    head.forward.ask = ask
+    try:
+        output = model(**windows, use_cache=False)
+    finally:
+        head.forward.ask = None
+    found: HeadLoss = head.forward.found
+    head.forward.found = None
+    # Nothing is added; what wraps the model has its part in the backward pass only by what the model gave.
+    return found._replace(loss=found.loss + output.logits.sum())
+
+
+def loss_of_stream(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLoss:
+    """What a normed stream, (tokens, hidden), comes to.
+
+    Raises:
+        ValueError: if the teacher has another vocabulary.
+    """
+    return HeadLoss(*_KnownGradient.apply(stream, head.weight, head.bias, head, task))  # type: ignore[no-untyped-call]
+
+
+def text_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The mean negative log-likelihood per predicted token of windows, 0 where nothing is predicted.
+
+    Args:
+        inputs: (windows, tokens) `input_ids` and `labels`, and `position_ids` of documents that are apart.
+    """
+    labels = next_tokens(inputs["labels"])
+    task = LogitsTask(None, labels.flatten(), logits=0.0, text=1.0)
+    summed = loss_at_head(model, model_inputs(inputs), lambda: task).loss
+    return summed / (labels != IGNORED).sum().clamp_min(1).to(summed.device)
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """What each token of windows is to predict, of labels that say which tokens are predicted, (windows, tokens)."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+class _LossInPlaceOfLogits:
+    """An output head's forward pass: logits, but where a loss is asked for.
+
+    It stays in its place, since a compiled model would not see it come and go.
+    """
+
+    ask: Callable[[], LogitsTask] | None = None
+    found: HeadLoss | None = None
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        head: Any = model.get_output_embeddings()
+        self.model, self.plain = model, head.forward
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, stream: Tensor) -> Tensor:
+        if self.ask is None:
+            logits: Tensor = self.plain(stream)
+            return logits
+        head, task = OutputHead(self.model), self.ask()
+        self.found = loss_of_stream(stream.flatten(0, -2).to(head.weight.device), head, task)
+        # In the place of logits nothing, which yet comes from all that the loss comes from: DDP looks for that.
+        return self.found.loss.reshape(1, 1, 1)[..., :0]
+
+
+class _KnownGradient(torch.autograd.Function):
+    """A loss whose gradient is computed with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, stream: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, task: LogitsTask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kind, dtype = stream.device.type, weight.dtype
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+            dtype = torch.bfloat16  # not so with float16: the gradient, which is not scaled yet, would be too small
+        with torch.autocast(kind, enabled=False):
+            sums, gradients = _gradients(stream, weight, bias, head, task, dtype, ctx.needs_input_grad)
+        ctx.gradients = gradients
+        divergence, nll = sums.unbind()
+        ctx.mark_non_differentiable(divergence, nll)
+        # A weight of 0 with a part that is not finite is none either: it was not computed.
+        return task.logits * divergence + task.text * nll, divergence, nll
+
+    @staticmethod
+    def backward(ctx: Any, wanted: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        assert ctx.gradients is not None, "there is one way back: gradients are handed on in the memory they are in"
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(None if one is None else one.mul_(wanted) for one in gradients), None, None
+
+
+def _gradients(
+    stream: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head: OutputHead,
+    task: LogitsTask,
+    dtype: torch.dtype,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Divergence and negative log-likelihood, (2,), and the loss's gradients for stream, matrix and bias, or None."""
+    inputs, sum_dtype = (stream, weight, bias), torch.promote_types(dtype, torch.float32)
+    of_stream, of_weight, of_bias = gradients = [
+        torch.zeros_like(one, dtype=sum_dtype) if need and one is not None else None
+        for one, need in zip(inputs, needed, strict=False)
+    ]
+    matrix, shift = dense(weight).to(dtype), None if bias is None else bias.to(dtype)
+    sums = stream.new_zeros(2, dtype=sum_dtype)
+    limit = CHUNK_BYTES.get(stream.device.type, CHUNK_BYTES["cpu"])
+    chunk = max(LEAST_ROWS, limit // (matrix.element_size() * len(matrix)))
+    predicting = task.rows.to(stream.device)
+    for start in range(0, len(predicting), chunk):
+        rows = predicting[start : start + chunk]
+        some = stream[rows].to(dtype)
+        logits = nn.functional.linear(some, matrix, shift)
+        sums += task.become_gradient(rows, logits, head)
+        if of_stream is not None:
+            of_stream[rows] = (logits @ matrix).to(sum_dtype)
+        if of_weight is not None and of_weight.dtype == dtype:
+            of_weight.addmm_(logits.T, some)
+        elif of_weight is not None:
+            of_weight += logits.T @ some
+        if of_bias is not None:
+            of_bias += logits.sum(0)
+    return sums, [None if own is None else own.to(one) for own, one in zip(gradients, inputs, strict=True)]
