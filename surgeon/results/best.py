@@ -39,14 +39,14 @@ class BestRun(RunResult):
     winners: pd.DataFrame
 
     def __str__(self) -> str:
-        """One table for each link: ranks down, batches across, each with its winner and what it wins."""
+        """One table for each link: batches down, ranks across, each with its winner and what it wins."""
         parts = [f"{self.heading}\n\nFastest, and times as fast as the dense model\n"]
         for link, here in self.winners.groupby("link", sort=False):
             cells = here.assign(text=[_words(one) for one in here.itertuples()])
-            table = cells.pivot(index="ranks", columns="batch", values="text").fillna("-")
-            table = table.reindex(index=here["ranks"].unique(), columns=here["batch"].unique())
-            lines = [["ranks", *(f"batch {batch}" for batch in table)]]
-            lines += [[str(ranks), *texts] for ranks, texts in zip(table.index, table.to_numpy(), strict=True)]
+            table = cells.pivot(index="batch", columns="ranks", values="text").fillna("-")
+            table = table.reindex(index=here["batch"].unique(), columns=here["ranks"].unique())
+            lines = [["batch", *(f"{ranks} ranks" for ranks in table)]]
+            lines += [[str(batch), *texts] for batch, texts in zip(table.index, table.to_numpy(), strict=True)]
             parts += [str(link) or "no link", aligned(lines), ""]
         return "\n".join(parts).rstrip()
 

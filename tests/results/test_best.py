@@ -23,12 +23,14 @@ def test_lines_name_the_winner_and_what_it_wins() -> None:
     text = str(BestRun(choice_table(FOUND), record={"heading": "winners"}))
     assert text.splitlines()[4:] == [
         "fast",
-        "ranks  batch 1  batch 8",
-        "2      lp 1.50    dense",
+        "batch  2 ranks",
+        "1      lp 1.50",
+        "8        dense",
         "",
         "slow",
-        "ranks      batch 1  batch 8",
-        "2      ladder 1.90        -",
+        "batch      2 ranks",
+        "1      ladder 1.90",
+        "8                -",
     ]
 
 
