@@ -1,8 +1,9 @@
 """What drafting costs and brings by the model of costs: an edited program proposes, the unedited one verifies.
 
 As in the runtime, a draft's pass adds one token to each text, and a verifying pass has a row of each token, so that it
-costs what a pass of so many more texts does. A draft has no prompt pass of its own, and its steps lie on ranks as the
-model's keys and values do. How many tokens ahead are best says `runtime.batching.ahead`, here the same for all texts.
+costs what a pass of so many more texts does. A draft's steps lie on ranks as the model's keys and values do; it has a
+pass over prompts if it keeps some of its own. How many tokens ahead are best says `runtime.batching.ahead`, here the
+same for all texts.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from functools import cached_property
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Deployment, PredictedRanks, Prediction, mean_decode, predict
+from surgeon.cost.room import room
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
+from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
+from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.results.drafts import DRAFT_COLUMNS
 from surgeon.runtime.batching.ahead import MOST_AHEAD, best_ahead
-from surgeon.runtime.plan.drafts import draft_beside
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.drafts import draft_beside, require_shared
+from surgeon.runtime.plan.specification import DraftPlan, Plan
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class DraftedPrediction:
         ahead: tokens drafted for each text; 0 where drafts do not pay.
         draft: seconds of one pass of the draft.
         verify: seconds of a pass of the model over ahead + 1 tokens of each text.
-        per_token: seconds of each further token of every text, the mean.
+        per_token: seconds of each further token of every text, the mean, with what the draft takes for prompts.
     """
 
     model: Prediction
@@ -70,13 +74,14 @@ def predict_drafting(
         programs: the one that verifies, and the one that drafts.
 
     Raises:
-        ValueError: as `predict`; and if there is no token to draft, an acceptance is no chance, or the draft's
-            attentions have no keys and values to read.
+        ValueError: as `predict`; and if there is no token to draft, an acceptance is no chance, the draft cannot run
+            beside its model, or there is no room for both.
     """
     check_chances(acceptances)
     drafting = DraftPrices(shapes, programs[0], hardware, workload, deployment)
-    draft = drafting.seconds(drafting.plan(programs[1]))
-    return [drafting.at(acceptance, draft) for acceptance in acceptances]
+    beside = drafting.beside(programs[1])
+    draft, prompts = drafting.seconds(beside.plan), drafting.prompts(beside)
+    return [drafting.at(acceptance, draft, prompts) for acceptance in acceptances]
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,6 @@ class DraftPrices:
     def __post_init__(self) -> None:
         if self.workload.new < 2:
             raise ValueError("the first new token comes of the prompt's pass; to draft, ask for at least 2")
-        if self.deployment.kv == "lowrank":
-            raise ValueError("drafts read the keys and values of the model's own program; use kv full, not lowrank")
         _ = self.model
 
     @cached_property
@@ -109,12 +112,34 @@ class DraftPrices:
         return predict(self.shapes, self.program, self.hardware, self.workload, self.deployment)
 
     def plan(self, draft: Program) -> Plan:
-        """Of a draft beside the model.
+        """Of a draft that uses the model's keys and values only.
 
         Raises:
-            ValueError: as `draft_beside`.
+            ValueError: as `draft_on_paper`.
         """
         return draft_on_paper(self.model.plan, self.shapes, draft)
+
+    def beside(self, draft: Program) -> DraftPlan:
+        """Any draft beside the model.
+
+        Raises:
+            ValueError: as `draft_beside`, or if there is no room for both.
+        """
+        found, load = _beside(self.model.plan, self.shapes, draft), self.workload
+        needed = room(self.shapes, replace(self.model.plan, draft=found), self.hardware, load.batch, load.prompt)
+        if self.model.memory.fits and not needed.fits:
+            raise ValueError(
+                f"the model and its draft need {show_size(needed.needed)} on a rank, and {self.hardware.name} has "
+                f"{show_size(needed.there)} for it; use more ranks, or fewer or shorter texts"
+            )
+        return found
+
+    def prompts(self, draft: DraftPlan) -> float:
+        """Seconds in which a draft computes all prompts, for keys of its own; 0 if it keeps none."""
+        if not draft.keeps_own:
+            return 0.0
+        ranks = PredictedRanks(self.shapes, draft.plan, self.hardware, self.deployment)
+        return ranks.forward(Forward(self.workload.batch, self.workload.prompt, asked=1), graphs=False).seconds
 
     def seconds(self, draft: Plan) -> float:
         """Of one pass of a draft, the mean."""
@@ -128,10 +153,17 @@ class DraftPrices:
             self._verifying[tokens] = mean_decode(self._verifier, load).seconds
         return self._verifying[tokens]
 
-    def at(self, acceptance: float, draft: float) -> DraftedPrediction:
-        """What drafts with an acceptance bring, of which a pass takes so many seconds."""
+    def at(self, acceptance: float, draft: float, prompts: float = 0.0) -> DraftedPrediction:
+        """What drafts with an acceptance bring, of which a pass takes so many seconds.
+
+        Args:
+            prompts: seconds of their pass over prompts.
+        """
         (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, self.verifying)
-        return DraftedPrediction(self.model, acceptance, ahead, draft, self.verifying(ahead + 1), 1 / rate)
+        per_token = 1 / rate + (prompts / (self.workload.new - 1) if ahead else 0.0)
+        if prompts and per_token > self.verifying(1):
+            ahead, per_token = 0, self.verifying(1)
+        return DraftedPrediction(self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token)
 
     @cached_property
     def _verifier(self) -> PredictedRanks:
@@ -143,16 +175,20 @@ class DraftPrices:
 
 
 def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
-    """The plan of a draft beside a model's.
+    """The plan of a draft beside a model's, where a pass of it is all that it takes.
 
     Raises:
-        ValueError: as `draft_beside`.
+        ValueError: as `draft_beside`, or if it keeps keys of its own.
     """
+    return require_shared(_beside(plan, shapes, draft), "for those it computes prompts, too, which has no price here")
 
+
+def _beside(plan: Plan, shapes: ModelShapes, draft: Program) -> DraftPlan:
     def paper(sliced: bool) -> Plan:
-        return plan_on_paper(shapes, draft, plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, "full", sliced)
+        return plan_on_paper(shapes, draft, plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, plan.kv, sliced)
 
-    return replace(draft_beside(plan, shapes, paper).plan, mixtures=plan.mixtures)
+    found = draft_beside(plan, shapes, paper)
+    return replace(found, plan=replace(found.plan, mixtures=plan.mixtures))
 
 
 def check_chances(acceptances: Sequence[float]) -> Sequence[float]:

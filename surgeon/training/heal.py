@@ -25,7 +25,7 @@ from surgeon.named import is_hub_name
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.provenance import provenance
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.drafts import with_draft
+from surgeon.runtime.plan.drafts import require_shared, with_draft
 from surgeon.training.model import TrainedModel
 from surgeon.training.scope import adapter_targets
 from surgeon.training.settings import TrainSettings
@@ -231,7 +231,9 @@ def check_draft(edited: EditedModel, student: PreTrainedModel, settings: TrainSe
     reasons = []
     for ranks in DRAFT_RANKS:
         try:
-            with_draft(make_plan(edited.model, ranks, None), edited.model, edited.program)
+            planned = with_draft(make_plan(edited.model, ranks, None), edited.model, edited.program).draft
+            assert planned is not None
+            require_shared(planned, "drafts are healed on the model's keys and values")
             break
         except ValueError as error:
             reasons.append(error)

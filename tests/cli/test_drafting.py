@@ -146,7 +146,6 @@ def test_the_help_says_how_many_are_drafted_where_nobody_says() -> None:
         ),
         (["--draft", "upper-bound"], "error: there are no drafts 'upper-bound'; .*"),
         (["--draft", "A0 F0 A9 F9"], "error: the draft cannot run beside its model: .*A9.*"),
-        (["--draft", "A0 F0", "--kv", "lowrank", "--program", "A0@k4,v4 F0"], "error: drafts read the keys and .*"),
         (["--draft", "A0 F0 >"], "error: the draft cannot run beside its model: .*"),
         (["--draft", "A0 F0", "--draft-tokens", "90"], "error: draft_tokens 90 .*"),
         (

@@ -185,7 +185,7 @@ def test_a_draft_is_what_it_changes_of_its_model(
         ('pair: {layers: "1:3"}', ("--distill", "logits"), "the scope edited trains these; train norms, edited-norms,"),
         ('pair: {layers: "1:3"}', ("--lora", 2, "--keep-adapter"), "no base beside its adapter"),
         ('pair: {layers: "1:3"}', ("--lora", 2, "--distill", "logits", "--teacher-top", 3), "keep no logits on disk"),
-        ('merge: {layers: "1:3"}', ("--lora", 2, "--distill", "logits"), "A1~A2 has no keys and values to read"),
+        ('merge: {layers: "1:3"}', ("--lora", 2, "--distill", "logits"), "A1~A2 of the draft has no keys and values"),
         (
             'width: {layers: "0:4", neurons: 8}',
             ("--lora", 2, "--distill", "logits"),

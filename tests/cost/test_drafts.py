@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 
-from surgeon.cost.drafts import predict_drafting
+from surgeon.cost.drafts import DraftPrices, predict_drafting
 from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.room import USABLE
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
@@ -70,9 +71,29 @@ def test_pairs_lie_on_ranks_in_slices_beside_the_models_keys() -> None:
     [
         ("A0 F0", Workload(1, 5, 4), 1.2, "an acceptance is a chance from 0 to 1, not 1.2"),
         ("A0 F0", Workload(1, 5, 1), 0.5, "ask for at least 2"),
-        ("A0 A0 F0", Workload(1, 5, 4), 0.5, "has no keys and values to read: the draft has it 2 times"),
+        ("A0 F0 A7", Workload(1, 5, 4), 0.5, "the draft cannot run beside its model: .*A7"),
+        ("A0 A0 F0", Workload(1, 5, 4), 0.5, "the model and its draft need .* on a rank, and round has .* for it"),
     ],
 )
 def test_what_cannot_be_is_refused(draft: str, load: Workload, acceptance: float, said: str) -> None:
+    machine = hardware()
+    if draft == "A0 A0 F0":  # room for the model, not for another attention's keys
+        needed = int(predict(SMALL, DENSE, machine, load, Deployment()).memory.needed / USABLE) + 1
+        machine = replace(machine, device=replace(machine.device, memory=needed))
     with pytest.raises(ValueError, match=said):
-        predict_drafting(SMALL, (DENSE, Program.parse(draft)), hardware(), load, Deployment(), [acceptance])
+        predict_drafting(SMALL, (DENSE, Program.parse(draft)), machine, load, Deployment(), [acceptance])
+
+
+def test_keys_of_its_own_cost_a_pass_over_prompts() -> None:
+    """Spread over the tokens behind it; where that is more than drafts save, nothing is drafted."""
+    twice = Program.parse("A0 F0 A0")
+    for new, pays in ((400, True), (4, False)):
+        machine, load = hardware(), Workload(1, 64, new)
+        (found,) = predict_drafting(SMALL, (DENSE, twice), machine, load, Deployment(2), [0.9])
+        drafting = DraftPrices(SMALL, DENSE, machine, load, Deployment(2))
+        prompt = predict(SMALL, twice, machine, load, Deployment(2)).first_token
+        without = drafting.at(0.9, found.draft)
+        assert (without.ahead > 0, found.ahead > 0) == (True, pays)
+        expected = without.per_token + prompt / (new - 1)
+        assert found.per_token == pytest.approx(expected if pays else found.model.per_token)
+        assert pays == (expected < found.model.per_token)

@@ -223,7 +223,7 @@ def test_a_promise_is_that_of_the_acceptance_which_is_foretold(divergence: float
 
 def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
     settings = SearchSettings("pair,width,repeat,drop", None, "draft@cpu-2")
-    for space, said in (("width", "go by a text"), ("repeat", "the draft has it 2 times")):
+    for space, said in (("width", "go by a text"), ("repeat", "A0 of the draft has no keys and values")):
         with pytest.raises(ValueError, match=f"the space {space} has no edits of .*{said}"):
             replace(settings, space=f"pair,{space}").mixture(small_model(layers=4))
     usual = replace(settings, space=None).on(small_model(layers=4)).space

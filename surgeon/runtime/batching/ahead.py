@@ -29,7 +29,13 @@ otherwise, only if what it costs where no draft is right is covered by what draf
 and two passes, and 1.5% of the time of the latest thousand passes. So of a thousand passes' time at most 1.5% and two
 passes are lost, but for what a round takes beyond what was expected: passes of more tokens than any before are taken to
 need time in proportion to tokens, and a draft whose time is not known as long as the model; the first pass of a size,
-which may be recorded, as much longer than the next as others were. No tensors here.
+which may be recorded, as much longer than the next as others were.
+
+A draft with keys of its own first computes what it has missed of a text: m tokens take m times the seconds per token
+of such passes of the draft, or of the model's prompts until there was one. That may take as long as twelve passes of
+the latest thousand, or what drafts have won besides, and no longer than they are expected to save on the tokens that
+the text is expected to get yet; texts of which least is missed come first. So a long prompt waits until drafts of other
+texts have won what it takes, or for good, and twelve passes of a thousand may be lost besides. No tensors here.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 MOST_AHEAD = 8
@@ -60,6 +67,7 @@ ENOUGH = (
 ACCOUNT_FADE = 0.999  # with each pass
 RECORDED = 4.0  # a first pass that takes longer than the next by so many of the smallest passes was recorded
 USED_AGAIN = 8  # how often a size is, among many others
+FEW_MISSED = 8  # tokens, that come as rows of their own, and count as none: they show in the times of drafting passes
 LONGEST = 2.0  # a pass that takes longer than so many times what is usual was interrupted
 
 
@@ -223,30 +231,51 @@ class PassTimes:
         return first + self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
 
 
+@dataclass
+class PerToken:
+    """Seconds that a token takes in large passes; what is long ago counts less."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Add a pass."""
+        self.tokens, self.seconds = self.tokens * OWN_FADE + tokens, self.seconds * OWN_FADE + seconds
+
+
 class Ahead:
     """Says how many tokens to draft.
 
     Attributes:
         drafting: times of the draft's passes, by texts.
         verifying: times of the model's, by tokens.
+        missed: times of the draft's passes over what it had missed.
+        prompts: of the model's over prompts.
     """
 
     def __init__(self) -> None:
         self.drafting = PassTimes()
         self.verifying = PassTimes()
+        self.missed = PerToken()
+        self.prompts = PerToken()
         self._all = Hits()
         self._wait = FIRST_WAIT
         self._drafted, self._alike = False, 0  # whether the last pass had drafts, and how many before it were so, too
         self._texts, self._plain = 0, 0.0  # of this round, and what a pass takes without drafts
         self._unasked = 0  # passes more without drafts, until it is asked whether they pay
         self._spent, self._won = 0.0, 0.0  # the account, in seconds
+        self._made_up = 0.0  # of these, what the draft took for what it had missed
 
-    def choose(self, texts: Several[Hits], most: Several[int]) -> list[int]:
+    def choose(
+        self, texts: Several[Hits], most: Several[int], missed: Several[int] = (), further: Several[int] = ()
+    ) -> list[int]:
         """How many tokens to draft for each of some texts that are continued together.
 
         Args:
             texts: what was seen of each.
             most: that may be drafted for it.
+            missed: tokens of each that the draft has to compute first, if it ever has to.
+            further: how many each is expected to get yet, where some are missed.
         """
         found = [0] * len(texts)
         if len(texts) != self._texts:
@@ -255,25 +284,31 @@ class Ahead:
             self._unasked -= 1
         elif self.verifying.knows(len(texts)) and any(most):
             self._plain = self.verifying.mean(len(texts))
-            found = self._worth(texts, most)
+            lacking = [number if number > FEW_MISSED else 0 for number in missed]
+            found = self._worth(texts, most, lacking, further)
         self._alike = self._alike + 1 if any(found) == self._drafted else 1
         self._drafted = any(found)
         return found
 
-    def _worth(self, texts: Several[Hits], most: Several[int]) -> list[int]:
+    def _worth(
+        self, texts: Several[Hits], most: Several[int], missed: Several[int], further: Several[int]
+    ) -> list[int]:
         """The same, where it is asked."""
         nothing = [0] * len(texts)
-        to_lose = self._won + MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
-        best = self._best(texts, most, to_lose)
+        free = ENOUGH * self._plain - self._made_up
+        to_make_up, to_lose = free + max(0.0, self._won), self._won + min(0.0, free)
+        to_lose += MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
+        worth = self._worth_of_missed(texts, most, further) if any(missed) else []
+        best = self._best(texts, self._within(most, missed, worth, to_make_up), to_lose)
         if any(best):
             self._wait = FIRST_WAIT
             plain_after = min(PLAIN_AFTER, 2 * self.verifying.count(len(texts)))
             return nothing if self._drafted and self._alike >= plain_after else best
-        trial = [min(1, each) for each in most]
+        trial = [min(1, each) for each in self._within(most, missed, [inf] * len(texts), to_make_up)]
         together = self.verifying.at_most(len(texts) + sum(trial))
         due = not self.drafting.known or (self._alike >= self._wait and not self._drafted)
         cost = self._drafting_at_most(sum(trial)) + together - self._plain
-        if not due or to_lose < min(cost, ENOUGH * self._plain):
+        if not due or not any(trial) or to_lose < min(cost, ENOUGH * self._plain):
             self._unasked = ASK_AFTER - 1
             return nothing
         self._wait = min(2 * self._wait, LONGEST_WAIT) if self.drafting.known else FIRST_WAIT
@@ -283,14 +318,41 @@ class Ahead:
         """Those with the most tokens per second, of those that lose no more seconds where no draft is right."""
         if not self.drafting.known:
             return [0] * len(texts)
-        prior = self._all.chance(FIRST_CHANCE)
-        chances = [text.chance(prior) for text in texts]
+        chances = self._chances(texts)
         most_seconds = self.verifying.of(len(texts)) + to_lose
 
         def covered(drafted: float, tokens: int) -> bool:
             return drafted + self.verifying.at_most(tokens) <= most_seconds
 
         return best_ahead(chances, most, self.drafting.of, self.verifying.of, covered)[0]
+
+    def _chances(self, texts: Several[Hits]) -> list[float]:
+        prior = self._all.chance(FIRST_CHANCE)
+        return [text.chance(prior) for text in texts]
+
+    def _worth_of_missed(self, texts: Several[Hits], most: Several[int], further: Several[int]) -> list[float]:
+        """Seconds that drafts are expected to save on each text."""
+        if not self.drafting.known:
+            return [0.0] * len(texts)
+        _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
+        saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
+        return [saved * tokens for tokens in further]
+
+    def _within(self, most: Several[int], missed: Several[int], worth: Several[float], to_make_up: float) -> list[int]:
+        """The same numbers, but 0 where what was missed takes longer than it is worth, or all of it may take."""
+        found = list(most)
+        for text in sorted(range(len(missed)), key=missed.__getitem__):
+            seconds = missed[text] * self._per_missed
+            if seconds and most[text]:
+                found[text] = most[text] if seconds <= min(worth[text], to_make_up) else 0
+                to_make_up -= seconds if found[text] else 0.0
+        return found
+
+    @property
+    def _per_missed(self) -> float:
+        """Seconds of each token that the draft has missed."""
+        known = self.missed if self.missed.tokens else self.prompts
+        return known.seconds / known.tokens if known.tokens else self._plain
 
     def _drafting_at_most(self, texts: int) -> float:
         """What a pass of the draft takes."""
@@ -306,9 +368,16 @@ class Ahead:
         self.drafting.note(texts, seconds)
         self._spent, self._won = self._spent + seconds, self._won - min(seconds, longest)
 
+    def note_missed(self, tokens: int, seconds: float) -> None:
+        """Note what a pass of the draft took that made up for many tokens."""
+        self._spent += seconds
+        self._made_up += min(seconds, LONGEST * max(tokens * self._per_missed, self._plain))
+        self.missed.note(tokens, seconds)
+
     def note_pass(self, tokens: int, seconds: float) -> None:
         """Note what a pass of the model took."""
         self._spent, self._won = ACCOUNT_FADE * self._spent + seconds, ACCOUNT_FADE * self._won
+        self._made_up *= ACCOUNT_FADE
         if self._drafted and tokens > self._texts:
             usual = max(self.verifying.at_most(tokens), self.verifying.mean(tokens), self._plain)
             self._won += self._plain - min(seconds, LONGEST * usual)

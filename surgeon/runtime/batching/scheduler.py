@@ -20,7 +20,9 @@ as long as there are blocks for it.
 
 Drafted tokens (`Limits.draft_tokens`) get blocks where there are free ones, and nobody is preempted for them. Those
 that turn out wrong are forgotten: what the cache holds of them is overwritten by the tokens that come in their place,
-and blocks that only they needed are given back.
+and blocks that only they needed are given back. A draft with keys of its own (`catches_up`) first computes what it has
+missed: prompts, what was computed while nothing was drafted, or before a text was preempted or shared by another one.
+That is `pass_tokens` in a pass at most, and a text that still lacks some is drafted for in a later one.
 
 A request that asks how likely its prompt is shares no blocks until that is known: what they hold are keys and values,
 not predictions.
@@ -122,6 +124,7 @@ class Scheduler:
     """Open requests and the blocks they use. `plan` and `advance` are called in turn.
 
     Attributes:
+        catches_up: whether drafts have keys of their own.
         waiting: in the order in which they will be let in.
         running: in the order in which they were let in.
         longest: how many tokens a request may have, prompt and output.
@@ -129,9 +132,10 @@ class Scheduler:
         ahead: how many drafts pay; None where there are always as many.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, catches_up: bool = False) -> None:
         self.pool = pool
         self.limits = limits
+        self.catches_up = catches_up and not limits.looked_up
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.tally = Tally()
@@ -200,7 +204,7 @@ class Scheduler:
     def _put_back(self, sequence: Sequence) -> None:
         """Have a sequence that ran come first in the queue, without blocks."""
         self.pool.close(sequence.blocks)
-        sequence.blocks, sequence.computed = SequenceBlocks(), 0
+        sequence.blocks, sequence.computed, sequence.drafter_computed = SequenceBlocks(), 0, 0
         self.waiting.appendleft(sequence)
 
     def _continued(self) -> list[ScheduledChunk]:
@@ -233,18 +237,22 @@ class Scheduler:
         return ScheduledChunk(sequence, end - begin)
 
     def _drafting(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Continuations with as many drafts as there is room for; those with the most come first."""
+        """Continuations with as many drafts as there is room for, and what drafts have missed; the most come first."""
         if not self.limits.draft_tokens or not chunks:
             return chunks
         texts = [each.sequence for each in chunks]
         wanted = [self._drafts_wanted(text) for text in texts]
+        missed = [text.computed - text.drafter_computed if self.catches_up else 0 for text in texts]
         if self.ahead is not None:
-            wanted = self.ahead.choose([text.hits for text in texts], wanted)
-        drafting = [
-            ScheduledChunk(text, 1, self._room_for_drafts(text, most) if most else 0)
-            for text, most in zip(texts, wanted, strict=True)
-        ]
-        return sorted(drafting, key=lambda chunk: -chunk.drafts)
+            further = [max(1, self.expected.length(text) - text.computed) for text in texts]
+            wanted = self.ahead.choose([text.hits for text in texts], wanted, missed, further)
+        drafting, budget = list[ScheduledChunk](), self.limits.pass_tokens
+        for text, most, lacking in zip(texts, wanted, missed, strict=True):
+            computed = min(lacking, budget) if most else 0
+            budget -= computed
+            room = self._room_for_drafts(text, most) if most and computed == lacking else 0
+            drafting.append(ScheduledChunk(text, 1, room, computed))
+        return sorted(drafting, key=lambda chunk: (-chunk.drafts, -chunk.missed))
 
     def _room_for_drafts(self, sequence: Sequence, wanted: int) -> int:
         """How many tokens are drafted for a sequence, up to so many; it has blocks for them then."""
@@ -336,6 +344,7 @@ class Scheduler:
         found, scored = iter(chosen), iter(scores)
         for chunk in chunks:
             sequence, wanted, completes = chunk.sequence, chunk.wanted, chunk.completes
+            sequence.drafter_computed += chunk.missed
             prompt = tuple(next(scored)) if chunk.targets is not None else ()
             choices = list(next(found)) if wanted else []
             if self.ahead is not None and choices:
@@ -367,6 +376,7 @@ class Scheduler:
     def _take_over(self, chunk: ScheduledChunk, choices: list[Choice]) -> list[Output]:
         """Add accepted drafts and the token behind them, up to the one that ends the request."""
         sequence = chunk.sequence
+        sequence.drafter_computed = sequence.computed + min(chunk.drafts, len(choices))
         defined = list(takewhile(lambda choice: choice[0] != UNDEFINED, choices))
         sequence.drafting = len(defined) == len(choices)
         sequence.drafted += chunk.drafts

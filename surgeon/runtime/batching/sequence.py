@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from surgeon.runtime.batching.ahead import Hits
+from surgeon.runtime.batching.ahead import FEW_MISSED, Hits
 from surgeon.runtime.batching.blocks import BlockRun, SequenceBlocks
 from surgeon.runtime.batching.lookup import Lookup
 from surgeon.runtime.batching.request import Request
@@ -49,6 +49,8 @@ class Row(NamedTuple):
             a text of so many (`LongTexts`).
         drafted: whether its tokens have been through the first rack already, one in each of the passes that drafted
             those behind the first of them; such rows come first in a pass, and those with the most tokens first.
+        known: of a draft's rows, how many of the sequence's tokens the model has computed: their keys and values stay
+            as they are where the draft's attentions share them.
     """
 
     start: int
@@ -58,6 +60,7 @@ class Row(NamedTuple):
     targets: Targets | None = None
     drafted: bool = False
     prompt: int = 0
+    known: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Sequence:
         prompt: tokens of the prompt, or of what was computed again as one.
         last: how many they are when the request ends at the latest. The last one is not computed.
         computed: how many of them are in the cache.
+        drafter_computed: of how many the cache holds those keys and values that are a draft's own.
         blocks: that it has while it runs.
         cached: tokens of the prompt that were not computed when it was first let in.
         admitted: when that was.
@@ -138,6 +142,7 @@ class Sequence:
     last: int
     unscored: int | None
     computed: int = 0
+    drafter_computed: int = 0
     blocks: SequenceBlocks = field(default_factory=SequenceBlocks)
     cached: int = 0
     admitted: float | None = None
@@ -168,11 +173,13 @@ class ScheduledChunk(NamedTuple):
 
     Attributes:
         drafts: how many tokens are drafted behind them first, and computed with them; there are blocks for all.
+        missed: how many tokens the draft computes before, which the model has computed without it.
     """
 
     sequence: Sequence
     tokens: int
     drafts: int = 0
+    missed: int = 0
 
     @property
     def completes(self) -> bool:
@@ -211,23 +218,32 @@ class ScheduledChunk(NamedTuple):
         So tokens that were drafted come in passes of the same kind as texts that add one token.
         """
         whole = self.row(drafts)
-        if not drafts:
-            return [whole]
-        return [
-            whole._replace(start=whole.start + place, tokens=[token], drafted=False)
-            for place, token in enumerate(whole.tokens)
-        ]
+        return _apart(whole._replace(drafted=False)) if drafts else [whole]
 
-    def drafting_row(self, drafts: Several[int]) -> Row:
+    def drafting_rows(self, drafts: Several[int]) -> list[Row]:
         """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
+
+        What the draft has missed comes with the first of them, in front of the newest token, or alone.
 
         Args:
             drafts: the tokens drafted so far.
         """
-        sequence = self.sequence
-        newest = drafts[-1] if drafts else sequence.tokens[-1]
+        sequence, missed = self.sequence, 0 if drafts else self.missed
+        tokens = [*sequence.tokens, *drafts]
+        end = len(tokens) if self.drafts else sequence.drafter_computed + missed
+        first = end - missed - bool(self.drafts)
         wanted = sequence.wanted if len(drafts) < self.drafts else Wanted.NOTHING
-        return Row(sequence.computed + len(drafts), [newest], sequence.blocks.runs, wanted, prompt=sequence.prompt)
+        runs, prompt = sequence.blocks.runs, sequence.prompt
+        row = Row(first, tokens[first:end], runs, wanted, prompt=prompt, known=sequence.computed)
+        if not 0 < missed <= FEW_MISSED:
+            return [row]
+        *before, last = _apart(row)
+        return [*(one._replace(wanted=Wanted.NOTHING) for one in before), last]
+
+
+def _apart(row: Row) -> list[Row]:
+    """A row of each of its tokens."""
+    return [row._replace(start=row.start + place, tokens=[token]) for place, token in enumerate(row.tokens)]
 
 
 class Expectation:

@@ -272,7 +272,10 @@ class Kernels:
         return best, places
 
     def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
-        """Put keys and values, (T, 2 * K, D), into places (T,) of an attention's cache, (2 * K, places, D)."""
+        """Put keys and values, (T, 2 * K, D), into places (T,) of an attention's cache, (2 * K, places, D).
+
+        Those whose place is below 0 are left out.
+        """
         tokens, heads, dim = kept.shape
         self.library.call(
             *("keep", kept.data_ptr(), tokens, kept.stride(0), heads, dim),

@@ -99,13 +99,14 @@ EXPORTED void mixture(
     else mix(own, Gated<Silu>{}, y);
 }
 
-// Puts keys and values of tokens, (tokens, heads, dim), into their places of a cache, (heads, places, dim).
+// Puts keys and values of tokens, (tokens, heads, dim), into their places of a cache, (heads, places, dim), but for
+// places below 0.
 EXPORTED void keep(
     const float *x, int64_t tokens, int64_t stride, int64_t heads, int64_t dim, const int64_t *places, float *cache,
     int64_t plane) {
     pool().share_rows(heads, tokens * dim, [&](int64_t head) {
         for (int64_t token = 0; token < tokens; ++token)
-            std::memcpy(
+            if (places[token] >= 0) std::memcpy(
                 cache + head * plane + places[token] * dim, x + token * stride + head * dim, sizeof(float) * dim);
     });
 }

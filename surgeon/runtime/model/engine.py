@@ -107,6 +107,10 @@ class RankEngine(RankModel):
         heads, rebuilds = self.kv_heads(), self.rebuilds()
         if self.coda is not None:
             heads, rebuilds = heads + self.coda.layers.kv_heads(), rebuilds | self.coda.rebuilds()
+        if self.drafter is not None:
+            own, made = self._drafts_own(), self.drafter.rebuilds()
+            rebuilds |= {len(heads) + slot: made[one] for slot, one in enumerate(own) if one in made}
+            heads = heads + [self.drafter.kv_heads()[one] for one in own]
         groups = cache_groups(self.plan) if grouped else None
         division = () if groups is None else (groups.slots[self.rank], groups.windows)
         all_blocks = blocks + max(way.spare_blocks for way in self.ways)
@@ -167,7 +171,10 @@ class RankEngine(RankModel):
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass that drafts a token of each of some texts: by the drafter, or as `DraftingPasses.draft` does it."""
+        """One pass that drafts a token of each of some texts: by the drafter, or as `DraftingPasses.draft` does it.
+
+        Rows of tokens that the model has computed (`Row.known`) bring the drafter the keys and values that are its own.
+        """
         way = self.ways[-1]
         with self._counted(self.figures.drafting, rows):
             if self.drafter is not None:
@@ -180,8 +187,12 @@ class RankEngine(RankModel):
         """What a cache is for the drafter: always the same one, whose address its ways hold."""
         if cache not in self._lent:
             assert self.plan.draft is not None
-            self._lent[cache] = cache.lent(self.plan.draft.slots[self.rank])
+            self._lent[cache] = cache.lent(self.plan.draft.slots[self.rank], self._drafts_own())
         return self._lent[cache]
+
+    def _drafts_own(self) -> tuple[int, ...]:
+        """Which of the drafter's attentions have slots of their own."""
+        return () if self.plan.draft is None else self.plan.draft.own[self.rank]
 
     def _way(self, rows: Sequence[Row]) -> Way:
         return next(way for way in self.ways if way.fits(rows))

@@ -80,6 +80,7 @@ class PagedCache:
         rebuilds: of attentions in rank space, by slot.
         low_rank: what is stored of these instead, (places, R), by slot.
         kernels: that attend over what is stored, and put it there, if they can.
+        borrowed: slots of another program, in which tokens that it has computed (`Row.known`) are read, not written.
         triton: those for GPUs, which do so for one token of each text.
         buffers: for reading that.
     """
@@ -97,7 +98,8 @@ class PagedCache:
         self.kv_heads = kv_heads
         self.group_of = group_of or [0] * len(kv_heads)
         self.windows = windows
-        self.rebuilds = rebuilds or {}
+        self.rebuilds = dict(rebuilds or {})
+        self.borrowed = frozenset[int]()
         self.device = like.device
         self.kernels = kernels_for(like)
         self.triton = triton_kernels_for(like)
@@ -127,10 +129,17 @@ class PagedCache:
         """Memory of all slots."""
         return self.stored.nbytes + sum(slot.nbytes for slot in self.low_rank.values())
 
-    def lent(self, slots: Sequence[int]) -> PagedCache:
-        """The same room for another program, whose attentions read and write these slots of keys and values."""
-        assert not self.rebuilds, "what is kept in rank space is not lent"
+    def lent(self, slots: Sequence[int], own: Sequence[int] = ()) -> PagedCache:
+        """The same room for another program, whose attentions use these slots.
+
+        Args:
+            own: which of the attentions have slots that nobody else uses.
+        """
         other = copy(self)
+        if own:
+            other.borrowed = frozenset(range(len(slots))).difference(own)
+        other.rebuilds = {at: self.rebuilds[slot] for at, slot in enumerate(slots) if slot in self.rebuilds}
+        other.low_rank = {at: self.low_rank[slot] for at, slot in enumerate(slots) if slot in self.low_rank}
         other.kv_heads = [self.kv_heads[slot] for slot in slots]
         other.group_of = [self.group_of[slot] for slot in slots]
         other.places_in_group = [self.places_in_group[slot] for slot in slots]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,12 +48,8 @@ class PagedLayout:
         self.cache = cache
         self._parts: list[_Singles | _Chunk] = []
         positions, first = [], 0
-        places: list[list[slice]] = [[] for _ in cache.windows]
         for row in rows:
-            end = row.start + len(row.tokens)
-            positions.append(slice(row.start, end))
-            for found, runs in zip(places, row.runs, strict=True):
-                found.extend(stretches(runs, row.start, end))
+            positions.append(slice(row.start, row.start + len(row.tokens)))
             if len(row.tokens) > 1:
                 self._parts.append(_Chunk(first, row, cache, angles))
             elif self._parts and isinstance(self._parts[-1], _Singles):
@@ -61,13 +58,11 @@ class PagedLayout:
                 self._parts.append(_Singles(first, row, cache, angles))
             first += len(row.tokens)
         self.positions = as_index(positions, cache.device)
-        self.places = [as_index(found, cache.device) for found in places]
         self._keeping = cache.kernels or cache.triton
-        self._numbers: list[Tensor] = []
-        if self._keeping is not None:
-            self._numbers = [
-                torch.arange(p.start, p.stop, device=cache.device) if isinstance(p, slice) else p for p in self.places
-            ]
+        self._written = _Written.of(rows, cache, [row.start for row in rows])
+        self._newly = self._written  # of what another program has not computed
+        if any(row.known > row.start for row in rows):
+            self._newly = _Written.of(rows, cache, [row.known for row in rows])
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
@@ -82,12 +77,46 @@ class PagedLayout:
     def _keep(self, slot: int, kept: Tensor) -> None:
         """Put what is new into its places."""
         cache, group = self.cache, self.cache.group_of[slot]
+        written = self._newly if slot in cache.borrowed else self._written
+        if written.tokens is not None:
+            kept = kept[written.tokens]
         if slot in cache.rebuilds:
-            cache.low_rank[slot][self.places[group]] = kept
+            cache.low_rank[slot][written.places[group]] = kept
         elif self._keeping is not None:
-            self._keeping.keep(kept, self._numbers[group], cache.pairs[slot])
+            self._keeping.keep(kept, written.numbers[group], cache.pairs[slot])
         else:
-            cache.pairs[slot][:, self.places[group]] = kept.transpose(0, 1)
+            cache.pairs[slot][:, written.places[group]] = kept.transpose(0, 1)
+
+
+class _Written(NamedTuple):
+    """Which tokens of a pass are put into the cache, and where.
+
+    Attributes:
+        tokens: None for all.
+        places: of these in each group.
+        numbers: the same as tensors, where kernels put them there.
+    """
+
+    tokens: Index | None
+    places: list[Index]
+    numbers: list[Tensor]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], cache: PagedCache, begins: Sequence[int]) -> _Written:
+        """The tokens of rows from a position of each on."""
+        first, some, all_ = 0, list[slice](), True
+        found: list[list[slice]] = [[] for _ in cache.windows]
+        for row, begin in zip(rows, begins, strict=True):
+            end = row.start + len(row.tokens)
+            left_out = min(max(0, begin - row.start), len(row.tokens))
+            some += [slice(first + left_out, first + len(row.tokens))] if left_out < len(row.tokens) else []
+            for places, runs in zip(found, row.runs, strict=True):
+                places.extend(stretches(runs, row.start + left_out, end))
+            first, all_ = first + len(row.tokens), all_ and not left_out
+        indexes = [as_index(places, cache.device) for places in found]
+        by_kernels = cache.kernels is not None or cache.triton is not None
+        numbers = [_numbers(index, cache.device) for index in indexes] if by_kernels else []
+        return cls(None if all_ else as_index(some, cache.device), indexes, numbers)
 
 
 class _Singles:
@@ -156,6 +185,7 @@ class _Chunk:
         self._cache = cache
         self._angles = angles
         self._whole = not row.start  # a whole prompt: all that is read comes with the pass itself
+        self._known = row.known > 0  # or has been read by another program, in slots of which it is in the cache
         self._cached = _Cached(row, cache, angles)
         self._texts: dict[tuple[int, Window | None, int], TextKeys] = {}
         self._masks: dict[tuple[int, int, Window | None], Tensor] = {}
@@ -164,7 +194,8 @@ class _Chunk:
         """Attended values of this row, (tokens, H * D), given queries of the whole pass and what it keeps."""
         own, window = queries[self._own], Window.within(weighting.window, self._end)
         by_kernels = self._cache.kernels is not None and slot not in self._cache.rebuilds
-        fresh = self._fresh(slot, kept[self._own]) if self._whole and not by_kernels else None
+        comes = self._whole and not (self._known and slot in self._cache.borrowed)
+        fresh = self._fresh(slot, kept[self._own]) if comes and not by_kernels else None
         start, attended = self._end - self._tokens, []
         for part in self._parts(window):
             asked = own[part.start - start : part.stop - start]
@@ -271,6 +302,11 @@ class _Cached:
             return places
         halves = cache.halves[group]
         return cache.stored[:, : sum(halves), places].split_with_sizes(halves, 1)
+
+
+def _numbers(index: Index, device: torch.device) -> Tensor:
+    """What it indexes, one by one."""
+    return torch.arange(index.start, index.stop, device=device) if isinstance(index, slice) else index
 
 
 def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

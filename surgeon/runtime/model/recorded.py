@@ -28,15 +28,17 @@ from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 
 Reading = tuple[int, Window | None]  # a group of the cache, and a window
+NOWHERE = -1  # a place of keys and values that are not kept
 FIRST_ANGLES = 4096  # positions whose angles are computed at once: all passes are recorded anew when there are more
-TOKEN, POSITION, PLACE = 0, 1, 2  # rows of the inputs; places in the cache's groups take all further ones
+TOKEN, POSITION, PLACE = 0, 1, 2  # rows of the inputs; places in the cache's groups take as many as there are groups,
+# and those in borrowed slots (`PagedCache.borrowed`) all further ones
 
 
 class PassInputs:
     """All that changes between passes over as many texts, where recordings read it.
 
     Attributes:
-        numbers: (2 + groups of the cache, B).
+        numbers: (2 + twice the groups of the cache, B).
         angles: of all positions.
         reads: what attentions of a group with a window read.
     """
@@ -70,11 +72,14 @@ class PassInputs:
 
 
 def _numbers(rows: Sequence[Row]) -> list[list[int]]:
-    """Token, position, and place in each group of the cache."""
+    """Token, position, and place in each group of the cache; in slots of another that knows the token, none."""
     tokens, positions = [row.tokens[0] for row in rows], [row.start for row in rows]
     groups = range(len(rows[0].runs))
     places = [[stretches(row.runs[group], row.start, row.start + 1)[0].start for row in rows] for group in groups]
-    return [tokens, positions, *places]
+    new, newly = [row.known <= row.start for row in rows], places
+    if not all(new):
+        newly = [[at if is_new else NOWHERE for at, is_new in zip(own, new, strict=True)] for own in places]
+    return [tokens, positions, *places, *newly]
 
 
 class RecordedPass(NamedTuple):
@@ -153,7 +158,8 @@ class RecordedDecode(Way):
             group, pair = cache.group_of[slot], cache.pairs[slot]
             with recording.paused():
                 read = inputs.read(rows, (group, weighting.window))
-            self._kernels.keep(kept, inputs.numbers[PLACE + group], pair)
+            where = group + (len(rows[0].runs) if slot in cache.borrowed else 0)
+            self._kernels.keep(kept, inputs.numbers[PLACE + where], pair)
             return self._kernels.attend(queries, pair, read, weighting)
 
         with phase.apart() as sent, model.groups_recorded(recording), recording.during():

@@ -42,7 +42,8 @@ from surgeon.runtime.model.phase import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 
-TOKEN, POSITION, TABLE = 0, 1, 2  # columns of the inputs; tables of the cache's groups take all further ones
+# Columns of the inputs: how many tokens are known (`Row.known`); tables of the cache's groups take all further ones.
+TOKEN, POSITION, KNOWN, TABLE = 0, 1, 2, 3
 
 
 class Outputs(NamedTuple):
@@ -101,7 +102,7 @@ class StaticLayout:
     def __init__(
         self, inputs: Tensor, cache: PagedCache, angles: AllAngles = (), counters: Tensor | None = None
     ) -> None:
-        """Read the inputs, (B, 2 + W * groups of the cache).
+        """Read the inputs, (B, 3 + W * groups of the cache).
 
         Args:
             angles: of every position.
@@ -112,7 +113,11 @@ class StaticLayout:
         self._cache = cache
         self._tables = inputs[:, TABLE:].chunk(len(cache.windows), 1)
         self._dtype = cache.stored.dtype
-        self._own = [self._places(group, self.positions[:, None])[:, 0] for group in range(len(cache.windows))]
+        own = [self._places(group, self.positions[:, None])[:, 0] for group in range(len(cache.windows))]
+        self._own, self._newly = own, own
+        if cache.borrowed:  # what others know goes where nobody reads
+            known, unread = inputs[:, KNOWN] > self.positions, cache.tokens - BLOCK_TOKENS
+            self._newly = [places.masked_fill(known, unread) for places in own]
         self._views: dict[tuple[int, Window | None], View] = {}
         self._texts: list[TextBlocks] = []
         if counters is not None:
@@ -126,7 +131,7 @@ class StaticLayout:
     def _attend_raw(self, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting) -> Tensor:
         cache, group = self._cache, self._cache.group_of[slot]
         assert cache.triton is not None
-        queries = cache.triton.place(qkv, heads, placing, self._own[group], cache.pairs[slot])
+        queries = cache.triton.place(qkv, heads, placing, self._written(slot), cache.pairs[slot])
         return cache.attend(slot, queries, self._texts[group], weighting)
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
@@ -147,7 +152,7 @@ class StaticLayout:
     def _stored(self, slot: int, keys_values: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Keys and values of the texts, (B, K, N, D) each, the new ones among them."""
         cached, texts = self._cache.pairs[slot], len(keys_values)
-        cached.index_copy_(1, self._own[self._cache.group_of[slot]], keys_values.transpose(0, 1))
+        cached.index_copy_(1, self._written(slot), keys_values.transpose(0, 1))
         read = cached.index_select(1, view.places)
         keys, values = read.view(2, len(cached) // 2, texts, -1, cached.shape[-1]).transpose(1, 2)
         return keys, values
@@ -156,12 +161,16 @@ class StaticLayout:
         """The same of a slot in rank space."""
         cache = self._cache
         cached = cache.low_rank[slot]
-        cached.index_copy_(0, self._own[cache.group_of[slot]], kept)
+        cached.index_copy_(0, self._written(slot), kept)
         room = cache.buffers.for_kept(cache.rebuilds[slot], len(view.places))
         torch.index_select(cached, 0, view.places, out=room)
         keys, values = cache.rebuild(slot, room, view.angles)
         by_text = len(kept), -1
         return keys.unflatten(0, by_text).transpose(1, 2), values.unflatten(0, by_text).transpose(1, 2)
+
+    def _written(self, slot: int) -> Tensor:
+        """Where a slot's new keys and values go, (B,)."""
+        return (self._newly if slot in self._cache.borrowed else self._own)[self._cache.group_of[slot]]
 
     def _places(self, group: int, tokens: Tensor) -> Tensor:
         """Where tokens of each text, (B, any), lie in the cache, as far as a group goes."""
@@ -194,7 +203,7 @@ class StaticPass:
     """The fixed tensors of passes of one size.
 
     Attributes:
-        inputs: on the device, (B, 2 + W * groups of the cache).
+        inputs: on the device, (B, 3 + W * groups of the cache).
         buffers: those of the cache; a replay writes to them.
         counters: those of the cache, where it has kernels for GPUs; a replay counts in them.
         replay: computes the pass.
@@ -222,7 +231,7 @@ class StaticPass:
     def load(self, rows: Sequence[Row]) -> None:
         """Send the rows to the device; the pass before must have ended."""
         for line, row in zip(self._lines, rows, strict=False):
-            line[TOKEN], line[POSITION] = row.tokens[0], row.start
+            line[TOKEN], line[POSITION], line[KNOWN] = row.tokens[0], row.start, row.known
             for group, runs in enumerate(row.runs):
                 table = line[TABLE + group * self._blocks :][: self._blocks]
                 write_table(table, runs, self._unread_block)

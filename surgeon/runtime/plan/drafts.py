@@ -1,8 +1,11 @@
 """The plan of a model that has tokens drafted by another program over its own weights.
 
-What a draft's attention reads of the text so far are the keys and values that the model's program has cached, and what
-it adds of drafted tokens is overwritten when these are verified. So it has to compute, on every rank, KV heads that the
-model's program has there, too: those of the same layer.
+What a draft's attention reads of the text so far are the keys and values that the model's program has cached, where
+that caches on the same rank, of the same layer, the same KV heads in the same way; what the draft adds of its tokens is
+overwritten when these are verified. An attention without such a counterpart (averages of layers, a layer's second
+time, whole layers or tracks on a rank that has slices of the model's) has a slot of its own behind the model's. A view
+of some heads of a slot would save that for tracks: but the keys and values of a slot are one piece of memory for every
+kernel, and those of some heads would be two.
 """
 
 from __future__ import annotations
@@ -17,43 +20,66 @@ from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.operations.variants import is_variant, variant_of
 from surgeon.language.program import Program
-from surgeon.language.sublayer import Sublayer
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import Sizes, kv_heads
 from surgeon.runtime.plan.placement import computed_of, work_of
-from surgeon.runtime.plan.specification import DraftPlan, Plan, Ways
-from surgeon.words import plural
+from surgeon.runtime.plan.specification import DraftPlan, KvMode, Plan, Ways
 
 Place = tuple[tuple[int, ...], int | None, int]  # layers, width, and which of the attentions of these in the program
+Kept = tuple[tuple[int, int], tuple[int, int] | None]  # the KV heads, and numbers in rank space in their place
 
 
 def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str | HealedDraft) -> Plan:
     """A model's plan, with a program over the same weights that drafts tokens.
 
-    Its steps lie on ranks as the model's own do: in slices where it can, also of sublayers that share an input and that
-    ranks would have whole.
+    Its steps lie on ranks as the model's own do, where that leaves it fewer keys of its own: in slices where it can,
+    also of sublayers that share an input and that ranks would have whole.
 
     Raises:
-        ValueError: if the program names what the model does not have, does not divide among the ranks, or has an
-            attention whose keys and values no rank has cached, or they are to be cached in rank space.
+        ValueError: if the program names what the model does not have or does not divide among the ranks, or it is
+            healed and keys are cached in rank space.
     """
-    if plan.kv == "lowrank":
-        raise ValueError("drafts read the keys and values of the model's own program; use kv full or auto, not lowrank")
     stored = open_stored(model)
     healed = draft if isinstance(draft, HealedDraft) else None
+    if healed is not None and plan.kv == "lowrank":
+        raise ValueError(
+            "a healed draft norms and projects keys in a way of its own, and those in rank space are made again as the "
+            "model makes them; use kv full or auto, not lowrank"
+        )
     if isinstance(draft, HealedDraft):
         DraftChanges.read(draft.folder).check(stored.weights)
         draft = draft.program
     if isinstance(draft, str) and is_variant(draft):
         draft = variant_of(draft, plan.layers, plan.family.steps_per_layer)(plan.ranks)
-    ways: Ways = {"dtype": plan.dtype, "decoding": plan.decoding, "low_rank": plan.low_rank, "kv": "full"}
+    ways: Ways = {"dtype": plan.dtype, "decoding": plan.decoding, "low_rank": plan.low_rank}
+    kv: KvMode = "lowrank" if plan.kv == "lowrank" else "full"
 
     def make(sliced: bool) -> Plan:
         mode = plan.mixtures.mode
         made = make_plan(stored, plan.ranks, plan.max_tokens, draft, experts=mode, sliced=sliced, **ways)
-        return replace(made, changes=None if healed is None else healed.folder)
+        return replace(made, kv=kv, changes=None if healed is None else healed.folder)
 
-    return replace(plan, kv="full", draft=draft_beside(plan, stored.weights, make))
+    return replace(plan, kv=kv, draft=draft_beside(replace(plan, kv=kv), stored.weights, make))
+
+
+def require_shared(draft: DraftPlan, why: str) -> Plan:
+    """The plan of a draft whose attentions all use the model's keys and values.
+
+    Args:
+        why: they have to, for who reads that one has its own.
+
+    Raises:
+        ValueError: if one has its own.
+    """
+    for rank, own in enumerate(draft.own):
+        for work in work_of(draft.plan, rank):
+            for part in (part for part in work.parts if part.slot in own):
+                raise ValueError(
+                    f"{work.step.sublayers[part.index]} of the draft has no keys and values of the model's to read "
+                    f"(rank {rank} of {draft.plan.ranks}), and keeps its own: {why}; draft with attentions of the "
+                    "model, each once"
+                )
+    return draft.plan
 
 
 def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> DraftPlan:
@@ -64,62 +90,44 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
         make: the draft's own plan, given whether it is sliced (`Plan.sliced`).
 
     Raises:
-        ValueError: as `with_draft`.
+        ValueError: as `make`, where there is neither plan.
     """
-    reasons = []
+    found, reasons = list[DraftPlan](), list[ValueError]()
     for sliced in (True, False):
         try:
             own = make(sliced)
-            return DraftPlan(own, tuple(_slots(plan, own, source, rank) for rank in range(plan.ranks)))
         except ValueError as error:
             reasons.append(error)
-    raise ValueError(f"the draft cannot run beside its model: {reasons[0]}")
+            continue
+        slots, more = zip(*(_slots(plan, own, source, rank) for rank in range(plan.ranks)), strict=True)
+        found.append(DraftPlan(own, slots, more))
+        if not found[-1].keeps_own:
+            break
+    if not found:
+        raise ValueError(f"the draft cannot run beside its model: {reasons[0]}")
+    return min(found, key=lambda one: sum(map(len, one.own)))
 
 
-def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[int, ...]:
-    """The slots of the model's cache that a draft's attentions use on a rank.
-
-    Raises:
-        ValueError: if there is none for one of them.
-    """
-    there = {place: (slot, heads) for slot, (place, _, heads) in enumerate(_attentions(plan, source, rank))}
-    found = []
-    for place, attention, heads in _attentions(draft, source, rank):
-        if place not in there:
-            raise ValueError(
-                f"{attention} has no keys and values to read: {_nothing(plan, place, attention)}; draft "
-                "with attentions of the program that verifies, each once"
-            )
-        slot, cached = there[place]
-        if heads != cached:
-            raise ValueError(
-                f"rank {rank} computes {attention} of the draft, which has KV heads {_span(heads)}, and caches "
-                f"{_span(cached)} of that layer; use as many ranks as the draft has tracks, or another draft"
-            )
-        found.append(slot)
-    return tuple(found)
+def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The slots of the cache that a draft's attentions use on a rank, and which of these attentions have their own."""
+    there = {place: (slot, kept) for slot, (place, kept) in enumerate(_attentions(plan, source, rank))}
+    slots, own = list[int](), list[int]()
+    for number, (place, kept) in enumerate(_attentions(draft, source, rank)):
+        slot, cached = there.get(place, (None, None))
+        if slot is None or cached != kept:
+            slot = len(there) + len(own)
+            own.append(number)
+        slots.append(slot)
+    return tuple(slots), tuple(own)
 
 
-def _nothing(plan: Plan, place: Place, attention: Sublayer) -> str:
-    layers, _, number = place
-    if number:
-        return f"the draft has it {number + 1} times, and the program that verifies {number}"
-    where = "the average of these layers" if len(layers) > 1 else f"layer {layers[0]}"
-    of = f" with {attention.width} KV groups" if attention.width else ""
-    return f"no attention of {where}{of} is computed there by the program that verifies on {plural(plan.ranks, 'rank')}"
-
-
-def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, Sublayer, tuple[int, int]]]:
-    """A rank's attentions by slot: their place in the program, what it computes, and the KV heads of these."""
+def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, Kept]]:
+    """A rank's attentions by slot: their place in the program, and what is kept of each."""
     seen: Counter[tuple[tuple[int, ...], int | None]] = Counter()
     for work in work_of(plan, rank):
         for part in work.parts:
             if part.slot is not None:
                 own = computed_of(plan, work, part)
-                of = own.layers, own.width
-                yield (*of, seen[of]), own, kv_heads(plan, source, own)
+                of, (first, end) = (own.layers, own.width), kv_heads(plan, source, own)
+                yield (*of, seen[of]), ((first, end), plan.kept_factors(own, end - first))
                 seen[of] += 1
-
-
-def _span(heads: tuple[int, int]) -> str:
-    return f"{heads[0]} to {heads[1] - 1}"

@@ -46,7 +46,7 @@ class CacheGroups:
 
     Attributes:
         windows: of the groups.
-        slots: by rank, the group of each slot; slots of a coda come behind those of the program.
+        slots: by rank, the group of each slot; a coda's, or a draft's own, come behind those of the program.
     """
 
     windows: Windows
@@ -64,6 +64,10 @@ class CacheGroups:
 def cache_groups(plan: Plan) -> CacheGroups:
     """The division under which the longest texts take least."""
     windows = [_slot_windows(plan, rank) for rank in range(plan.ranks)]
+    if plan.draft is not None and plan.draft.keeps_own:
+        # It computes its own keys later than the model, and reads then what windows would have left behind.
+        counts = (len(own) + len(more) for own, more in zip(windows, plan.draft.own, strict=True))
+        return CacheGroups((None,), tuple((0,) * count for count in counts))
     counted: Counter[int | None] = Counter(window for own in windows for window in set(own))
     widest: int | None = None if None in counted or not counted else max(one for one in counted if one is not None)
     together = CacheGroups((widest,), tuple((0,) * len(own) for own in windows))
@@ -156,7 +160,15 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         changes = plan.draft.plan.changes
         changed = 0 if changes is None else DraftChanges.read(changes).nbytes
         weights = (own + numbers * plan.dtype_bytes + changed for own, numbers in zip(whole.weights, more, strict=True))
-        return replace(whole, weights=tuple(weights))
+        beside = _program_footprint(plan.draft.plan, source, 0)
+        added = (tuple(kept[number] for number in own) for kept, own in zip(beside.kept, plan.draft.own, strict=True))
+        return replace(
+            whole,
+            weights=tuple(weights),
+            kept=tuple(map(operator.add, whole.kept, added)),
+            buffers=tuple(map(max, zip(whole.buffers, beside.buffers, strict=True))),
+            copies=tuple(map(max, zip(whole.copies, beside.copies, strict=True))),
+        )
     if plan.coda is None:
         return whole
     own = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)

@@ -291,11 +291,19 @@ class DraftPlan:
 
     Attributes:
         plan: the draft's program.
-        slots: by rank, the slots of the model's cache that its attentions read and write, in their order.
+        slots: by rank, the slots of the cache that its attentions use, in their order: the model's, and behind these
+            some of the draft's own.
+        own: by rank, which of its attentions have the latter.
     """
 
     plan: Plan
     slots: tuple[tuple[int, ...], ...]
+    own: tuple[tuple[int, ...], ...]
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether there are any, so that the draft has to compute every token itself before it reads on."""
+        return any(self.own)
 
 
 def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:

@@ -205,7 +205,9 @@ class Leader:
     def __init__(self, engine: RankEngine, cache: PagedCache, blocks: int, limits: Limits, sender: Sender) -> None:
         self.engine = engine
         self.cache = cache
-        self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits)
+        draft = engine.plan.draft
+        catches_up = draft is not None and draft.keeps_own
+        self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits, catches_up)
         self._sender = sender
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
 
@@ -254,8 +256,10 @@ class Leader:
         if halving is not None:
             self.engine.settle()
             halving.note(rows, time.perf_counter() - began)
-        if self.scheduler.ahead is not None and all(row.start and len(row.tokens) == 1 for row in rows):
-            self.scheduler.ahead.note_pass(len(rows), time.perf_counter() - began)
+        if self.scheduler.ahead is not None:
+            single = all(row.start and len(row.tokens) == 1 for row in rows)
+            note = self.scheduler.ahead.note_pass if single else self.scheduler.ahead.prompts.note
+            note(sum(len(row.tokens) for row in rows), time.perf_counter() - began)
         outputs = self.scheduler.advance(chunks, chosen, results.scores)
         self.engine.counts.new += sum(output.token is not None for output in outputs)
         for output in outputs:
@@ -267,27 +271,30 @@ class Leader:
         """The tokens drafted for each chunk; none for most, or those with the most of them come first.
 
         With a coda there is one more pass of a chunk in which nothing is drafted: its last token goes through the
-        first rack.
+        first rack. A draft with keys of its own has one of chunks that only make up for what it has missed.
         """
         drafts: list[list[int]] = [[] for _ in chunks]
         more = self.engine.coda is not None
-        for number in range(chunks[0].drafts + more if chunks and chunks[0].drafts else 0):
-            going = [place for place, chunk in enumerate(chunks) if chunk.drafts and chunk.drafts + more > number]
+        passes = [chunk.drafts + more if chunk.drafts else int(chunk.missed > 0) for chunk in chunks]
+        for number in range(max(passes, default=0)):
+            going = [place for place, most in enumerate(passes) if most > number]
             began = time.perf_counter()
-            rows = [chunks[place].drafting_row(drafts[place]) for place in going]
+            rows = [row for place in going for row in chunks[place].drafting_rows(drafts[place])]
             self._sender.send(Drafting(rows))
             results = self.engine.draft(rows, self.cache)
-            drawn = [chunks[place] for place, row in zip(going, rows, strict=True) if row.wanted == Wanted.LOGITS]
+            asking = [place for place in going if chunks[place].drafts > number]
+            drawn = [chunks[place] for place in asking if chunks[place].wanted == Wanted.LOGITS]
             tokens = {
                 # Any token, if the logits are not finite.
                 Wanted.BEST: iter(max(0, token) for token in results.best),
                 Wanted.LOGITS: iter(() if results.logits is None else self._sampler.draft(ids(drawn), results.logits)),
             }
-            for place, row in zip(going, rows, strict=True):
-                if row.wanted != Wanted.NOTHING:
-                    drafts[place].append(next(tokens[row.wanted]))
-            if self.scheduler.ahead is not None:
-                self.scheduler.ahead.note_draft(len(rows), time.perf_counter() - began)
+            for place in asking:
+                drafts[place].append(next(tokens[chunks[place].wanted]))
+            if (ahead := self.scheduler.ahead) is not None:
+                count = sum(len(row.tokens) for row in rows)
+                note = ahead.note_draft if count == len(rows) else ahead.note_missed
+                note(count, time.perf_counter() - began)
         return drafts
 
     def _look_up(self, chunks: list[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[list[int]]]:

@@ -38,16 +38,6 @@ def ask(number: int, prompt: list[int], new: int, ignore_end: bool = True, score
     return Request(number, tuple(prompt), sampling)
 
 
-def drafted(chunk: ScheduledChunk) -> list[int]:
-    """Guesses of what follows, some of them wrong, in the order in which passes would make them."""
-    tokens, first = list(chunk.sequence.tokens), len(chunk.sequence.tokens)
-    for number in range(chunk.drafts):
-        row = chunk.drafting_row(tokens[first:])
-        assert (row.start, row.tokens) == (first - 1 + number, [tokens[-1]])
-        tokens.append(next_token(tokens) if len(tokens) % 5 else 1)
-    return tokens[first:]
-
-
 def verified(tokens: list[int], drafts: list[int]) -> list[int]:
     """The drafts that are right, and the token behind them."""
     right = list(tokens)
@@ -69,6 +59,7 @@ class Machine:
     draft_tokens: int = 0
     windows: Windows = (None,)
     share: float = 1.0  # of their limits, that texts are expected to come to at first
+    catches_up: bool = False
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     passes: list[list[ScheduledChunk]] = field(default_factory=list)
     most_used: int = 0
@@ -77,8 +68,9 @@ class Machine:
         self.pool = BlockPool(self.blocks, self.block_tokens, self.windows)
         waiting, ends = self.max_waiting, (END,)
         limits = Limits(self.max_batch, 1000, waiting, self.pass_tokens, ends, self.draft_tokens, self.share)
-        self.scheduler = Scheduler(self.pool, limits)
+        self.scheduler = Scheduler(self.pool, limits, self.catches_up)
         self.cache: list[int | None] = [None] * (self.blocks * self.block_tokens)
+        self.drafts_own = list(self.cache)
 
     def places(self, runs: list[tuple[int, int]]) -> list[int | None]:
         """Of a sequence's tokens in the cache; None where they are gone."""
@@ -107,6 +99,27 @@ class Machine:
             before = [None if place is None else self.cache[place] for place in places[first:end]]
             assert before == tokens[first:end]
 
+    def drafted(self, chunk: ScheduledChunk) -> list[int]:
+        """Guesses of what follows, some of them wrong, in the order in which passes would make them."""
+        tokens, first = list(chunk.sequence.tokens), len(chunk.sequence.tokens)
+        for number in range(max(chunk.drafts, chunk.missed > 0)):
+            rows = chunk.drafting_rows(tokens[first:])
+            places = self.places(rows[0].runs[0])
+            for row in rows:
+                assert row.known == chunk.sequence.computed
+                for place, token in enumerate(row.tokens, start=row.start):
+                    at = places[place]
+                    assert at is not None or not self.catches_up
+                    self.drafts_own[at or 0] = token
+            end = rows[-1].start + len(rows[-1].tokens)
+            if self.catches_up:  # a draft reads what it has computed of all tokens before
+                assert [self.drafts_own[at or 0] for at in places[:end]] == tokens[:end]
+            if number < chunk.drafts:
+                assert end == first + number
+                assert [row.wanted for row in rows] == [*[Wanted.NOTHING] * (len(rows) - 1), chunk.wanted]
+                tokens.append(next_token(tokens) if len(tokens) % 5 else 1)
+        return tokens[first:]
+
     def step(self) -> list[ScheduledChunk]:
         """One pass: what is read from the cache must be the tokens before, whoever wrote them."""
         # A sequence that is preempted gets other blocks, and is one that begins, should it come back in the same pass.
@@ -118,7 +131,7 @@ class Machine:
         chosen, scores = [], []
         assert [chunk.drafts for chunk in chunks] == sorted((chunk.drafts for chunk in chunks), reverse=True)
         for chunk in chunks:
-            drafts = drafted(chunk)
+            drafts = self.drafted(chunk)
             row = chunk.row(drafts)
             before, end = chunk.sequence.tokens + drafts, row.start + len(row.tokens)
             self.write(row, before, written)
@@ -153,6 +166,7 @@ class Machine:
         assert sum(chunk.tokens + chunk.drafts for chunk in continuations) <= self.pass_tokens
         assert not any(chunk.drafts for chunk in prompts)
         assert sum(chunk.tokens for chunk in prompts) <= self.pass_tokens
+        assert sum(chunk.missed for chunk in chunks) <= (self.pass_tokens if self.catches_up else 0)
 
     def check(self, chunks: list[ScheduledChunk]) -> None:
         assert chunks

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from random import Random
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from surgeon.runtime.batching.ahead import ASK_AFTER, FEWEST, LEAST_GAIN, USED_AGAIN, Ahead, Hits, PassTimes, best_ahead
+from surgeon.runtime.batching.ahead import (
+    ASK_AFTER,
+    FEW_MISSED,
+    FEWEST,
+    LEAST_GAIN,
+    USED_AGAIN,
+    Ahead,
+    Hits,
+    PassTimes,
+    best_ahead,
+)
 
 Seconds = Callable[[int], float]
 
@@ -103,6 +114,8 @@ def speedup(
     wrong_until: int = 0,
     seed: int = 0,
     recording: float = 0.0,
+    prompts: Seconds | None = None,
+    length: int = 0,
 ) -> float:
     """Tokens per second of rounds with made-up times, beside those without drafts.
 
@@ -110,12 +123,21 @@ def speedup(
         noise: how many times as long as usual a pass takes.
         wrong_until: the round before which no draft is right.
         recording: seconds that the first pass of a size takes besides, without drafts, too.
+        prompts: of a draft with keys of its own, seconds of a pass over what it has missed; the model's take twice.
+        length: how much it has missed of each text at first.
     """
     new = {(kind, size) for kind in (draft, verify) for size in range(100)}
     ahead, texts, random = Ahead(), [Hits() for _ in chances], Random(seed)
     count, tokens, seconds, extra, passes = len(texts), 0, 0.0, 0.0, 0
+    missed = [length] * count
+    if prompts is not None:
+        ahead.prompts.note(length, 2 * prompts(length))
     for round_ in range(rounds):
-        drafts = ahead.choose(texts, [8] * count)
+        drafts = ahead.choose(texts, [8] * count, () if prompts is None else missed, [rounds - round_] * count)
+        made_up = sum(compress(missed, drafts))
+        if prompts is not None and made_up > FEW_MISSED:
+            ahead.note_missed(made_up, prompts(made_up))
+            seconds += prompts(made_up)
         sizes = [sum(number > place for number in drafts) for place in range(max(drafts))]
         for kind, note, size in (
             *((draft, ahead.note_draft, size) for size in sizes),
@@ -126,6 +148,7 @@ def speedup(
             new.discard((kind, size))
             note(size, own)
             seconds, extra, passes = seconds + own, extra + times, passes + 1
+        missed = [0 if number else one + 1 for one, number in zip(missed, drafts, strict=True)]
         for text, chance, number in zip(texts, chances, drafts, strict=True):
             wrong = round_ < wrong_until
             right = next((place for place in range(number) if wrong or random.random() >= chance), number)
@@ -266,3 +289,39 @@ def test_it_tries_again_now_and_then() -> None:
         faster.note_pass(1, 1.0)
     drafted = [faster.choose([text], [8]) for _ in range(200)]
     assert [number for number, each in enumerate(drafted) if not any(each)] == [64, 129, 194]
+
+
+def test_a_text_is_drafted_for_if_what_was_missed_of_it_pays() -> None:
+    """By the account, and by the tokens that it is to get: as many as save more than that takes."""
+
+    def chosen(missed: list[int], further: list[int], won: int = 100, known: bool = False) -> list[bool]:
+        ahead = measured(lambda _: 0.2, lambda _: 1.0)
+        ahead.prompts.note(10, 1.0)
+        ahead.choose([Hits()], [0])
+        ahead._plain = 1.0
+        for _ in range(won):
+            ahead.verified(Hits(), 1, 1)  # a second each
+        if known:
+            ahead.note_missed(100, 0.1)
+        count = len(missed)
+        return [each > 0 for each in ahead.choose([Hits(1e6, 0.9e6)] * count, [8] * count, missed, further)]
+
+    assert chosen([FEW_MISSED], [1], won=0) == [True]
+    saved = 1 - 1 / best_ahead([0.9], [8], lambda _: 0.2, lambda _: 1.0)[1]
+    tokens = 60 / saved  # 600 tokens that were missed take 60 seconds
+    assert [chosen([600], [further]) for further in (int(tokens), int(tokens) + 1)] == [[False], [True]]
+    assert chosen([1200], [10**6]) == [False]  # more than was won, and twelve passes
+    assert chosen([6000], [10**6], known=True) == [True]  # a tenth of a second for a hundred
+    assert chosen([70_000, 0, 60_000], [10**6] * 3, known=True) == [False, True, True]
+    assert chosen([6000], [10**6], won=0, known=True) == [True]
+
+
+@pytest.mark.parametrize("noise", [steady, doubled, interrupted])
+@pytest.mark.parametrize("length", [10, 150, 400])
+def test_what_keys_of_its_own_lose_is_bounded_too(length: int, noise: Callable[[Random], float]) -> None:
+    own = {"noise": noise, "length": length, "prompts": lambda tokens: 0.3 + 0.02 * tokens}
+    assert speedup(lambda _: 0.3, lambda _: 1.0, [0.0], 2000, **own) > 0.97
+    assert speedup(lambda _: 0.5, float, [0.8], 2000, **own) > 0.97
+    assert speedup(lambda _: 0.3, lambda size: 1 + 0.05 * size, [0.1] * 4, 2000, **own) > 0.97
+    best = max(sum(0.9**place for place in range(k + 1)) / (k * 0.35 + 1) for k in range(9))
+    assert speedup(lambda _: 0.35, lambda _: 1.0, [0.9], 2000, **own) > (0.9 * best if length < 400 else 0.97)

@@ -153,6 +153,7 @@ jobs = st.tuples(
     st.sampled_from([0, 0, 1, 3, 9]),
     st.sampled_from([(None,), (None,), (3,), (1, None), (None, 5, 9)]),
     st.sampled_from([0.0, 0.4, 1.0]),
+    st.booleans(),
 )
 def test_whatever_comes_everything_ends_right(
     found: list[tuple[list[int], int, bool, int, int | None]],
@@ -162,9 +163,11 @@ def test_whatever_comes_everything_ends_right(
     draft_tokens: int,
     windows: Windows,
     share: float,
+    catches_up: bool,
 ) -> None:
     blocks = max(blocks, text_blocks(14 + 12, windows, 4))
-    machine = Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens, windows=windows, share=share)
+    own = {"windows": windows, "share": share, "catches_up": catches_up and windows == (None,)}
+    machine = Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens, **own)
     scheduler = machine.scheduler
     requests = [ask(number, prompt, new, scored=scored) for number, (prompt, new, scored, _, _) in enumerate(found)]
     actions: list[tuple[int, Callable[[], object]]] = []

@@ -245,3 +245,20 @@ def test_several_ranks(draft: str, several: Several, tmp_path: Path) -> None:
     assert 0 < sum(output.accepted for output in last) < sum(output.drafted for output in last)
     if draft == DRAFTS["ladder of pairs"]:
         assert figures.drafting.layers.all_reduces == 6 * figures.drafting.passes
+
+
+@pytest.mark.parametrize("draft", ["fork", *(pytest.param(one, marks=thorough) for one in ("averages", "four tracks"))])
+@pytest.mark.parametrize("several", [2], indirect=True)
+def test_several_ranks_with_keys_of_their_own(draft: str, several: Several, tmp_path: Path) -> None:
+    """Each with whole layers of a fork, slices of averages, or two of four tracks."""
+    tracks = " | ".join(f"A1/4:{track} F1/4:{track}" for track in range(4))
+    middle = {"fork": "{A1 F1 | A2 F2}", "averages": "A1~A2 F1~F2", "four tracks": f"{{{tracks}}} A2 F2"}[draft]
+    model = saved(tmp_path, num_key_value_heads=4)
+    plan = with_draft(make_plan(tmp_path, 2, 100), tmp_path, f"A0 F0 {middle} A3 F3")
+    assert plan.draft is not None
+    assert plan.draft.keeps_own
+    several.started.call(load, plan)
+    outputs, _ = several.started.call(complete, REQUESTS, 64, Limits(8, 100, draft_tokens=3))[0]
+    found = {number: [out.token for out in outputs if out.request == number] for number in range(len(PROMPTS))}
+    assert found == {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
+    assert sum(output.accepted for output in outputs if output.finish_reason is not None) > 0

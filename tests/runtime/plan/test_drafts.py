@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from surgeon.checkpoint.drafts import HealedDraft
+from surgeon.language.program import Program
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.drafts import with_draft
+from surgeon.runtime.plan.drafts import require_shared, with_draft
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import DraftPlan, Plan
 from tests.tiny_models import tiny_model
@@ -66,18 +68,6 @@ def test_memory_is_that_of_what_is_not_there_already(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "draft", "message"),
     [
-        (1, "A0~A1 F0", "A0~A1 has no keys and values to read: no attention of the average of these lay"),
-        (1, "A0 F0 A0", "A0 has no keys .*: the draft has it 2 times, and the program that verifies 1"),
-        (
-            2,
-            "A0 {A1 F1 | A2 F2}",
-            "rank 0 computes A1 of the draft, which has KV heads 0 to 1, and caches 0 to 0 of",
-        ),
-        (
-            1,
-            "A0 {A1/2:0 | A1/2:1}",
-            "rank 0 computes A1/2:0 of the draft, which has KV heads 0 to 0, and caches 0 to 1 of",
-        ),
         (1, "lp", "the model has 4 layers, and variants leave the first and last 2 alone"),
         (1, "A0 F0 A7", "the draft cannot run beside its model: .*A7"),
     ],
@@ -87,6 +77,33 @@ def test_what_is_refused(ranks: int, draft: str, message: str, folder: Path) -> 
         planned(folder, ranks, draft)
 
 
-def test_a_cache_in_rank_space_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="use kv full or auto, not lowrank"):
-        planned(folder, 1, "A0", program="A0@k4,v4 F0", kv="lowrank")
+@pytest.mark.parametrize(
+    ("ranks", "draft", "slots", "own"),
+    [
+        (1, "A0~A1 F0 A2", ((4, 2),), ((0,),)),
+        (1, "A0 F0 A0", ((0, 4),), ((1,),)),
+        (1, "A3 {A1/2:0 | A1/2:1}", ((3, 4, 5),), ((1, 2),)),
+        (2, "A0 {A1 F1 | A2 F2}", ((0, 4), (0, 4)), ((1,), (1,))),
+        (2, "A0 {A1/2:0 F1 | A1/2:1 A2}", ((0, 1), (0, 1, 4)), ((), (2,))),
+        (2, "A0~A1 [A2 A3]", ((4, 2, 3),) * 2, ((0,),) * 2),
+    ],
+)
+def test_attentions_that_the_model_does_not_have_keep_their_own(
+    ranks: int, draft: str, slots: tuple[tuple[int, ...], ...], own: tuple[tuple[int, ...], ...], folder: Path
+) -> None:
+    plan, found = planned(folder, ranks, draft)
+    assert (found.slots, found.own) == (slots, own)
+    alone, beside = footprint(make_plan(folder, ranks, 64)), footprint(plan)
+    by_itself = footprint(found.plan)
+    for rank, numbers in enumerate(own):
+        assert beside.kept[rank] == alone.kept[rank] + tuple(by_itself.kept[rank][number] for number in numbers)
+    assert beside.groups.windows == (None,)
+    assert beside.block == tuple(map(sum, beside.kept))
+    with pytest.raises(ValueError, match="and keeps its own: why; draft with attentions of the model, each once"):
+        require_shared(found, "why")
+
+
+def test_a_healed_draft_takes_no_keys_in_rank_space(folder: Path, tmp_path: Path) -> None:
+    plan = make_plan(folder, 1, 64, "A0@k4,v4 F0", kv="lowrank")
+    with pytest.raises(ValueError, match="a healed draft norms .* use kv full or auto, not lowrank"):
+        with_draft(plan, folder, HealedDraft(tmp_path, Program.parse("A0@k4,v4"), "", ""))
