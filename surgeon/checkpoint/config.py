@@ -6,6 +6,7 @@ same without them.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from surgeon.named import is_hub_name, on_disk
 
 CONFIG = "config.json"
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
+# It warns whoever reads a size of a configuration whose layers differ in it: here they are read layer by layer, too.
+logging.getLogger("transformers.integrations.heterogeneity.configuration_utils").setLevel(logging.ERROR)
 
 
 def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
