@@ -4,74 +4,97 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgeon.cli.export import export
-from surgeon.cli.generate import generate
-from surgeon.cli.scan import scan
-from surgeon.cli.search import search
-
 if TYPE_CHECKING:
+    from surgeon.benchmarks.measure import Result
+    from surgeon.library.report import ReportPage
     from surgeon.searches.trial import MeasuredProgram
 
+WIDTH = 80  # columns of a terminal
 RANKS = 2
-NEW_TOKENS = 64
-PROMPT_TOKENS = 8  # where speed is measured, of random tokens
-ROUNDS = 3
 PROMPT = "def close(self):"
+PROMPT_TOKENS = 8  # where speed is measured, of random tokens
 LADDER = 'surgeon: 1\nmodel: demo\noperations:\n  - ladder: {layers: "8:16"}\nexpect: {effective_depth: 16}\n'
+NEXT = (
+    ("what would work with it, and how much memory that takes, in seconds", "check MODEL"),
+    (
+        "which of its layers to run in pairs, for four fifths of its depth",
+        'search MODEL --data text.txt --budget "depth<=0.8x" -o runs/search',
+    ),
+    (
+        "the faster model as a checkpoint, for surgeon serve, transformers, vLLM",
+        "export runs/search/recipe.yaml -o runs/faster",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a demo measures: on text, in windows of some length (None: the default); of trials; of speed."""
+
+    tokens: int
+    window: int | None
+    trials: int
+    new_tokens: int
+    rounds: int
+
+    @property
+    def text(self) -> str:
+        """As options."""
+        return f"--data demo --tokens {self.tokens}" + ("" if self.window is None else f" --window {self.window}")
+
+
+QUICK = Effort(tokens=512, window=128, trials=12, new_tokens=16, rounds=2)
+FULL = Effort(tokens=2048, window=None, trials=40, new_tokens=64, rounds=3)
 
 
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the demo makes.")] = Path(
-        "demo-output"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder for everything the demo makes. Default: quick or full, in demo-output."
+        ),
+    ] = None,
     depth: Annotated[int, typer.Option(help="Effective depth to search for; the demo model has 16 layers.")] = 12,
-    tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 2048,
-    trials: Annotated[int, typer.Option(min=1, help="Trials of the search.")] = 40,
+    tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens to measure on. Default: {QUICK.tokens}, or {FULL.tokens} with --full.")
+    ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Trials of the search. Default: {QUICK.trials}, or {FULL.trials} with --full."),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Measure on more text and for longer; takes four times as long.")
+    ] = False,
 ) -> None:
     """Scan, search, export and generate on two ranks, with a small model that ships with surgeon.
 
-    Needs no network, and some minutes on two cores. Every command is shown before it runs, so that it can be typed
+    Needs no network, and about a minute on two cores. Every command is shown before it runs, so that it can be typed
     again for another model. Interrupted, the same command goes on where it was.
     """
-    from surgeon.language.recipe import read_recipe
-
-    measuring = f"--data demo --tokens {tokens}"
-    found, fused, late = output / "search" / "recipe.yaml", output / "lp", output / "ladder"
-    _announce("which stretches of layers can it spare?", f"scan demo {measuring} -o {_quoted(output / 'scan')}")
-    scan("demo", "demo", output / "scan", tokens=tokens)
-    _announce(
-        f"which layers should run in pairs, for a depth of {depth}?",
-        f"search demo --budget depth={depth} {measuring} --trials {trials} -o {_quoted(output / 'search')}",
+    asked = {"tokens": tokens, "trials": trials}
+    effort = replace(FULL if full else QUICK, **{name: value for name, value in asked.items() if value is not None})
+    walk = Walk(output or Path("demo-output") / ("full" if full else "quick"), effort)
+    walk.scan()
+    found = walk.search(depth)
+    ladder = walk.folder / "ladder.yaml"
+    ladder.write_text(LADDER, encoding="utf-8")
+    fused = walk.export("3. Write what was found as a checkpoint", found, "lp")
+    late = walk.export("   And a ladder over the upper half", ladder, "ladder")
+    walk.generate(fused)
+    walk.compare(
+        [Contender("dense", None, "demo"), Contender.pairs(found, fused), Contender("ladder 8:16", ladder, late)]
     )
-    search("demo", "demo", output / "search", budget=f"depth={depth}", trials=trials, tokens=tokens)
-    _announce("write what was found as a checkpoint", f"export {_quoted(found)} -o {_quoted(fused)} --overwrite")
-    export(found, fused, overwrite=True)
-    recipe = output / "ladder.yaml"
-    recipe.write_text(LADDER, encoding="utf-8")
-    _announce("and a ladder over the upper half", f"export {_quoted(recipe)} -o {_quoted(late)} --overwrite")
-    export(recipe, late, overwrite=True)
-    _announce(
-        "let it write, on two ranks",
-        f"generate {_quoted(fused)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {NEW_TOKENS} --tp {RANKS}",
-    )
-    generate(str(fused), [PROMPT], max_new_tokens=NEW_TOKENS, tp=RANKS)
-    print("\nhow fast is what, in comparison?", file=sys.stderr, flush=True)
-    pairs = " ".join(operation.layers_text for operation in read_recipe(found).operations)
-    variants = [
-        Contender("dense", None, "demo"),
-        Contender(f"LP pairs {pairs}", found, str(fused)),
-        Contender("ladder 8:16", recipe, str(late)),
-    ]
-    _print_table(variants, _measure(variants, tokens), _speeds(variants))
-    print("Pictures:")
-    for picture in sorted(output.glob("*/*.png")):
-        print(f"  {picture}")
+    page = walk.page("scan", "search", "lp", "ladder")
+    print(f"\nThe page    {page.file}\nPictures    {walk.folder}/*/*.png\n\nWith a model of your own, next:")
+    for purpose, command in NEXT:
+        print(f"\n  # {purpose}\n  surgeon {command}")
 
 
 @dataclass(frozen=True)
@@ -80,73 +103,155 @@ class Contender:
 
     name: str
     recipe: Path | None
-    model: str
+    model: str | Path
+
+    @classmethod
+    def pairs(cls, recipe: Path, model: Path) -> Contender:
+        """What a search for pairs has found."""
+        from surgeon.language.recipe import read_recipe
+
+        return cls("LP pairs " + " ".join(one.layers_text for one in read_recipe(recipe).operations), recipe, model)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The demo's steps; each shows its command, runs it, and prints what it has found."""
+
+    folder: Path
+    effort: Effort
+
+    def scan(self) -> None:
+        from surgeon.library.scan import scan
+
+        output = self.folder / "scan"
+        _announce("1. Which stretches of layers can it spare?", f"scan demo {self.effort.text} -o {_quoted(output)}")
+        scan("demo", "demo", output, tokens=self.effort.tokens, window=self.effort.window)
+        for finding in self.page("scan").chapters[0].summary:
+            _say(f"{finding.lead}: {finding.text}")
+        print(output / "heatmaps.png")
+
+    def search(self, depth: int) -> Path:
+        """The recipe that was found."""
+        from surgeon.library.search import search
+
+        output, effort, budget = self.folder / "search", self.effort, f"depth={depth}"
+        _announce(
+            f"2. Which layers should run in pairs, for a depth of {depth}?",
+            f"search demo --budget {budget} {effort.text} --trials {effort.trials} -o {_quoted(output)}",
+        )
+        search("demo", "demo", output, effort.trials, budget=budget, tokens=effort.tokens, window=effort.window)
+        for finding in self.page("search").chapters[0].summary:
+            _say(finding.text)
+        print(output / "recipe.yaml")
+        return output / "recipe.yaml"
+
+    def export(self, purpose: str, recipe: Path, name: str) -> Path:
+        """The checkpoint."""
+        from surgeon.library.export import export
+
+        output = self.folder / name
+        _announce(purpose, f"export {_quoted(recipe)} -o {_quoted(output)} --overwrite")
+        found = export(recipe, output, overwrite=True)
+        _say(f"{found.form} form: {found.reason}.")
+        _say(str(found))
+        print(output, flush=True)
+        return output
+
+    def generate(self, model: Path) -> None:
+        from surgeon.library.generate import generate
+
+        new = self.effort.new_tokens * 2
+        _announce(
+            "4. Let it write, on two ranks",
+            f"generate {_quoted(model)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {new} --tp {RANKS}",
+        )
+
+        def show(_: Any, event: Any) -> None:
+            print(event.text, end="", flush=True)
+
+        print(PROMPT, end="")
+        found = generate(model, PROMPT, max_new_tokens=new, ranks=RANKS, on_event=show)
+        print(f"\n\n{found}", flush=True)
+
+    def compare(self, contenders: list[Contender]) -> None:
+        """Print how good and how fast each is; speeds are the fastest rounds', which other work disturbed least."""
+        measured = _measure(contenders, self.effort)
+        _print_table(contenders, measured, _speeds(contenders, self.effort))
+
+    def page(self, *runs: str) -> ReportPage:
+        """The page, of these folders."""
+        from surgeon.library.report import report
+
+        return report([self.folder / run for run in runs], self.folder / "report.html")
 
 
 def _announce(purpose: str, command: str) -> None:
-    print(f"\n{purpose}\n$ surgeon {command}", file=sys.stderr, flush=True)
+    lines = textwrap.wrap(f"$ surgeon {command}", WIDTH - 2, subsequent_indent="    ", break_on_hyphens=False)
+    print(f"\n{purpose}\n" + " \\\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    print(textwrap.fill(text, WIDTH, break_on_hyphens=False), flush=True)
 
 
 def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _measure(variants: list[Contender], tokens: int) -> list[MeasuredProgram]:
-    """Perplexity and divergence of every variant, on the text that the scan and the search were measured on."""
+def _measure(contenders: list[Contender], effort: Effort) -> list[MeasuredProgram]:
+    """Perplexity and divergence of each, on the text that the scan and the search were measured on."""
     from surgeon.analysis.subject import open_subject
     from surgeon.opened import open_edited
     from surgeon.searches.evaluate import Evaluator
 
-    subject = open_subject("demo", "demo", tokens=tokens)
-    programs = [open_edited(variant.recipe or "demo").program for variant in variants]
+    subject = open_subject("demo", "demo", tokens=effort.tokens, window=effort.window)
+    programs = [open_edited(one.recipe or "demo").program for one in contenders]
     measured = Evaluator(subject.model, subject.windows).measure(programs)
     return [measured[program] for program in programs]
 
 
-def _speeds(variants: list[Contender]) -> dict[str, list[tuple[float, float, int]]]:
-    """By way of communicating, for every variant: effective depth, tokens/s, all-reduces per token, on two ranks.
+def _speeds(contenders: list[Contender], effort: Effort) -> dict[str, list[Result]]:
+    """What ranks measured of each, by the way in which they communicate."""
+    from surgeon.library.bench import bench
+    from surgeon.runtime.worker.options import RankOptions
 
-    The fastest of some interleaved rounds counts: what else runs on the machine can only slow a round down.
-    """
-    from surgeon.benchmarks.measure import RankBench
-    from surgeon.cost.workload import Workload
-    from surgeon.language.program import Program
-    from surgeon.runtime.plan.checks import make_plan
-    from surgeon.runtime.worker.options import RankOptions, choose_device
-    from surgeon.runtime.worker.ranks import Ranks
-
-    device = choose_device("auto", RANKS)
-    load = Workload(batch=1, prompt=PROMPT_TOKENS, new=NEW_TOKENS)
-    plans = {variant.name: make_plan(variant.model, RANKS, load.length, device=device) for variant in variants}
-    depths = [Program.parse(plan.program).effective_depth() for plan in plans.values()]
-    speeds: dict[str, list[tuple[float, float, int]]] = {}
-    for way in dict.fromkeys((RankOptions(RANKS, device).collectives, "gloo")):
-        with Ranks(RankOptions(RANKS, device, way)) as ranks:
-            results = RankBench.load(ranks, plans).measure([load], ROUNDS, lambda _: None)
-        speeds[way] = []
-        for depth, result in zip(depths, results, strict=True):
-            fastest = min(result.rounds, key=lambda one: one.per_token)
-            assert fastest.decode_pass is not None
-            speeds[way].append((depth, 1 / fastest.per_token, fastest.decode_pass.layers.all_reduces))
+    first, *others = [one.model for one in contenders]
+    compared = " ".join(f"--compare {_quoted(Path(one))}" for one in others)
+    load: Any = {"prompt": PROMPT_TOKENS, "new": effort.new_tokens, "rounds": effort.rounds}
+    options = " ".join(f"--{name} {value}" for name, value in load.items())
+    speeds: dict[str, list[Result]] = {}
+    for purpose, wanted in (
+        ("5. How fast is each, over the fastest connection", "auto"),
+        ("   And over a slow one", "gloo"),
+    ):
+        ranks = RankOptions(RANKS, "auto", wanted)
+        way = ranks.collectives
+        _announce(f"{purpose}, {way}?", f"bench {first} {compared} --tp {RANKS} {options} --collectives {way}")
+        speeds[way] = [*bench(first, compare=others, ranks=ranks, **load).results]
     return speeds
 
 
-def _print_table(
-    variants: list[Contender], measured: list[MeasuredProgram], speeds: dict[str, list[tuple[float, float, int]]]
-) -> None:
+def _print_table(contenders: list[Contender], measured: list[MeasuredProgram], speeds: dict[str, list[Result]]) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from surgeon.language.program import Program
 
     table = Table(box=None, pad_edge=False)
     table.add_column("program", min_width=18)
     for heading in ("depth", "perplexity", "divergence", "syncs/token", *(f"tok/s\n{way}" for way in speeds)):
         table.add_column(heading, justify="right", vertical="bottom")
-    for row, (variant, quality) in enumerate(zip(variants, measured, strict=True)):
-        depth, _, syncs = next(iter(speeds.values()))[row]
-        rates = [f"{figures[row][1]:.0f}" for figures in speeds.values()]
-        table.add_row(
-            variant.name, f"{depth:g}", f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}", str(syncs), *rates
-        )
+    for row, (contender, quality) in enumerate(zip(contenders, measured, strict=True)):
+        results = [of_way[row] for of_way in speeds.values()]
+        rates = [f"{1 / min(one.per_token for one in result.rounds):.0f}" for result in results]
+        decoding = results[0].rounds[-1].decode_pass
+        assert decoding is not None, "more than one token is new"
+        depth, syncs = Program.parse(results[0].plan.program).effective_depth(), decoding.layers.all_reduces
+        qualities = f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}"
+        table.add_row(contender.name, f"{depth:g}", *qualities, str(syncs), *rates)
     print("\nThe demo model on two ranks")
-    Console(width=80, highlight=False).print(table)
-    print()
+    Console(width=WIDTH, highlight=False).print(table)
+    _say(
+        "Divergence is KL(original || changed) in nats per token; syncs are all-reduces. The slower these are, "
+        "the more it is worth to have fewer of them."
+    )
