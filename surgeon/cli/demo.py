@@ -80,19 +80,19 @@ def demo(
     """
     asked = {"tokens": tokens, "trials": trials}
     effort = replace(FULL if full else QUICK, **{name: value for name, value in asked.items() if value is not None})
-    walk = Walk(output or Path("demo-output") / ("full" if full else "quick"), effort)
-    walk.scan()
-    found = walk.search(depth)
-    ladder = walk.folder / "ladder.yaml"
+    steps = DemoSteps(output or Path("demo-output") / ("full" if full else "quick"), effort)
+    steps.scan()
+    found = steps.search(depth)
+    ladder = steps.folder / "ladder.yaml"
     ladder.write_text(LADDER, encoding="utf-8")
-    fused = walk.export("3. Write what was found as a checkpoint", found, "lp")
-    late = walk.export("   And a ladder over the upper half", ladder, "ladder")
-    walk.generate(fused)
-    walk.compare(
+    fused = steps.export("3. Write what was found as a checkpoint", found, "lp")
+    late = steps.export("   And a ladder over the upper half", ladder, "ladder")
+    steps.generate(fused)
+    steps.compare(
         [Contender("dense", None, "demo"), Contender.pairs(found, fused), Contender("ladder 8:16", ladder, late)]
     )
-    page = walk.page("scan", "search", "lp", "ladder")
-    print(f"\nThe page    {page.file}\nPictures    {walk.folder}/*/*.png\n\nWith a model of your own, next:")
+    page = steps.page("scan", "search", "lp", "ladder")
+    print(f"\nThe page    {page.file}\nPictures    {steps.folder}/*/*.png\n\nWith a model of your own, next:")
     for purpose, command in NEXT:
         print(f"\n  # {purpose}\n  surgeon {command}")
 
@@ -114,7 +114,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Walk:
+class DemoSteps:
     """The demo's steps; each shows its command, runs it, and prints what it has found."""
 
     folder: Path
