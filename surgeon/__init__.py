@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from surgeon.training.model import RackOptions
     from surgeon.training.settings import TrainSettings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where names come from; those that are not here have a file of their own in the library. A colon: its name there.
 _ELSEWHERE = {

@@ -29,6 +29,25 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+@contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Imports of packages that one of surgeon's extras installs.
+
+    Args:
+        what: needs them, as the beginning of a sentence.
+
+    Raises:
+        ImportError: if one of them is missing, saying how to install it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        raise ImportError(
+            f"{what} needs {package}, which is not installed; run: pip install 'surgeon[{extra}]'", name=package
+        ) from error
+
+
 class NotProven(ValueError):
     """A written checkpoint does not compute what the program does."""
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,6 +29,7 @@ from surgeon.exports.staging import staged
 from surgeon.exports.stock import stock_layers_of, stock_model
 from surgeon.language.sublayer import KINDS
 from surgeon.models.families import Family, family_of
+from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model_state_dict
 from surgeon.opened import EditedModel
 
 BASE, ADAPTER = "base", "adapter"

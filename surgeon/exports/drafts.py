@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,6 +23,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel
 from surgeon.models.weights import Factors, ModelWeights, Tensors, norm_paths
 from surgeon.opened import EditedModel, Model
 from surgeon.processes.files import write_json, write_text

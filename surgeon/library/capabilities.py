@@ -357,7 +357,7 @@ def _for_several(name: str) -> bool:
 def _answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
     try:
         said = ask()
-    except (ValueError, OSError) as refusal:
+    except (ValueError, OSError, ImportError) as refusal:
         return Verdict(area, what, NO, " ".join(str(refusal).split()))
     if isinstance(said, Verdict):
         return said._replace(area=area, what=what)

@@ -8,12 +8,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
+from surgeon.errors import needs_extra
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.library.opening import as_list, warn
@@ -23,11 +24,12 @@ from surgeon.models.weights import TruncatedSVD
 from surgeon.opened import EditedModel, Model, choose_device, open_edited
 from surgeon.processes.files import make_folder, write_json
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
-from surgeon.quality.tasks import TaskSettings, run_tasks
-from surgeon.quality.tasks_load import Seeds, Tasks, load_tasks, split_names
-from surgeon.quality.tasks_model import Answers, TaskModel
 from surgeon.quality.text import OWN, TextQuality, logits_of, text_quality
 from surgeon.results.tasks import scores, table, write_results
+
+if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import
+    from surgeon.quality.tasks import TaskSettings
+    from surgeon.quality.tasks_load import Tasks
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,7 @@ def evaluate(
         raise ValueError("log_samples writes files; say where to by an output folder")
     if num_fewshot is not None and num_fewshot < 0:
         raise ValueError(f"num_fewshot must be at least 0 examples, not {num_fewshot}")
-    seeds, folder = Seeds.all(seed), None if output is None else Path(output)
-    settings = TaskSettings(limit, batch_size, apply_chat_template, seeds)
+    folder = None if output is None else Path(output)
     choose_device(device)
     candidate = open_edited(model, program)
     if folder is not None:
@@ -123,15 +124,19 @@ def evaluate(
         original = open_edited(against)
     elif data is not None and candidate.asked is not None and candidate.model.own is not None:
         original = EditedModel(candidate.model.name, candidate.model)  # it runs a program itself, not the stored layers
-    names = split_names(as_list(tasks))
-    loaded = load_tasks(names, candidate.model.positions, num_fewshot, seeds) if tasks else None
+    positions = candidate.model.positions
+    asked = (
+        _load_tasks(as_list(tasks), positions, num_fewshot, limit, batch_size, apply_chat_template, seed)
+        if tasks
+        else None
+    )
     found = Evaluation()
     with _factors(candidate, folder) as candidate:
         if windows is not None:
             with _factors(original, None) if original is not None else nullcontext() as compared:
                 found = replace(found, text=_on_text(candidate, compared, windows, device, folder))
-        if loaded is not None:
-            results, files = _on_tasks(candidate, loaded, settings, device, folder, log_samples)
+        if asked is not None:
+            results, files = _on_tasks(candidate, *asked, device, folder, log_samples)
             found = replace(found, tasks=results, files=tuple(files))
     return found
 
@@ -188,10 +193,31 @@ def _on_text(
     return found
 
 
+def _load_tasks(
+    tasks: Sequence[str | Path],
+    positions: int,
+    shots: int | None,
+    limit: int | None,
+    batch_size: int,
+    chat: bool,
+    seed: int | None,
+) -> tuple[Tasks, TaskSettings]:
+    with needs_extra("tasks", "measuring tasks"):
+        from surgeon.quality.tasks import TaskSettings
+        from surgeon.quality.tasks_load import Seeds, load_tasks, split_names
+
+    seeds = Seeds.all(seed)
+    settings = TaskSettings(limit, batch_size, chat, seeds)
+    return load_tasks(split_names([*map(str, tasks)]), positions, shots, seeds), settings
+
+
 def _on_tasks(
     candidate: EditedModel, loaded: Tasks, settings: TaskSettings, device: str, output: Path | None, log_samples: bool
 ) -> tuple[dict[str, Any], list[Path]]:
     """lm-eval's results, and the files that have them."""
+    from surgeon.quality.tasks import run_tasks
+    from surgeon.quality.tasks_model import Answers, TaskModel
+
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     with Answers(output, candidate.identity(device)) as answers:

@@ -15,7 +15,6 @@ from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.forms import Layout
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.training import Training
-from surgeon.exports.adapters import BASE, export_with_adapter
 from surgeon.exports.export import DTYPES, plan_export, write_export
 from surgeon.exports.in_memory import export as export_loaded
 from surgeon.exports.plan import check_exportable
@@ -165,4 +164,6 @@ def _export_loaded(
         return Exported.of(target, export_loaded(model, target, form=form, dtype=dtype, overwrite=overwrite, **more))
     if form != "auto" or dtype is not None or overwrite or more["training"] is not None:
         raise ValueError("with its adapter apart a model keeps its form and dtype, and gets a new folder")
+    from surgeon.exports.adapters import BASE, export_with_adapter
+
     return Exported.of(target / BASE, export_with_adapter(model, target, tokenizer=more["tokenizer"]))

@@ -15,6 +15,7 @@ import pandas as pd
 from surgeon.analysis.subject import Subject
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
+from surgeon.errors import needs_extra
 from surgeon.language.program import Program
 from surgeon.library.opening import check_counts, warn
 from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings
@@ -315,7 +316,8 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
     subject, objectives = setup.subject, setup.settings.objectives
     if not any(objective.name == ACCURACY for objective in objectives):
         return None
-    from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
+    with needs_extra("tasks", "measuring tasks"):
+        from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
 
     identity = {"model_hash": subject.opened.hash}
     return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output, factors=setup.factors)

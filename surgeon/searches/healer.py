@@ -29,7 +29,6 @@ from surgeon.searches.trial import MeasuredProgram
 from surgeon.searches.winners import Measured
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.held_out import HeldOutQuality
-from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 
@@ -207,6 +206,8 @@ class CandidateHealer:
         Raises:
             ValueError, OSError: as `surgeon.training.run.train`.
         """
+        from surgeon.training.run import train
+
         place = self.folder / hashlib.sha256(f"{self.key} {program}".encode()).hexdigest()[:16]
         student = edit(load(self.source).float(), program, factors=self.factors)
         identity = {"original": self.model_hash, "program": str(program)}

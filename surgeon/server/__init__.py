@@ -6,11 +6,9 @@ OpenAI's words, whole or as a stream. `app` ties these to their paths, `connecti
 and `run` begins and ends the process.
 """
 
-try:
+from surgeon.errors import needs_extra
+
+with needs_extra("serve", "serving"):
     import fastapi  # noqa: F401
     import prometheus_client  # noqa: F401
     import uvicorn  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        f"serving needs {error.name or error}, which is not installed; run: pip install 'surgeon[serve]'"
-    ) from error

@@ -13,7 +13,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.verify import FileRecord, change_of
 from surgeon.errors import first_line
+from surgeon.models.lora import PeftModel
 from surgeon.processes.files import HALF_WRITTEN, check_space, sync_tree, write_json
 from surgeon.processes.folders import publish
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from surgeon.errors import needs_extra
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
+from surgeon.models.lora import LoraLayer, PeftModel
 from surgeon.models.weights.store import Compact
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
@@ -182,7 +182,8 @@ def train(
         trainer.add_callback(log)
         done, before = 0 if checkpoint is None else step_of(checkpoint), None
         if is_first:
-            from torch.utils.tensorboard import SummaryWriter
+            with needs_extra("train", "training"):
+                from torch.utils.tensorboard import SummaryWriter
 
             trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
         if settings.patience is not None:

@@ -140,7 +140,7 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
     Raises:
         ValueError: if no matrix is in scope.
     """
-    from peft import LoraConfig, get_peft_model
+    from surgeon.models.lora import LoraConfig, get_peft_model
 
     names, parameters = targets = adapter_targets(model, scope, program, router)
     if not any(targets):

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import DistributedType
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from surgeon.errors import first_line, is_full_disk, is_out_of_memory
+from surgeon.models.lora import PeftModel
 from surgeon.processes.files import show_bytes
 from surgeon.quality.text import TextQuality
 from surgeon.training.balance import ExpertBalance
