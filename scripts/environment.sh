@@ -71,7 +71,7 @@ make_environment() {
 }
 
 install_project() {
-    local what=$1 requirement=. content="surgeon and about 100 packages (PyTorch is the largest)" began=$SECONDS
+    local what=$1 requirement=".[all]" content="surgeon and about 120 packages (PyTorch is the largest)" began=$SECONDS
     if [ "$what" = developer ]; then
         requirement=".[dev]"
         content+=" and 50 for developers"

@@ -130,7 +130,7 @@ def test_measurements_of_the_original_under_the_program_are_refused(healed: Path
 
 def test_show_and_diff(healed: Path, source: Path, tmp_path: Path) -> None:
     said = dict(facts(describe(healed)))
-    assert said["name"].endswith("tiny in program form, by surgeon 0.1.0, trained since")
+    assert said["name"].endswith(f"tiny in program form, by surgeon {surgeon.__version__}, trained since")
     assert said["trained"] == "400 steps on 1,638,400 tokens of corpus.txt, full fine-tuning of the edited layers"
     assert "those of the trained weights" in said["proof"]
     run_export(source, tmp_path / "untrained", PROGRAM)

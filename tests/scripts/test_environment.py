@@ -125,7 +125,7 @@ def test_first_call_makes_everything_and_the_second_nothing(clone: Clone) -> Non
 def test_the_demo_installs_no_developer_tools_and_the_tests_add_them(clone: Clone) -> None:
     demo = clone.run("demo", "--trials", "3 4")
     assert (demo.returncode, demo.stdout) == (0, "surgeon demo --trials 3 4\n")
-    assert "-c constraints.txt -e .\n" in clone.calls.read_text()
+    assert "-c constraints.txt -e .[all]\n" in clone.calls.read_text()
     clone.run("demo")
     assert not clone.calls.read_text()
     clone.run("test")
