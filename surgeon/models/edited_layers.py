@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
-from surgeon.language.program import Fork, Node, Program, Step
+from surgeon.language.program import Fork, Node, Program, Step, steps_of
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import Family, SublayerSpec
 from surgeon.models.routing import check_kept
@@ -53,6 +53,7 @@ class EditedLayers(nn.Module):
     gradient_checkpointing = False
     keeps_derived = True  # or derives a sublayer anew whenever it runs
     verified: EarlierKeys | None = None  # what attentions read of earlier tokens, where that is not their own
+    begins: tuple[int, Tensor] | None = None  # behind which node a pass begins, with which stream; None at the start
 
     def __init__(
         self,
@@ -273,7 +274,13 @@ class EditedLayers(nn.Module):
         """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
         if self.counts_apart:
             _count_in_cache(arguments[-1], stream, len(arguments) - 1)
-        return self.through(self.program.nodes, stream, ModelMachine(self, arguments))
+        machine, first = ModelMachine(self, arguments), 0
+        if self.begins is not None:
+            first, given = self.begins
+            stream = given.to(stream)
+            skipped = (one for step in steps_of(self.program.nodes[:first]) for one in step.sublayers)
+            machine.next_slot = sum(one.kind == ATTENTION for one in skipped)
+        return self.through(self.program.nodes[first:], stream, machine)
 
     def through(self, nodes: Iterable[Node], stream: Tensor, machine: Machine) -> Tensor:
         """The stream after some nodes, all of them landed; each is seen on its way (`stream_tap`)."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.errors import needs_extra
@@ -174,6 +174,7 @@ def train(
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
             trained = add_adapters(model, settings.scope, program, settings.lora, settings.router)
 
+        _share_passes(task.towards, trained, arguments)
         trainer = ModelTrainer(trained, arguments, text, task.held_out, task.towards)
         is_first = bool(arguments.should_save)
         tokens = settings.batch * text.window
@@ -205,6 +206,12 @@ def train(
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
         return Trained(step, step * tokens, log.seconds, task.held_out.original, before, after, trained)
+
+
+def _share_passes(towards: LossParts | None, model: nn.Module, arguments: TrainingArguments) -> None:
+    """Let a teacher in memory begin where the student leaves it, unless the student's stream is hidden, or noisy."""
+    if isinstance(towards, Distiller) and not (arguments.torch_compile or arguments.neftune_noise_alpha):
+        towards.share(model)
 
 
 def _task_by(

@@ -27,6 +27,7 @@ from surgeon.models.families import family_of
 from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.head import OutputHead
 from surgeon.training.distill.counterparts import Counterpart, counterparts
+from surgeon.training.distill.shared_prefix import beginning_behind, shared_prefix
 from surgeon.training.distill.teacher_logits import TeacherLogits
 from surgeon.training.head_loss import HeadLoss, loss_at_head, next_tokens
 from surgeon.training.logits_loss import LogitsTask, TeacherStream, TeacherTarget
@@ -101,19 +102,24 @@ class TeacherOutput(NamedTuple):
         target: its predictions; None where they are not asked for.
         streams: its own, (windows, tokens, hidden), by the student's nodes.
         keys: its keys and values, where a draft is to read them.
+        places: how many streams are compared, with those that are the student's own.
     """
 
     target: TeacherTarget | None
     streams: dict[int, Tensor]
     keys: VerifiedKeys | None = None
+    places: int = 0
 
 
 class Distiller:
     """Computes the loss of a student.
 
     The teacher is no part of the student, nor of anything that is saved or trained: its parameters need no gradients,
-    it stays in evaluation mode, and it goes where the student's batches are. If streams are compared, it is edited to
-    run its dense program, so that both models' streams are taken at the same kind of place.
+    it stays in evaluation mode, and it goes where the student's batches are. If streams are compared, or shared, it is
+    edited to run its dense program, so that both models' streams are taken at the same kind of place.
+
+    Attributes:
+        shared: after how many nodes the teacher's pass begins, with the student's stream (`share`).
 
     Args:
         program: the student's, in the numbers of the original's layers.
@@ -129,6 +135,7 @@ class Distiller:
         self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
         self.stored = teacher if isinstance(teacher, TeacherLogits) else None
         self.counterparts: tuple[Counterpart, ...] = ()
+        self.shared = 0
         if self.stored is not None:
             for name in ("kept", "temperature"):
                 stored, asked = getattr(self.stored.identity, name), getattr(distillation, name)
@@ -144,8 +151,20 @@ class Distiller:
             if distillation.hidden:
                 steps = family_of(self.teacher.config).steps_per_layer
                 self.counterparts = counterparts(program, len(own) // steps)
-                if not isinstance(decoder_layers(self.teacher), EditedLayers):
-                    edit(self.teacher, own)
+                self._edit_teacher()
+
+    def _edit_teacher(self) -> None:
+        if self.teacher is not None and not isinstance(decoder_layers(self.teacher), EditedLayers):
+            edit(self.teacher, program_of(self.teacher))
+
+    def share(self, student: nn.Module) -> None:
+        """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`).
+
+        A draft reads keys of the teacher's whole pass, which then is made first.
+        """
+        if self.teacher is not None and not self.distillation.drafting:
+            self._edit_teacher()
+            self.shared = shared_prefix(student, self.teacher, self.program)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The loss of a micro-batch, a mean over its predicted tokens, and its parts.
@@ -163,17 +182,32 @@ class Distiller:
         Raises:
             ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
-        windows = model_inputs(batch)
-        labels = next_tokens(batch["labels"])
-        if self.stored is not None:
-            taught = TeacherOutput(self.stored.read(batch["index"]), {})
-        else:
-            assert self.teacher is not None
-            taught = ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
+        windows, labels = model_inputs(batch), next_tokens(batch["labels"])
         nodes = [one.node for one in self.counterparts]
-        with watched_streams(model, nodes, len(self.program)) as streams, drafting(model, taught.keys):
-            at_head = loss_at_head(model, windows, lambda: self.distillation.task(taught, labels))
+        taught = self._ask(batch, windows, {}) if self.distillation.drafting else None
+        keys = None if taught is None else taught.keys
+        with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams, drafting(model, keys):
+
+            def task() -> LogitsTask:
+                nonlocal taught
+                taught = taught or self._ask(batch, windows, streams)
+                return self.distillation.task(taught, labels)
+
+            at_head = loss_at_head(model, windows, task)
+        assert taught is not None
         return parts_of_loss(self.distillation, at_head, labels, streams, taught)
+
+    def _ask(
+        self, batch: Mapping[str, Tensor], windows: Mapping[str, Tensor], streams: Mapping[int, Tensor]
+    ) -> TeacherOutput:
+        """What the teacher says, or has said; from the student's stream on where it begins with that."""
+        if self.stored is not None:
+            return TeacherOutput(self.stored.read(batch["index"]), {})
+        assert self.teacher is not None
+        if not self.shared:
+            return ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
+        with beginning_behind(self.teacher, self.shared, streams[self.shared].detach()):
+            return ask_teacher(self.teacher, windows, self.counterparts, self.distillation, self.shared)
 
 
 def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
@@ -193,6 +227,7 @@ def ask_teacher(
     windows: Mapping[str, Tensor],
     places: Sequence[Counterpart],
     distillation: Distillation,
+    begins: int = 0,
 ) -> TeacherOutput:
     """What a teacher in memory says of some windows; it goes where they are.
 
@@ -200,6 +235,7 @@ def ask_teacher(
         windows: (windows, tokens) `input_ids`, and `position_ids` of documents that are apart (`model_inputs`).
         places: of the streams.
         distillation: whether predictions are asked for, and at which temperature.
+        begins: behind which node its pass begins; places up to there are the student's own, and have no error.
     """
     device = windows["input_ids"].device
     if teacher.device != device and not hasattr(teacher, "hf_device_map"):
@@ -207,7 +243,8 @@ def ask_teacher(
     steps = family_of(teacher.config).steps_per_layer
     nodes, keys = {one.node: one.layer * steps for one in places}, None
     without_head: Any = teacher.base_model
-    with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None) as streams:
+    nodes = {node: place for node, place in nodes.items() if place > begins}
+    with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None, begins) as streams:
         if distillation.drafting:
             if "position_ids" in windows:
                 raise ValueError("a draft is trained on running text; join the documents (documents=joined)")
@@ -217,7 +254,7 @@ def ask_teacher(
     target = None
     if distillation.logits:
         target = TeacherStream(OutputHead(teacher), normed.flatten(0, 1), distillation.temperature)
-    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, keys)
+    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, keys, len(places))
 
 
 def parts_of_loss(
@@ -241,7 +278,7 @@ def parts_of_loss(
     items = predicted.sum().clamp_min(1)
     if taught.streams:
         errors = [relative_error(streams[node], wanted, predicted) for node, wanted in taught.streams.items()]
-        hidden = torch.stack([error.to(loss.device) for error in errors]).mean()
+        hidden = torch.stack([error.to(loss.device) for error in errors]).sum() / taught.places
         loss = loss + distillation.hidden * hidden
         sums["hidden"] = hidden.detach()
     return {"loss": loss / items, **{name: sums[name] / items for name in distillation.parts}}
@@ -269,30 +306,34 @@ def relative_error(student: Tensor, teacher: Tensor, predicted: Tensor) -> Tenso
 
 
 @contextmanager
-def watched_streams(model: nn.Module, nodes: Sequence[int], length: int | None) -> Iterator[dict[int, Tensor]]:
+def watched_streams(
+    model: nn.Module, nodes: Sequence[int], length: int | None, begins: int = 0
+) -> Iterator[dict[int, Tensor]]:
     """The streams of the model's next forward pass, (batch, tokens, hidden), by the number of nodes that have landed.
 
     Args:
         model: runs a program, or wraps a model that does.
-        nodes: which streams, counted from 1.
+        nodes: which streams, counted from 1; 0 stands for none.
         length: of its program, to be sure of it.
+        begins: behind which node the pass begins.
 
     Raises:
         ValueError: if it runs none, or one of another length; at the end, if some stream was not seen.
     """
     streams: dict[int, Tensor] = {}
-    if not nodes:
+    wanted = set(nodes) - {0}
+    if not wanted:
         yield streams
         return
     layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
     if layers is None or length not in (None, len(layers.program)):
         runs = "no program" if layers is None else f"a program of {len(layers.program)} nodes"
         raise ValueError(f"the student runs {runs}, not the one its streams are compared by; edit it with that one")
-    landed = count(1)
+    landed = count(begins + 1)
 
     def keep(_: nn.Module, __: Any, after: Tensor) -> None:
         node = next(landed)
-        if node in nodes:
+        if node in wanted:
             streams[node] = after
 
     hook = layers.stream_tap.register_forward_hook(keep)
@@ -300,7 +341,7 @@ def watched_streams(model: nn.Module, nodes: Sequence[int], length: int | None) 
         yield streams
     finally:
         hook.remove()
-    if len(streams) < len(set(nodes)):
+    if len(streams) < len(wanted):
         raise ValueError(
             "the model's streams were not seen in its forward pass, as when it is compiled or replicated by "
             "DataParallel; train without torch_compile and with one process for each device, or give hidden 0"
