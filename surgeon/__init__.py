@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from surgeon.library.check import check
     from surgeon.library.edit import edit
     from surgeon.library.evaluate import evaluate
+    from surgeon.library.explore import explore
     from surgeon.library.export import export
     from surgeon.library.families import families
     from surgeon.library.generate import generate
@@ -91,6 +92,7 @@ __all__ = [
     "demo_model",
     "edit",
     "evaluate",
+    "explore",
     "export",
     "families",
     "generate",

@@ -85,16 +85,17 @@ class _Lines:
             self.done = min(self.total, self.done)  # a resumed run may do a little twice
             left = (now - self.begun) * (self.total - self.done) / (self.done - self.first)
             share = f"{self.done / max(self.total, 1):4.0%} of {self.total:,.0f} {self.unit}"
-            self._print(", ".join(filter(None, [share, f"{_clock(left)} left", self.note()])))
+            self._print(", ".join(filter(None, [share, f"{clock(left)} left", self.note()])))
 
     def end(self) -> None:
-        self._print(f"done, {_clock(time.monotonic() - self.begun)}")
+        self._print(f"done, {clock(time.monotonic() - self.begun)}")
 
     def _print(self, text: str) -> None:
         print(f"{self.what}: {text}", file=sys.stderr, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """A time as minutes and seconds, 4:05, or with hours before them."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

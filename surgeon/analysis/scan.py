@@ -115,7 +115,7 @@ def scan(
     }
     with as_stored(model) as program, ScanJournal(folder, identity, len(windows.ids), sampled) as journal:
         _recover(journal, folder, identity, selection)
-        work = _Work.of(model, program, [*journal.finished, selection], seed)
+        work = ScanWork.of(model, program, [*journal.finished, selection], seed)
         at_once = windows_at_once(model, work.plan, windows.ids, subject.memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
@@ -166,17 +166,25 @@ def _recover(journal: ScanJournal, folder: Path, identity: dict[str, Any], selec
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What a scan has to do: its cells, and the plan that covers them all."""
+class ScanWork:
+    """What a scan has to do.
+
+    Attributes:
+        programs: of each cell's program, the form that is run.
+        dense: what all others are compared with: the model's own.
+        is_edited: whether that is another one than its layers one after the other.
+        plan: of that one and all cells' programs.
+    """
 
     cells: list[Cell]
-    programs: dict[Program, Program]  # of each cell's program, the form that is run
-    dense: Program  # what all others are compared with: the model's own
-    is_edited: bool  # whether that is another one than its layers one after the other
-    plan: SharedPlan  # of that one and them
+    programs: dict[Program, Program]
+    dense: Program
+    is_edited: bool
+    plan: SharedPlan
 
     @classmethod
-    def of(cls, model: PreTrainedModel, own: Program, selections: list[Selection], seed: int) -> _Work:
+    def of(cls, model: PreTrainedModel, own: Program, selections: list[Selection], seed: int) -> ScanWork:
+        """The work of these selections on a model that runs a program of its own; errors as `selected_cells`."""
         num_layers, family = model.config.num_hidden_layers, family_of(model.config)
         steps = family.steps_per_layer
         is_edited = own != Program.dense(num_layers, steps)
@@ -209,7 +217,7 @@ class _Run:
     """A scan under way: measures what the journal does not have yet."""
 
     subject: Subject
-    work: _Work
+    work: ScanWork
     at_once: int
     journal: ScanJournal
     workers: int

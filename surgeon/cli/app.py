@@ -26,6 +26,7 @@ from surgeon.cli.check import check
 from surgeon.cli.demo import demo
 from surgeon.cli.diff import diff
 from surgeon.cli.evaluate import evaluate
+from surgeon.cli.explore import explore
 from surgeon.cli.export import export
 from surgeon.cli.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
 from surgeon.cli.families import families
@@ -46,6 +47,7 @@ from surgeon.threads import wait_asleep
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
 COMMANDS = (
+    (explore, "Start here: what a model can spare, in minutes, on one page."),
     (check, "Say what would work with a model, and how much memory it takes."),
     (families, "List the architectures, and what works with each."),
     (scan, "Measure what every stretch of layers tolerates; draw heatmaps."),

@@ -22,6 +22,7 @@ _ANSWERING = ("diff",)  # commands of which 1 is an answer
 _GOES_ON = "run the same command again to go on"
 _KEEPS_NOTHING = "nothing was written"
 _INTERRUPTED = {
+    "explore": _GOES_ON,
     "check": _KEEPS_NOTHING,
     "families": _KEEPS_NOTHING,
     "scan": _GOES_ON,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,21 @@ SUFFIX = ".yaml"
 def known_hardware() -> list[str]:
     """The names of what is described in files of this package."""
     return sorted(path.stem for path in MACHINES.glob(f"*{SUFFIX}"))
+
+
+def hardware_of(device: str) -> str | None:
+    """The name under which a GPU is described here, by what its driver calls it ("NVIDIA H100 80GB HBM3").
+
+    Returns:
+        None if it is not. Of chips that come on cards, too, the names of cards say so (PCIe, NVL); laptops' are others.
+    """
+    words = {*re.split(r"[^a-z0-9]+", device.lower())}
+    for name in known_hardware():
+        parts = {*name.split("-")}
+        is_card = bool(words & {"pcie", "nvl"})
+        if parts - {"sxm"} <= words and not ("sxm" in parts and is_card) and "laptop" not in words:
+            return name
+    return None
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:

@@ -97,11 +97,12 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Code:
-    """A text as it stands in a file."""
+    """A text as it stands in a file, or a command."""
 
     kind: ClassVar[str] = "code"
     caption: str
     text: str
+    note: str = ""
 
 
 Block = Paragraph | Heading | Table | Chart | Map | Gallery | Code

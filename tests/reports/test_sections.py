@@ -30,6 +30,7 @@ from tests.reports.run_folders import (
     read_csv,
     write_csv,
 )
+from tests.results.test_explore import STEPS, exploration
 
 
 def test_every_cell_of_a_scan_is_in_its_map(tmp_path: Path) -> None:
@@ -403,3 +404,15 @@ def test_predictions_of_nothing_that_can_be_shared_out(tmp_path: Path) -> None:
     assert page.count("figure") == 0
     (picture,) = PredictRun.read(folder).draw(tmp_path)
     assert picture.exists()
+
+
+def test_an_exploration_begins_with_commands(tmp_path: Path) -> None:
+    (tmp_path / "explored").mkdir()
+    exploration().write(tmp_path / "explored")
+    page = page_of(make_search(tmp_path / "search"), tmp_path / "explored")
+    said = page.text("model-1-1")
+    assert said.startswith("What to do next 1. Write it")
+    assert all(f"{one.what} {one.why} {one.command}" in said for one in STEPS)
+    assert "216 cells of shuffle" in said
+    assert "Explored. In 4:05 of 10 minutes, on 4,096 tokens of a.txt." in page.text()
+    assert "Search: it has no layers." in page.text()

@@ -1,5 +1,5 @@
 "use strict";
-// The page is complete without this script; it adds values on hover, touch and arrow keys, the toggle, and folding for print.
+// The page is complete without this script; it adds values on hover, touch and arrow keys, copying, the toggle, and folding for print.
 (() => {
   const tip = document.getElementById("tip");
 
@@ -144,6 +144,27 @@
     });
   }
   addEventListener("scroll", hideTip, { passive: true });
+
+  for (const code of document.querySelectorAll("figure.code")) {
+    const copy = document.createElement("button");
+    const label = (text) => { copy.textContent = text; };
+    copy.type = "button";
+    copy.className = "copy";
+    copy.setAttribute("aria-description", code.querySelector("figcaption").textContent);
+    copy.addEventListener("click", async () => {
+      const text = code.querySelector("code");
+      try {
+        await navigator.clipboard.writeText(text.textContent);
+        label("Copied");
+      } catch {  // where the browser does not let pages do that
+        getSelection().selectAllChildren(text);
+        label("Selected");
+      }
+      setTimeout(label, 1500, "Copy");
+    });
+    label("Copy");
+    code.append(copy);
+  }
 
   const button = document.getElementById("theme");
   const root = document.documentElement;

@@ -5,6 +5,7 @@ from typing import Any
 from surgeon.reports.runs import Kind
 from surgeon.reports.sections.checkpoint import CHECKPOINT
 from surgeon.reports.sections.evaluation import EVALUATION
+from surgeon.reports.sections.explore import EXPLORATION
 from surgeon.reports.sections.heal import HEALING
 from surgeon.reports.sections.predict import PREDICTION
 from surgeon.reports.sections.scan import SCAN
@@ -16,6 +17,7 @@ from surgeon.reports.sections.train import SCRATCH
 
 # In the order of the page.
 KINDS: tuple[Kind[Any], ...] = (
+    EXPLORATION,
     SCAN,
     SIMILARITY,
     SENSITIVITY,

@@ -1,0 +1,445 @@
+"""`surgeon.explore`: what a model can spare, within some minutes, on one page with what to do next."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgeon.analysis.cells import SCANNED, select
+from surgeon.analysis.engine.sharing import SharedPlan, share
+from surgeon.analysis.pace import measure_pace
+from surgeon.analysis.scan import ScanWork
+from surgeon.analysis.subject import Subject, load_for_analysis
+from surgeon.cost.hardware import Hardware
+from surgeon.cost.hardware_file import hardware_of, load_hardware
+from surgeon.library.calibrate import calibrate
+from surgeon.library.check import RANKS, check
+from surgeon.library.exploring import UnderWay
+from surgeon.library.next_steps import Explored
+from surgeon.library.opening import as_list
+from surgeon.library.predict import Predictions, predict
+from surgeon.library.report import ReportPage, report
+from surgeon.library.run_sizes import (
+    DRAWING,
+    OPENINGS,
+    SIMILARITY,
+    TOKENS,
+    WINDOWS,
+    cells,
+    choose_sizes,
+    coarse,
+    finer,
+    require_text,
+    search_runs,
+)
+from surgeon.library.scan import scan
+from surgeon.library.search import search
+from surgeon.library.similarity import similarity
+from surgeon.memory import parse_size
+from surgeon.models.edit import as_stored
+from surgeon.opened import Model, open_model
+from surgeon.processes.files import write_text
+from surgeon.progress import clock
+from surgeon.quality.data import DEMO, load_windows, window_for
+from surgeon.results.check import NO, Check
+from surgeon.results.explore import ExploreRun, NextStep
+from surgeon.results.result import RunResult
+from surgeon.results.scan import Scan
+from surgeon.results.search import SearchRun
+from surgeon.results.similarity import Similarity
+from surgeon.searches.search import BATCH
+from surgeon.threads import usable_cores
+from surgeon.words import number, plural
+
+MAPS = (*SCANNED, "lp")
+SPACES = {"pair": "pair", "drop": "drop:layers"}  # what a knee is looked for in, by what a check calls it
+PAGE, KNEE, HERE = "explore.html", "knee.yaml", "here.yaml"
+BATCHES = (1, 8)  # that are predicted
+_TRIALS = 8  # for each layer, where there is time
+_SHORTEST = 64  # tokens of the windows that a text is counted in
+_CALIBRATED = (1, 2)  # ranks
+_PASSES = 12000  # tokens that a round of a calibration takes the time of
+_STARTING = 12.0  # seconds, of its ranks
+_SHARE = 0.2  # of the time that is left, which a calibration may take before there is a search
+_LAST = 4  # runs of the model on held-out text when a search ends
+_LAST_LAYER = 0.7  # and of each layer
+_LAST_DRAWING = 8.0  # seconds, of the search's pictures and the page
+
+
+@dataclass(frozen=True, repr=False)
+class Exploration(ExploreRun):
+    """What an exploration has found.
+
+    Attributes:
+        checked: what would work with the model.
+        scan, similarity, search: what the passes have found; None where one cannot be done, which `left_out` says.
+        predictions: what the program at the knee would cost, on the hardware found and on what was asked for.
+        page: all of it.
+    """
+
+    _: KW_ONLY
+    checked: Check
+    scan: Scan | None
+    similarity: Similarity | None
+    search: SearchRun | None
+    predictions: Sequence[Predictions]
+    page: ReportPage
+
+
+def explore(
+    model: str | Path | Model,
+    data: str | Path | None = None,
+    output: str | Path = "runs/explore",
+    *,
+    minutes: float = 10,
+    hardware: str | Path | Sequence[str | Path] = (),
+    separator: str | None = None,
+    memory: int | str | None = None,
+    say: Callable[[str], Any] | None = None,
+) -> Exploration:
+    """Check, scan and search a model within some minutes; what the folder has already is gone on with.
+
+    First it is measured how long the model takes here. That settles how much text, which stretches of layers and how
+    many trials there is time for: a screened scan, similarity, a search for the depth at which quality breaks off (the
+    knee), and predictions for the hardware found.
+
+    Args:
+        model: a folder, a hub name, "demo", or a model that is open.
+        data: a text file, a table or a dataset (docs/texts.md), or "demo".
+        output: folder for the page (explore.html), the recipe of the program at the knee (knee.yaml), explore.csv,
+            explore.json, and a folder for each pass.
+        minutes: that all of it may take, with what earlier calls on the folder took.
+        hardware: what else is predicted for: names such as "h100-sxm", or files as `calibrate` writes them.
+        separator: between documents of the text.
+        memory: the most that the process may take, in bytes or as text ("2GB").
+        say: gets a line about each step as it begins; by default it goes to standard error.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model, the text or a hardware cannot be used, no text is given, the
+            minutes are too few (with those that would do), or the folder holds an exploration of something else.
+        OSError: if the folder cannot be written to.
+    """
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"minutes must be more than 0, not {minutes:g}; an exploration takes about 10")
+    opened, begun = open_model(model), time.monotonic()
+    source = _text(opened, data)
+    asked = [load_hardware(one) for one in as_list(hardware)] if hardware else []
+    checked = check(opened)
+    if checked.refused is not None:
+        raise ValueError(checked.refused)
+    under_way = UnderWay.in_folder(Path(output), opened, source, separator, minutes, begun, say or _say)
+    under_way.steps["check"] = checked.described["model"], time.monotonic() - begun
+    exploring = _Exploring(opened, source, separator, memory, checked, under_way)
+    exploring.plan()
+    scanned = exploring.scan()
+    similar = exploring.similarity()
+    here = exploring.hardware(_SHARE)
+    found = exploring.search()
+    here = here or exploring.hardware(1.0)
+    predictions = exploring.predict({one.name: one for one in (*here, *asked)}.values(), found)
+    return exploring.end(scanned, similar, found, predictions)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _text(model: Model, data: str | Path | None) -> str:
+    """The text to explore on.
+
+    Raises:
+        ValueError: if none is given; what a model can spare is another thing on every kind of text.
+    """
+    if data is None and model.name != DEMO:
+        raise ValueError(
+            f"no text was given to explore {model.name} on; give one of the kind that the model is for, a few pages or "
+            "more: a UTF-8 file, a .jsonl or .parquet file, a dataset's name, or demo (Python source files)"
+        )
+    return DEMO if data is None else str(data)
+
+
+@dataclass(frozen=True)
+class _Exploring:
+    """The steps of an exploration; each looks up what the folder has of it, and how much time is left."""
+
+    model: Model
+    data: str
+    separator: str | None
+    memory: int | str | None
+    checked: Check
+    under_way: UnderWay
+
+    @property
+    def folder(self) -> Path:
+        return self.under_way.folder
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """What was settled so far, in the record."""
+        settled: dict[str, Any] = self.under_way.record.setdefault("plan", {})
+        return settled
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """As all passes take it."""
+        sizes = {name: self.planned[name] for name in ("tokens", "window")}
+        return sizes | {"separator": self.separator, "memory": self.memory}
+
+    @property
+    def run_seconds(self) -> float:
+        """Of one run of the model over the text."""
+        return float(self.planned["run"])
+
+    def _works(self, area: str, names: Sequence[str]) -> list[str]:
+        verdicts = self.checked.of_area(area)
+        return [name for name in names if name in verdicts and verdicts[name].works != NO]
+
+    @property
+    def maps(self) -> list[str]:
+        """Of the scan, those that work with the model."""
+        return self._works("scan", MAPS)
+
+    def plan(self) -> None:
+        """Measure how long the model takes, and settle how much there is time for; once in a folder."""
+        if "tokens" in self.planned:
+            return
+        tokenizer, separator, left = self.model.tokenizer, self.separator, self.under_way.left
+        with self.under_way.step("pace", "how long the model takes here") as did:
+            counted = load_windows(tokenizer, self.data, _SHORTEST, 2 * TOKENS[0], separator, at_most=True)
+            there = counted.ids.numel()
+            require_text(self.data, there)
+            longest = window_for(self.model.config, None)
+            windows = load_windows(
+                tokenizer, self.data, min(longest, there // 2 // WINDOWS), TOKENS[0], separator, at_most=True
+            )
+            start, limit = time.monotonic(), parse_size(self.memory) if isinstance(self.memory, str) else self.memory
+            subject = Subject(self.model, load_for_analysis(self.model, limit), windows, limit)
+            loading = time.monotonic() - start
+            pace = measure_pace(subject, min(1.0, left / 100), left / 50)
+            sizes = choose_sizes(
+                pace,
+                {every: self._scanned(subject, every) for every in coarse(self.model.num_layers)},
+                layers=self.model.num_layers,
+                window=longest,
+                text=there,
+                seconds=self.under_way.left,
+                beside=OPENINGS * loading + self.under_way.drawing(DRAWING),
+                name=self.model.label,
+            )
+            run = sizes.tokens * pace.own
+            self.planned.update(vars(sizes), loading=round(loading, 3), run=run, pace=vars(pace))
+            did.append(f"one run over {sizes.tokens:,} tokens takes {number(run, 3)} s, loading {number(loading, 3)} s")
+        self.under_way.say(
+            f"within {self.under_way.record['minutes']:g} minutes: {sizes.tokens:,} tokens in windows of "
+            f"{sizes.window}, {plural(cells(self.maps, self.model.num_layers, sizes.every), 'cell')} first"
+        )
+
+    def _scanned(self, subject: Subject, every: int) -> SharedPlan:
+        """What the scan on a grid runs."""
+        with as_stored(subject.model) as own:
+            if not self.maps:
+                return share([own])
+            return ScanWork.of(subject.model, own, [select(self.maps, self.model.num_layers, every=every)], 0).plan
+
+    def scan(self) -> Scan | None:
+        """The heatmaps, on the first grid, and on a finer one if there is time."""
+        if not self.maps:
+            self.under_way.leave_out("scan: no map works with this model (surgeon check says why)")
+            return None
+        found = self._scan()
+        every, count = self.planned["every"], len(found.cells)
+        seconds = self.under_way.steps["scan"][1]
+        later = self._similarity_seconds + self._search_seconds
+        grid = finer(self.maps, self.model.num_layers, every, seconds / count, self.under_way.left - later)
+        if grid == every:
+            return found
+        self.planned["every"] = grid
+        return self._scan()
+
+    def _scan(self) -> Scan:
+        every, folder = self.planned["every"], self.folder / "scan"
+        if self.planned.get("scanned") == every:
+            return Scan.read(folder, self.model.hash)
+        count = cells(self.maps, self.model.num_layers, every)
+        grid = "every stretch" if every == 1 else f"stretches of every {every} layers"
+        with self.under_way.step("scan", f"{plural(count, 'cell')} of {plural(len(self.maps), 'map')}, {grid}") as did:
+            given: dict[str, Any] = {"operations": self.maps, "every": every, "screen": True}
+            found = scan(self.model, self.data, folder, **given, **self.text)
+            base = number(found.base_perplexity)
+            did.append(f"{plural(count, 'cell')} of {', '.join(self.maps)}, {grid}; base perplexity {base}")
+            self.planned["scanned"] = every
+        return found
+
+    @property
+    def _similarity_seconds(self) -> float:
+        return SIMILARITY * self.run_seconds + float(self.planned["loading"])
+
+    @property
+    def _search_seconds(self) -> float:
+        """That the rest takes at least."""
+        runs = search_runs(self.model.num_layers)
+        return runs * self.run_seconds + float(self.planned["loading"]) + self.under_way.drawing(_LAST_DRAWING)
+
+    def similarity(self) -> Similarity | None:
+        """CKA and angles, with how well they predict the scan."""
+        if not self._works("scan", ["similarity"]):
+            self.under_way.leave_out("similarity: it does not work with this model (surgeon check says why)")
+            return None
+        folder, scanned = self.folder / "similarity", self.planned.get("scanned", 0)
+        if self.planned.get("compared") == scanned:
+            return Similarity.read(folder, self.model.hash)
+        layers = plural(self.model.num_layers, "layer")
+        with self.under_way.step("similarity", f"what each of {layers} owes to the one before") as did:
+            using = self.folder / "scan" if scanned else None
+            found = similarity(self.model, self.data, folder, scan=using, **self.text)
+            did.append(f"CKA, block influence and angles of {layers}")
+            self.planned["compared"] = scanned
+        return found
+
+    def hardware(self, share: float) -> list[Hardware]:
+        """This machine: a GPU that is described already, or what is measured if a share of the time will do."""
+        file = self.folder / HERE
+        if torch.cuda.is_available() and (name := hardware_of(torch.cuda.get_device_name())):
+            return [load_hardware(name)]
+        if file.is_file():
+            return [load_hardware(file)]
+        ranks = [count for count in _CALIBRATED if self._works("ranks", [plural(count, "rank")])]
+        seconds = _STARTING + len(ranks) * _PASSES / self.planned["tokens"] * self.run_seconds
+        if 1 in ranks and seconds < share * (self.under_way.left - _LAST_DRAWING):
+            with self.under_way.step("hardware", "this machine, at the model's shapes") as did:
+                found = calibrate(self.model, file, ranks=ranks, rounds=1)
+                did.append(f"this machine, on up to {plural(max(ranks), 'rank')}: {file}")
+            return [found]
+        if share == 1:
+            no_time = f"there is no time to measure it (about {clock(seconds)}); surgeon calibrate does"
+            why = no_time if 1 in ranks else "its ranks do not run this model; surgeon check says why"
+            self.under_way.leave_out(f"this machine: {why}")
+        return []
+
+    def search(self) -> SearchRun | None:
+        """The knee, by as many trials as there is time for."""
+        spaces = [SPACES[name] for name in self._works("search", [*SPACES])]
+        if not spaces:
+            self.under_way.leave_out("search: layers can neither be paired nor left out (surgeon check says why)")
+            return None
+        folder, layers = self._search_folder(), self.model.num_layers
+        last = (_LAST + _LAST_LAYER * layers) * self.run_seconds + self.under_way.drawing(_LAST_DRAWING)
+        seconds = self.under_way.left - last
+        if (folder / SearchRun.RECORD).is_file() and seconds < self.run_seconds * BATCH:
+            return SearchRun.read(folder, self.model.hash)
+        passes = [self.folder / name for name in ("scan", "similarity") if (self.folder / name).is_dir()]
+        what = f"the depth at which quality breaks off, {clock(max(0.0, seconds))} for trials"
+        with self.under_way.step("search", what) as did:
+            given: dict[str, Any] = {"space": spaces, "using": passes, "minutes": max(seconds, 1.0) / 60}
+            found = search(self.model, self.data, folder, _TRIALS * layers, **given, **self.text)
+            knees = found.record.get("knees") or []
+            did.append("; ".join([plural(len(found.trials), "trial"), *knees[-1:]]))
+            write_text(self.folder / KNEE, found.recipe_text)
+        return found
+
+    def _search_folder(self) -> Path:
+        """Another one where the scan has grown, by which a search goes from its first trial on."""
+        searched, scanned = self.planned.setdefault("searched", {}), str(self.planned.get("scanned", 0))
+        name: str = searched.setdefault(scanned, f"search-{len(searched) + 1}" if searched else "search")
+        return self.folder / name
+
+    def predict(self, machines: Iterable[Hardware], found: SearchRun | None) -> list[Predictions]:
+        """What the model and the program at the knee would cost on each machine."""
+        positions, predictions = self.model.positions, list[Predictions]()
+        compare = [] if found is None else [self.folder / KNEE]
+        prompt, new = min(1024, positions // 2), max(2, min(512, positions // 4))
+        for machine in machines:
+            most = _CALIBRATED[-1] if machine.name == Path(HERE).stem else machine.devices
+            axes = {"ranks": [count for count in RANKS if count <= most], "batch": BATCHES}
+            folder = self.folder / "predict" / machine.name
+            with self.under_way.step(f"on {machine.name}", "what that takes there") as did:
+                try:
+                    made = predict(
+                        self.model, machine, compare=compare, sweep=axes, prompt=prompt, new=new, output=folder
+                    )
+                except ValueError as error:  # of what cannot be predicted of any program of this model
+                    self.under_way.leave_out(f"predictions on {machine.name}: {error}")
+                    continue
+                # The weights are known here, and so the page has it beside what was measured of them.
+                made = replace(made, record=made.record | {"model_hash": self.model.hash})
+                made.write(folder)
+                predictions.append(made)
+                did.append(_fastest(made))
+        return predictions
+
+    def next(self, found: SearchRun | None) -> list[NextStep]:
+        """What is worth doing next, as far as it works with this model."""
+        knee = None if found is None else self.folder / KNEE
+        devices = torch.cuda.device_count() or usable_cores()
+        ranks = [count for count in RANKS if count <= devices and self._works("ranks", [plural(count, "rank")])]
+        most = max(ranks, default=1)
+        drafting = {} if knee is None else check(self.model, ranks=[most], draft=knee).of_area("ranks")
+        explored = Explored(
+            model=self.model.name,
+            data=self.data,
+            folder=self.folder,
+            minutes=float(self.under_way.record["minutes"]),
+            tokens=self.planned["tokens"],
+            window=self.planned["window"],
+            separator=self.separator,
+            operations=self.maps,
+            every=self.planned["every"],
+            knee=knee,
+            depth=math.nan if found is None else _depth(found),
+            ranks=most,
+            drafts="draft" in drafting and drafting["draft"].works != NO,
+            checked=self.checked,
+        )
+        return explored.steps()
+
+    def end(
+        self, scanned: Scan | None, similar: Similarity | None, found: SearchRun | None, predicted: list[Predictions]
+    ) -> Exploration:
+        """Put all of it on a page, with what to do next."""
+        under_way, page = self.under_way, self.folder / PAGE
+        under_way.record["next"] = [vars(one) for one in self.next(found)]
+        with under_way.step("page", "all of it, with what to do next") as did:
+            did.append("all of it, with what to do next")
+            under_way.keep()
+            passes: list[Path | RunResult] = [self.folder, *filter(None, (scanned, similar, found)), *predicted]
+            written = report(passes, page)
+        run = under_way.run()
+        knee = () if found is None else (self.folder / KNEE,)
+        return Exploration(
+            run.steps,
+            checked=self.checked,
+            scan=scanned,
+            similarity=similar,
+            search=found,
+            predictions=predicted,
+            page=written,
+            record=run.record,
+            files=(page, *knee, *run.files),
+        )
+
+
+def _depth(found: SearchRun) -> float:
+    """The effective depth of the winner."""
+    trials = found.trials
+    return float(trials.loc[trials["trial"] == found.record["best"]["trial"], "depth"].iloc[0])
+
+
+def _fastest(predicted: Predictions) -> str:
+    """Where the compared program wins most, or how fast the model is where there is none."""
+    table = predicted.speeds[predicted.speeds["fits"] == 1]
+    if table.empty:
+        return "nothing fits into its memory"
+    compared = table[table["program"] != predicted.speeds["program"].iloc[0]]
+    by = "tokens_per_second" if compared.empty else "tokens_per_second_speedup"
+    best = (table if compared.empty else compared).sort_values(by, ascending=False).iloc[0]
+    where = f"on {plural(int(best['ranks']), 'rank')} with batch {int(best['batch'])}"
+    if compared.empty:
+        return f"{number(float(best[by]), 3)} tokens/s {where}"
+    return f"{best['program']}: {number(float(best[by]), 3)} times the tokens/s {where}"

@@ -1,0 +1,82 @@
+"""What an exploration has found beside its passes: what was done in which time, and what to do next."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pandas as pd
+
+from surgeon.progress import clock
+from surgeon.results.result import RunResult, TableFile
+
+WIDTH = 80  # columns of a terminal
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """Something that is worth doing with what was found.
+
+    Attributes:
+        what: in a few words.
+        why: what it gives, a sentence or two.
+        command: that does it, with the paths that the user gave, to be copied.
+    """
+
+    what: str
+    why: str
+    command: str
+
+
+@dataclass(frozen=True, repr=False)
+class ExploreRun(RunResult):
+    """The result of `explore`.
+
+    Attributes:
+        steps: what was done, as in `explore.csv`: `step`, `did` (on how much, and what it gave), `seconds`.
+    """
+
+    COMMAND = "explore"
+    RECORD = "explore.json"
+    TABLES: ClassVar = {"steps": TableFile("explore.csv", ("seconds",), ("step", "did"), may_be_empty=True)}
+
+    steps: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["step", "did", "seconds"]))
+
+    @property
+    def minutes(self) -> float:
+        """That it was given."""
+        return float(self.record["minutes"])
+
+    @property
+    def spent(self) -> float:
+        """Seconds that it took, in all of its commands."""
+        return float(self.record["spent"])
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """What was not done, and why."""
+        return [str(line) for line in self.record.get("left_out", ())]
+
+    @property
+    def next_steps(self) -> Sequence[NextStep]:
+        """What is worth doing next, in order."""
+        return [NextStep(**one) for one in self.record.get("next", ())]
+
+    @property
+    def heading(self) -> str:
+        return f"{self.label}, explored in {clock(self.spent)} of {self.minutes:g} minutes"
+
+    def __str__(self) -> str:
+        """At most 80 columns, but for commands, which are whole."""
+        lines = [self.heading, ""]
+        lines += [_wrapped(f"{step:<12}", did) for step, did in zip(self.steps["step"], self.steps["did"], strict=True)]
+        lines += [_wrapped(f"{'left out':<12}", line) for line in self.left_out]
+        for number, one in enumerate(self.next_steps, start=1):
+            lines += ["", _wrapped(f"{number}. ", f"{one.what}. {one.why}"), f"   {one.command}"]
+        return "\n".join(lines)
+
+
+def _wrapped(start: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

@@ -1,0 +1,136 @@
+"""`surgeon.explore`: what a model can spare, in some minutes, and commands that go on with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import surgeon
+from surgeon.cli.app import app, main
+from surgeon.cost.hardware_file import MACHINES
+from surgeon.language.recipe import read_recipe
+from surgeon.library.explore import HERE, explore
+from surgeon.library.exploring import UnderWay
+from surgeon.library.next_steps import Explored
+from surgeon.results.check import Check, Verdict
+from surgeon.results.explore import NextStep
+from tests.clock import HandClock
+
+
+def parse(commands: Sequence[NextStep]) -> list[str]:
+    """Have the command line read each as it is printed, without running it; returns the names of commands."""
+    group: Any = typer.main.get_command(app)
+    names = []
+    for one in commands:
+        program, name, *arguments = shlex.split(one.command)
+        assert program == "surgeon"
+        group.commands[name].make_context(name, arguments)
+        names.append(name)
+    return names
+
+
+def explored(**other: Any) -> Explored:
+    answers = Check.of([Verdict("train", "heal edited", "yes")])
+    given: dict[str, Any] = {"model": "a model", "data": "my text.txt", "folder": Path("out of it"), "minutes": 2.5}
+    given |= {"separator": "<|end|>", "tokens": 1024, "window": 64, "operations": ["prune", "lp"], "every": 2}
+    given |= {"knee": Path("out of it/knee.yaml"), "depth": 8.0, "ranks": 2, "drafts": True, "checked": answers}
+    return Explored(**given | other)
+
+
+def test_commands_are_read_as_they_are_printed() -> None:
+    steps = explored().steps()
+    assert parse(steps) == ["export", "heal", "eval", "serve", "generate", "predict", "scan", "search", "explore"]
+    exported, served = shlex.split(steps[0].command), shlex.split(steps[3].command)
+    assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
+    assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
+    assert all("--data 'my text.txt' --separator '<|end|>'" in steps[place].command for place in (1, 2, 6, 7, 8))
+    assert "--minutes 15 " in steps[8].command
+
+
+def test_commands_are_those_that_work() -> None:
+    assert parse(explored(knee=None, depth=math.nan).steps()) == ["scan", "explore"]
+    assert "generate" not in parse(explored(drafts=False).steps())
+    assert "heal" not in parse(explored(checked=Check.of([Verdict("train", "heal edited", "no")])).steps())
+    fine = explored(every=1, data="demo", separator=None, ranks=1).steps()
+    assert "--operation all" in fine[6].command
+    assert "--data demo:train --eval-data demo " in fine[1].command
+    assert "--tp" not in fine[3].command + fine[4].command
+    assert "scan" not in parse(explored(operations=[]).steps())
+
+
+def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no text was given to explore .*; give one of the kind that the model is for"):
+        explore(tiny_checkpoint, output=tmp_path / "out")
+    with pytest.raises(ValueError, match="minutes must be more than 0, not -1; an exploration takes about 10"):
+        explore(tiny_checkpoint, "demo", tmp_path / "out", minutes=-1)
+    with pytest.raises(ValueError, match="there is no hardware 'h1000'"):
+        explore(tiny_checkpoint, "demo", tmp_path / "out", hardware="h1000")
+    for path in tiny_checkpoint.glob("tokenizer*"):
+        path.unlink()
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.")
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        explore(tiny_checkpoint, short, tmp_path / "out")
+
+
+def test_a_folder_goes_on_with_its_own_text_and_time(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model, said, clock = surgeon.open(tiny_checkpoint), list[str](), HandClock()
+
+    def begin(data: str, minutes: float) -> UnderWay:
+        return UnderWay.in_folder(tmp_path / "out", model, data, None, minutes, clock.now(), said.append)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("surgeon.library.exploring.time.monotonic", clock.now)
+        first = begin("a.txt", 2)
+        with suppress(KeyboardInterrupt), first.step("scan", "some cells"):
+            clock.sleep(75)
+            raise KeyboardInterrupt
+        assert said == ["[0:00 of 2:00] scan: some cells"]
+        second = begin("a.txt", 3)
+        assert second.left == pytest.approx(180 - 75)
+        with second.step("scan", "the others") as did:
+            clock.sleep(10)
+            did.append("10 cells")
+        assert second.steps["scan"] == ("10 cells", 85.0)
+        assert (second.run().minutes, second.run().spent) == (3, 85.0)
+        with pytest.raises(ValueError, match=r"an exploration with another data: 'a.txt', not 'b.txt'; give another"):
+            begin("b.txt", 3)
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+    minutes, output, start = 1.5, tmp_path / "out", time.monotonic()
+    output.mkdir()
+    shutil.copy(MACHINES / "cpu-2.yaml", output / HERE)  # as if this machine had been measured
+    found = explore(tiny_checkpoint, tiny_text, output, minutes=minutes, hardware="l4")
+    assert time.monotonic() - start <= 60 * 1.1 * minutes
+    assert found.spent <= 60 * 1.1 * minutes
+    assert found.scan is not None
+    assert set(found.scan.cells["operation"]) == {"shuffle", "prune", "merge", "parallel", "2-parallel", "lp"}
+    assert found.similarity is not None
+    assert len(found.similarity.proxies) > 0
+    assert found.search is not None
+    assert str(read_recipe(output / "knee.yaml").program(4)) == found.search.record["best"]["program"]
+    assert [one.record["hardware"] for one in found.predictions] == ["cpu-2", "l4"]
+    html = (output / "explore.html").read_text()
+    assert len(found.page.chapters) == 1
+    for one in found.next_steps:
+        assert one.command in html.replace("&#39;", "'")
+    assert parse(found.next_steps)[:3] == ["export", "heal", "eval"]
+    for one in found.next_steps[::2][:2]:  # export and eval
+        assert main(shlex.split(one.command)[1:]) == 0
+    again = explore(tiny_checkpoint, tiny_text, output, minutes=minutes, hardware="l4")
+    assert again.search is not None
+    assert len(again.search.trials) == len(found.search.trials)
+    assert json.loads((output / "explore.json").read_text())["next"] == [vars(one) for one in again.next_steps]
