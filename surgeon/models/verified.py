@@ -2,7 +2,8 @@
 
 A draft's attention has no keys of its own but of the tokens in flight (runtime/plan/drafts.py): those of tokens before
 were written by the model that verifies. So a draft is trained and judged on text in rounds: each token sees the
-original's keys and values of all rounds before its own, and the edited model's of its own round.
+original's keys and values of all rounds before its own, and the edited model's of its own round. Only attentions that
+the original does not have at all see the edited model's of all tokens.
 
 Shapes: B windows of T tokens, K KV heads.
 """
@@ -35,9 +36,14 @@ class NoVerifiedKeys(ValueError):
 
 
 class VerifiedKeys:
-    """An original's keys and values of some windows of text, as `EditedLayers.verified` takes them."""
+    """An original's keys and values of some windows of text, as `EditedLayers.verified` takes them.
+
+    Attributes:
+        own: attentions of the edited model that keep their own of all tokens.
+    """
 
     def __init__(self, original: PreTrainedModel, cache: DynamicCache) -> None:
+        self.own = frozenset[Sublayer]()
         layers: list[Any] = cache.layers
         self._layers: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in layers]
         self._family = family_of(original.config)
@@ -74,6 +80,8 @@ class VerifiedKeys:
         name = next((name for name in CACHES if name in arguments), None)
         if name is None:
             raise NoVerifiedKeys(f"{self._family.name} has attentions without a cache, which drafts share")
+        if attention in self.own:
+            return arguments
         (layer,) = attention.layers
         keys, values = self._layers[layer]
         first, end = unit_bounds(keys.shape[1], attention.piece)
@@ -138,12 +146,14 @@ def draft_on_text(model: PreTrainedModel, program: Program, factors: FactorSourc
     """
     attentions = Counter(one for one in program.sublayers() if one.kind == ATTENTION)
     for one, times in attentions.items():
-        if times > 1 or len(one.layers) > 1 or one.width is not None:
+        if times > 1:
             raise NoVerifiedKeys(f"the model has no keys and values of its own for each {one}")
+    own = frozenset(one for one in attentions if len(one.layers) > 1 or one.width is not None)
 
     def both(ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = ids.to(input_device(model))
         logits, keys = VerifiedKeys.of(restore(model), ids)
+        keys.own = own
         with drafting(edit(model, program, factors=factors), keys):
             return logits, model(input_ids=ids, use_cache=False).logits
 

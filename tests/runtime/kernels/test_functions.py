@@ -232,6 +232,9 @@ def test_keep(own: Kernels) -> None:
     expected = torch.zeros(4, 10, 6)
     expected[:, places] = kept.transpose(0, 1)
     assert torch.equal(pair, expected)
+    own.keep(-kept, torch.tensor([-1, 0, -1]), pair)  # of the others nothing is kept
+    expected[:, 0] *= -1
+    assert torch.equal(pair, expected)
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
