@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.training_args import OptimizerNames
 
 from surgeon.checkpoint.read import read_json
@@ -146,6 +147,7 @@ def training_arguments(
                     "sync_each_batch of gradient_accumulation_kwargs"
                 )
         arguments = OneDevice(**given | decided)
+        unset_hf_deepspeed_config()  # by which ZeRO 3 would share out all models that are read, an original, too
     except (ImportError, TypeError) as error:
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
     if arguments.fp16 and device == "cpu":

@@ -6,10 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, str_to_bool
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from surgeon.language.program import Program
 from surgeon.models.edited_layers import EditedLayers
@@ -70,6 +72,21 @@ def gathered_together(model: nn.Module) -> list[list[nn.Module]]:
 
 def _parameters(modules: list[nn.Module]) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+@torch.no_grad()
+def whole_of(parameter: Tensor) -> Tensor:
+    """A parameter in one piece; where it is shared out, all processes ask for it at the same time."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+@torch.no_grad()
+def set_whole(parameter: Tensor, numbers: Tensor) -> None:
+    """Set a parameter to numbers that every process has; of one that is shared out each takes its own."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        numbers = distribute_tensor(numbers.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(numbers)
 
 
 def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:

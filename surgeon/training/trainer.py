@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from surgeon.errors import first_line, is_full_disk, is_out_of_memory
 from surgeon.models.lora import PeftModel
@@ -111,6 +112,7 @@ class ModelTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        unset_hf_deepspeed_config()  # which accelerate has set again
         self.is_fsdp_enabled = share_out(self.accelerator, self.args.fsdp_plugin_args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 
+from surgeon.checkpoint.read import read_json
 from surgeon.models.edit import edit
 from surgeon.quality.tokens import Tokens
 from surgeon.training.distill.distiller import Distillation
@@ -34,11 +36,19 @@ def documents() -> TrainTexts:
 
 
 def main(folder: str, sharded: str, family: str, program: str, lora: str, hidden: str) -> None:
-    """Heal a tiny model, and write what comes of it: the norm of every parameter, by name."""
+    """Heal a tiny model, and write what comes of it: the norm of every parameter, by name.
+
+    Args:
+        sharded: "fsdp" or "deepspeed"; else the model is whole in each process.
+    """
     torch.set_num_threads(1)
+    arguments: dict[str, Any] = {"fsdp": True} if sharded == "fsdp" else {}
+    if sharded == "deepspeed":
+        arguments["deepspeed"] = read_json(Path(__file__).parents[2] / "recipes" / "launch" / "zero3.json")
+        arguments["deepspeed"]["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # share tiny ones, too
     settings = TrainSettings(
         steps=4, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2, lora=int(lora) or None,
-        distillation=Distillation(hidden=float(hidden)), arguments={"fsdp": True} if sharded == "fsdp" else {},
+        distillation=Distillation(hidden=float(hidden)), arguments=arguments,
     )  # fmt: skip
     student = edit(tiny_model(family, 3, dropout=0.0), program)
     found = train(student, documents(), settings, Path(folder), lambda: tiny_model(family, 3, dropout=0.0))

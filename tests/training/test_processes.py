@@ -52,11 +52,16 @@ def require_alike(one: Path, two: Path) -> None:
         ("fsdp", "llama", PAIRED, "2", "0"),
         case("fsdp", "llama", AGAIN, "0", "0.5", default=False),
         case("fsdp", "opt", DERIVED, "0", "0", default=False),  # its head is its embedding, and its MLP two Linears
+        case("deepspeed", "llama", AGAIN, "0", "0.5", default=False),
+        case("deepspeed", "qwen3", DERIVED, "0", "0", default=False),
+        case("deepspeed", "llama", PAIRED, "2", "0", default=False),
     ],
 )
 def test_two_processes_reach_what_one_does(
     sharded: str, family: str, program: str, lora: str, hidden: str, tmp_path: Path
 ) -> None:
+    if sharded == "deepspeed":  # where it is installed; on CPUs with DS_ACCELERATOR=cpu
+        pytest.importorskip("deepspeed")
     asked = family, program, lora, hidden
     main(str(tmp_path / "one"), "no", *asked)
     together(PROCESS, str(tmp_path / "two"), sharded, *asked)

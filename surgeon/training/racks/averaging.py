@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from surgeon.training.racks.inbox import Inbox
 from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.outbox import Outbox
+from surgeon.training.sharding import set_whole, whole_of
 
 NEVER, ALWAYS = "never", "always"
 
@@ -44,7 +45,8 @@ class CodaAveraging(TrainerCallback):
     The last rack's coda, the model's own end, takes part like any other. Each rack's optimiser keeps its own state.
 
     Args:
-        parameters: of this rack's coda, by names that are the same in all racks.
+        parameters: gives those of this rack's coda, by names that are the same in all racks; where the rack's processes
+            share them out, they are others from the first step on.
         every: steps.
         me: this rack's number.
         outbox: hands on this rack's.
@@ -52,9 +54,14 @@ class CodaAveraging(TrainerCallback):
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], every: int, me: int, outbox: Outbox, others: Mapping[int, Inbox]
+        self,
+        parameters: Callable[[], Mapping[str, nn.Parameter]],
+        every: int,
+        me: int,
+        outbox: Outbox,
+        others: Mapping[int, Inbox],
     ) -> None:
-        self.parameters = [parameters[name] for name in sorted(parameters)]
+        self.parameters = parameters
         self.every, self.me, self.outbox, self.others = every, me, outbox, others
 
     @torch.no_grad()
@@ -64,16 +71,17 @@ class CodaAveraging(TrainerCallback):
         if state.global_step % self.every:
             return
         key = ItemKey(state.global_step, ItemKind.CODA)
-        own = torch.cat([one.detach().flatten().cpu() for one in self.parameters])
+        coda = [one for _, one in sorted(self.parameters().items())]
+        own = torch.cat([whole_of(one).flatten().cpu() for one in coda])
         self.outbox.offer((key, own))
         codas = {self.me: own} | {rack: inbox.ask(key) for rack, inbox in self.others.items()}
-        for rack, coda in codas.items():
-            if coda.shape != codas[self.me].shape:
+        for rack, other in codas.items():
+            if other.shape != own.shape:
                 raise ValueError(
-                    f"rack {rack} has a coda of {coda.numel():,} numbers and rack {self.me} one of "
-                    f"{codas[self.me].numel():,}; codas of different shapes are not averaged: use average: never"
+                    f"rack {rack} has a coda of {other.numel():,} numbers and rack {self.me} one of "
+                    f"{own.numel():,}; codas of different shapes are not averaged: use average: never"
                 )
         begin, mean = 0, mean_of([codas[rack] for rack in sorted(codas)])
-        for one in self.parameters:
-            one.copy_(mean[begin : begin + one.numel()].view_as(one))
+        for one in coda:
+            set_whole(one, mean[begin : begin + one.numel()].view(one.shape))
             begin += one.numel()

@@ -35,6 +35,11 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
     """
     if PartialState(cpu=asked.device == "cpu").num_processes > 1:
         raise ValueError("racks are trained by one process here; leave accelerate launch or torchrun out")
+    if asked.settings.arguments.get("fsdp"):
+        raise ValueError(
+            "fsdp shares a rack's parameters out among its processes, and racks in turn have one; ask for processes, "
+            "and 2 replicas or more of each"
+        )
 
     @cache
     def held_out() -> HeldOutQuality:

@@ -65,10 +65,11 @@ def _write_racks(asked: RacksToTrain) -> None:
 
 
 def _check_shares(settings: TrainSettings, replicas: int) -> None:
-    """Refuse a batch that the processes of a rack cannot share out, and weights that they would."""
-    sharded = next((name for name in ("fsdp", "deepspeed") if settings.arguments.get(name)), None)
-    if sharded is not None and replicas > 1:
-        raise ValueError(f"each process of a rack holds all its weights; leave {sharded} out, or cut more racks")
+    """Refuse a batch that the processes of a rack cannot share out, and weights that one alone would."""
+    if settings.arguments.get("deepspeed") and replicas > 1:
+        raise ValueError("deepspeed does not know racks; share their parameters out by fsdp")
+    if settings.arguments.get("fsdp") and replicas == 1:
+        raise ValueError("fsdp shares a rack's parameters out among its processes; ask for 2 replicas or more of each")
     share_of_batch(settings, replicas)
 
 

@@ -91,7 +91,7 @@ def _task(meeting: Meeting, rack: RackModel, held_out: HeldOutQuality) -> Traini
     if meeting.codas:
         every = parse_averaging(options.average)
         assert every is not None
-        averaging = CodaAveraging(rack.coda_parameters(), every, meeting.index, meeting.outbox, meeting.codas)
+        averaging = CodaAveraging(rack.coda_parameters, every, meeting.index, meeting.outbox, meeting.codas)
         callbacks.insert(0, averaging)
     if options.pace:
         assert task.towards is not None

@@ -16,6 +16,7 @@ from surgeon.training.racks.averaging import CodaAveraging, mean_of, parse_avera
 from surgeon.training.racks.inbox import Absence, Inbox
 from surgeon.training.racks.outbox import Outbox
 from surgeon.training.racks.wire import Lane
+from tests.selection import case
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
 
 
@@ -50,7 +51,7 @@ def connected(folder: Path, codas: Codas, every: int) -> Iterator[list[CodaAvera
 
     askers = [{other: asking(rack, other) for other in others[rack]} for rack in racks]
     try:
-        yield [CodaAveraging(codas[rack], every, rack, boxes[rack], askers[rack]) for rack in racks]
+        yield [CodaAveraging(codas[rack].copy, every, rack, boxes[rack], askers[rack]) for rack in racks]
     finally:
         for box in boxes:
             box.close()
@@ -98,9 +99,12 @@ def test_codas_of_other_shapes(tmp_path: Path) -> None:
     assert any("rack 2 has a coda of 6 numbers and rack 1 one of 7; codas of different" in said for said in failed)
 
 
-def test_processes_average_as_plain_training_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [case(1, default=True), case(2, default=False)])
+def test_processes_average_as_plain_training_does(replicas: int, tmp_path: Path) -> None:
+    """Also where two processes of each rack share its parameters out, codas among them."""
     settings = replace(SETTINGS, steps=4)
-    in_processes(tmp_path, settings, dropout=0.0, racks=TWO, average=2)
+    shared = settings if replicas == 1 else replace(settings, arguments=SETTINGS.arguments | {"fsdp": True})
+    in_processes(tmp_path, shared, dropout=0.0, racks=TWO, average=2, replicas=replicas)
     expected, _ = in_step(settings, TWO, average=2)
     codas = [mine.coda_parameters() for mine in require_close(tmp_path, expected, 2e-6)]
     assert all(torch.equal(codas[1][name], one) for name, one in codas[0].items())  # the last step's are averaged

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from surgeon.runtime.comm.link import Link
+from surgeon.training.racks.in_turn import train_in_turn
 from surgeon.training.racks.pace import RackPace
 from surgeon.training.racks.preparing import prepare
 from surgeon.training.racks.process import main
@@ -122,9 +123,11 @@ def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> Non
     assert wanted in said
     with pytest.raises(ValueError, match="3 processes cannot share a batch of 4 windows; change the batch"):
         prepared(tmp_path / "other", ProcessOptions(replicas=3))
-    sharded, two = replace(SHORT, arguments={"fsdp": True}), ProcessOptions(replicas=2)
-    with pytest.raises(ValueError, match="holds all its weights; leave fsdp out, or cut more racks"):
-        prepare(RacksToTrain(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other"), two)
+    sharded = replace(SHORT, arguments={"fsdp": True})
+    asked = RacksToTrain(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other")
+    for train in (prepare, train_in_turn):
+        with pytest.raises(ValueError, match="among its processes.* 2 replicas or more of each"):
+            train(asked)
     with pytest.raises(ValueError, match="at least 1 process, not 0; give 1 replica or more"):
         ProcessOptions(replicas=0)
 

@@ -26,6 +26,7 @@ from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.supervisor import RackFailed, _Supervisor, train_in_processes
 from surgeon.training.racks.trained import RacksTrained, finish_racks, gather
 from tests import warm
+from tests.selection import case
 from tests.tiny_models import tiny_model
 from tests.training.racks.local_run import (
     SETTINGS,
@@ -143,13 +144,18 @@ def test_one_after_the_other_is_killed(
     require_same(tmp_path, found, expected)
 
 
+@pytest.mark.parametrize("fsdp", [case(False, default=True), case(True, default=False)])
 def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    fsdp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two racks, two processes in each; one of them is killed, and its rack goes on from its checkpoint."""
+    """Two racks, two processes in each; one of them is killed, and its rack goes on from its checkpoint.
+
+    They hold all of the rack's parameters, or share them out.
+    """
     settings = replace(SETTINGS, steps=4, micro_batch=1)
+    shared = replace(settings, arguments=SETTINGS.arguments | {"fsdp": True}) if fsdp else settings
     killing = kill_at(tmp_path, (1, 1, 2))
-    found = in_processes(tmp_path, settings, dropout=0.0, racks=TWO, replicas=2, ahead=1)
+    found = in_processes(tmp_path, shared, dropout=0.0, racks=TWO, replicas=2, ahead=1)
     killing.join()
     assert "rack 1, process 1 was ended by SIGKILL; the rack goes on from step 2" in capfd.readouterr().err
     expected, losses = in_step(settings, TWO)
