@@ -53,7 +53,7 @@ EXACT = 1e-4  # relative; float32 on both sides
 TRAINED = 1e-3  # after steps of AdamW, which makes steps of how a gradient near 0 was rounded
 HALF = 5e-2  # 16-bit numbers beside float32; half of that is usual
 MODELS = "models"  # what the first process makes for all others
-TEXTS = Load(batch=3, prompt=21, new=24)
+TEXTS = {"cuda": Load(batch=3, prompt=21, new=24), "cpu": Load(batch=3, prompt=21, new=6)}
 
 
 def programs() -> dict[str, str]:
@@ -134,7 +134,7 @@ def edited(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     for name, program in forms().items():
         surgeon.edit(model, program)
         yield f"{name}: logits", logits_of(model, token_ids(model, 2, 40))[:, ::13].tolist()
-        yield f"{name}: tokens", _greedy(model)
+        yield f"{name}: tokens", _greedy(model, TEXTS[setup.device])
 
 
 def spread(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
@@ -155,12 +155,13 @@ def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     if side == "expected":
         return
     avoid_cudnn_attention()  # as ranks do
-    decoding = DecodeSetup(setup.device, None, [TEXTS], 1)
+    texts = TEXTS[setup.device]
+    decoding = DecodeSetup(setup.device, None, [texts], 1)
     for name, program in forms().items():
         for way in setup.ways:
             engine = open_engine(setup.demo, decoding, way, Program.parse(program))
-            tokens, seconds = continued(engine, TEXTS)
-            tokens, seconds = continued(engine, TEXTS)  # by now passes are recorded
+            tokens, seconds = continued(engine, texts)
+            tokens, seconds = continued(engine, texts)  # by now passes are recorded
             yield f"{name}: {way} passes", {"tokens": tokens, "ms": 1e3 * sorted(seconds)[len(seconds) // 2]}
             del engine
 
@@ -204,8 +205,9 @@ def _two_ranks(setup: Setup, how: str) -> Iterator[Ranks]:
 
 def _on(ranks: Ranks, setup: Setup, program: str, count: int, **more: Any) -> list[list[int]]:
     """New tokens of every text, from ranks."""
-    plan = make_plan(setup.demo, count, TEXTS.prompt + TEXTS.new, program, setup.device, **more)
-    return continued_by(ranks, plan, TEXTS)
+    texts = TEXTS[setup.device]
+    plan = make_plan(setup.demo, count, texts.prompt + texts.new, program, setup.device, **more)
+    return continued_by(ranks, plan, texts)
 
 
 @contextmanager
@@ -303,11 +305,11 @@ def checks(setup: Setup) -> dict[str, Check]:
 
 
 @torch.no_grad()
-def _greedy(model: PreTrainedModel) -> dict[str, Any]:
+def _greedy(model: PreTrainedModel, texts: Load) -> dict[str, Any]:
     """The most likely next tokens of each text, and how far the second best was behind each, next to the best."""
-    ids = torch.tensor(TEXTS.prompts(model.config.vocab_size), device=model.device)
+    ids = torch.tensor(texts.prompts(model.config.vocab_size), device=model.device)
     tokens, gaps, cache = [], [], None
-    for _ in range(TEXTS.new):
+    for _ in range(texts.new):
         output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True)
         cache, best = output.past_key_values, output.logits[:, -1].float().topk(2)
         ids = best.indices[:, :1]

@@ -20,6 +20,7 @@ from scripts.gpu.sixteen_bits import kernels_in_16_bits, rows_in_16_bits
 from surgeon.runtime.kernels.triton.functions import TritonKernels
 from surgeon.runtime.kernels.used import kernels_used
 from surgeon.runtime.worker.rank import Rank
+from tests import warm
 
 SCRIPT = Path(run.__file__).with_name("check")
 # Stands for child.py: says something of each check, and fails, is killed or hangs in some.
@@ -53,7 +54,21 @@ for name in names:
 """
 
 
-@pytest.mark.long
+class ForkedChild(warm.RankPopen):
+    """A process of checks that is a fork, and so are its ranks."""
+
+    def read_command(self, command: Any) -> tuple[str, list[str]] | None:
+        if command[1:2] != [str(run.CHILD)]:
+            return super().read_command(command)
+        return "import sys; from scripts.gpu.child import main; sys.exit(main(sys.argv[1:]))", command[2:]
+
+
+@pytest.fixture
+def _children_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", ForkedChild)
+
+
+@pytest.mark.usefixtures("_children_are_forks")
 def test_a_few_checks_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.txt"
     assert run.main(["--small", "--only", "basics", "passes", "-o", str(table)]) == 0
@@ -70,13 +85,23 @@ def test_a_few_checks_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.long
 @pytest.mark.thorough
-def test_all_checks_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_children_are_forks")
+def test_all_checks_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    every = checks(Setup("cpu", 0, ""))
+    code, said = run.main(["--small", "--only", *every]), capsys.readouterr().out
+    assert code == 0, said
+    rows = sum(len(one.rows) for one in every.values())
+    assert said.splitlines()[-1] == f"{rows} of {rows} comparisons are right"
+
+
+@pytest.mark.thorough
+def test_from_the_shell(tmp_path: Path) -> None:
+    """In whatever folder, by the Python that is named, and with processes that begin as a user's do."""
     environment = os.environ | {"PYTHON": sys.executable}
-    command = [SCRIPT, "--small", "--only", *checks(Setup("cpu", 0, ""))]
+    command = [SCRIPT, "--small", "--only", "basics"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = sum(len(one.rows) for one in checks(Setup("cpu", 0, "")).values())
-    assert done.stdout.splitlines()[-1] == f"{rows} of {rows} comparisons are right"
+    assert done.stdout.splitlines()[-1] == "2 of 2 comparisons are right"
 
 
 def test_processes_that_fail_cost_their_rows(
