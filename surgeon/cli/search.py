@@ -218,8 +218,8 @@ def search(
     _print("measured", f"{len(found.trials)} trials; {found.work.line}")
     for line in winner.draft.lines() if winner.draft else []:
         _print("draft", line)
-    for space, refused in found.record.get("refused", {}).items():
-        _print("refused", f"{plural(refused['edits'], 'edit')} of {space}: {refused['reason']}")
+    for refused in found.record.get("refused", ()):
+        _print("refused", f"{plural(refused['edits'], 'edit')} of {refused['space']}: {refused['reason']}")
     for curve in found.curves:
         _print("knee", curve.line())
     for line in gains_in_words(found.gains):

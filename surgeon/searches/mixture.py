@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -72,12 +74,17 @@ class Mixture:
         return tuple(edit for edit, reason in self._looked_at.items() if not reason)
 
     @cached_property
-    def refused(self) -> dict[str, list[str]]:
-        """By space, why its edits are none that are searched for, one text for each that there is an obstacle to."""
-        found: dict[str, list[str]] = {}
+    def refused(self) -> dict[str, Counter[str]]:
+        """By space, how many of its edits are none that are searched for, and why.
+
+        Reasons that differ in numbers alone, as those of layers do, are one, in the words of the first.
+        """
+        found: dict[str, Counter[str]] = {}
+        first: dict[tuple[str, str], str] = {}
         for edit, reason in self._looked_at.items():
             if reason:
-                found.setdefault(edit.space, []).append(reason)
+                alike = first.setdefault((edit.space, re.sub(r"\d+", "", reason)), reason)
+                found.setdefault(edit.space, Counter())[alike] += 1
         return found
 
     @cached_property

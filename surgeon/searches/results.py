@@ -294,9 +294,11 @@ def found_json(
     if winner.draft is not None:
         found["draft"] = winner.draft.to_json()
     if question.mixture.refused:
-        found["refused"] = {
-            space: {"edits": len(reasons), "reason": reasons[0]} for space, reasons in question.mixture.refused.items()
-        }
+        found["refused"] = [
+            {"space": space, "edits": edits, "reason": reason}
+            for space, reasons in question.mixture.refused.items()
+            for reason, edits in reasons.most_common()
+        ]
     if curves:
         found["knees"] = [curve.line() for curve in curves]
     if gains:

@@ -31,14 +31,16 @@ from surgeon.results.result import RunResult
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
-from surgeon.searches.drafting import FoundDraft, by_verified_keys, drafted, promised, valued
+from surgeon.searches.drafting import DraftObstacles, FoundDraft, by_verified_keys, drafted, promised, valued
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.goals import Goal, near_the_best
 from surgeon.searches.limits import SearchBudget
+from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, _sent_bytes
 from surgeon.searches.quantities import Aspect, parse_objectives
 from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.search import Search
+from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram
 from surgeon.testing.spaces import small_model
@@ -233,6 +235,13 @@ def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
     mixture = replace(settings, space="pair,drop").mixture(small_model(layers=4))
     assert mixture.refused == {}
     assert {edit.space for edit in mixture.edits} == {"pair", "drop"}
+    model, repeats = small_model(layers=4), parse_spaces("repeat", 2)
+    (counted,) = Mixture(repeats, model, 2, DraftObstacles(model, 2)).refused["repeat"].items()
+    assert counted[0].startswith("A0 of the draft has no keys and values of the model's to read")
+    assert counted[1] == len(Mixture(repeats, model, 2).edits) == 4 + 3
+    said = iter(["layer 1 is late", "it is odd", "layer 2 is late", "layer 10 is late"])
+    refused = Mixture(parse_spaces("drop:layers", 2), model, 2, lambda *_: next(said)).refused
+    assert refused == {"drop": {"layer 1 is late": 3, "it is odd": 1}}
 
 
 @pytest.mark.parametrize(
