@@ -23,7 +23,7 @@ def check(
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="[RECIPE|PROGRAM|FOLDER]",
+            metavar="[RECIPE|PROGRAM|VARIANT|FOLDER]",
             help="Whether this can draft for it (--draft of surgeon generate and serve), and on which ranks.",
         ),
     ] = None,

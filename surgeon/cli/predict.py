@@ -182,7 +182,7 @@ class PredictedDraftsArguments:
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="RECIPE|PROGRAM|VARIANT",
+            metavar="RECIPE|PROGRAM|VARIANT|FOLDER",
             help="Where it pays that this program over the same weights drafts and the model verifies, as surgeon "
             "generate does it, with the best number of tokens ahead; beside no drafts, and beside the draft alone.",
         ),

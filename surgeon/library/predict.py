@@ -10,6 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 import pandas as pd
 
+from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.cost.best import (
     METRICS,
     Allowance,
@@ -30,8 +31,11 @@ from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep, predictio
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
+from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range
+from surgeon.library.running import draft_program
+from surgeon.named import is_program, on_disk
 from surgeon.opened import EditedModel, Model
 from surgeon.processes.files import make_folder
 from surgeon.progress import progress
@@ -258,7 +262,8 @@ def predict_drafts(
     """Predict where it pays that an edited program drafts and the model verifies, whose text it stays.
 
     Args:
-        draft: a recipe, a program, or a variant of the model by name, over the same weights.
+        draft: a recipe, a program, a variant of the model by name, or the folder of a draft that was healed for it,
+            whose adapters take no time here.
         acceptance: the chance of a drafted token to be right, given that those before it are; or several.
         model, hardware, program, batch, asked: as `predict` takes them.
 
@@ -267,9 +272,14 @@ def predict_drafts(
         ValueError: as `predict`; and if the draft is of another model, an acceptance is no chance, or the draft cannot
             run beside the model; in a sweep the latter is told below the table.
     """
-    first, drafting = open_candidates(model, [str(draft)], program, as_range(asked.get("layers")))
-    if drafting.model.shapes != first.model.shapes or not drafting.connected:
+    (first,) = open_candidates(model, program=program)
+    found = draft_program(first.model, draft)
+    drafts = str(found.program if isinstance(found, HealedDraft) else found)
+    if drafts in RUN_OTHERWISE or not (is_program(drafts) or is_variant(drafts)):
         raise ValueError(f"{draft} is no program over the weights of {first.model.label}; draft with an edit of it")
+    _, drafting = open_candidates(first.model, [drafts], layers=as_range(asked.get("layers")))
+    if (there := on_disk(str(draft))) is not None:
+        drafting = replace(drafting, name=there.stem)
     chances = check_chances([acceptance] if isinstance(acceptance, int | float) else acceptance)
     question = _Question.of([first, drafting], hardware, asked, batch)
     cells, machine, folder = question.cells(), question.hardware, question.folder
@@ -284,8 +294,8 @@ def predict_drafts(
     heading = f"{_heading(machine, cells)}; drafts of {drafting.name}"
     said: dict[str, Any] = {"heading": heading, "refused": list(dict.fromkeys(refused))}
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
-    found = DraftRun(pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), record=said | {"model": name})
-    return found if folder is None else replace(found, record=_record(name, machine, cells, said)).save(folder)
+    run = DraftRun(pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), record=said | {"model": name})
+    return run if folder is None else replace(run, record=_record(name, machine, cells, said)).save(folder)
 
 
 def _axes(sweep: str | Mapping[str, int | Sequence[int]] | None) -> dict[str, list[int]]:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.drafts import DRAFT_FILE, HealedDraft
+from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.language.program import Program
+from surgeon.language.recipe import read_recipe
 from surgeon.library.opening import has_weights_of_its_model
 from surgeon.named import is_recipe, on_disk
-from surgeon.opened import EditedModel, Model, open_edited
+from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.service import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.worker.options import RankOptions
@@ -50,7 +52,9 @@ def service_options(model: Model, running: Running, **more: Any) -> ServiceOptio
 def draft_program(
     model: Model, draft: str | Path | Program | EditedModel | HealedDraft | None
 ) -> Program | str | HealedDraft | None:
-    """What drafts tokens for a model, of what `Running` takes; "coda" and "lookup" are themselves.
+    """What drafts tokens for a model, of what `Running` takes; "coda", "lookup" and variants are themselves.
+
+    Of a model without weights its shapes alone tell whether a draft is of another one.
 
     Raises:
         FileNotFoundError, ValueError: if there is no such recipe, or it or the folder is of another model, or the draft
@@ -64,14 +68,19 @@ def draft_program(
                 "model that verifies, with norms or adapters of its own; heal an edit of that model as a draft"
             )
         draft = HealedDraft.read(there)
+    weights = model.files is not None and not isinstance(model.checkpoint, RandomCheckpoint)
     if isinstance(draft, HealedDraft):
-        draft.require_model(model.name, model.hash)
+        if weights:
+            draft.require_model(model.name, model.hash)
         return draft
     if isinstance(draft, str | Path) and is_recipe(draft):
-        draft = open_edited(draft, tokenizer=False)
+        recipe = read_recipe(Path(draft))
+        of = open_model(recipe.model, weights)
+        draft = EditedModel(recipe.source, of, of.program_of(recipe), recipe)
     if not isinstance(draft, EditedModel):
         return str(draft) if isinstance(draft, Path) else draft
-    if draft.model.folder.resolve() != model.folder.resolve():
+    same = draft.model.folder.resolve() == model.folder.resolve() if weights else draft.model.shapes == model.shapes
+    if not same:
         raise ValueError(
             f"{draft.name} edits {draft.model.name}, and a draft is a program over the weights of the model that "
             f"verifies, {model.name}; draft with an edit of that"

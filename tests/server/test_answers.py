@@ -196,6 +196,18 @@ def test_logprobs_are_the_models(client: OpenAI, reference: Any, tokenizer: Any)
 
 
 def test_echoed_prompts_are_scored(client: OpenAI, reference: Any, tokenizer: Any) -> None:
+    are_scored(client, reference, tokenizer)
+
+
+@pytest.mark.thorough
+def test_echoed_prompts_are_scored_where_drafts_are_on(chat_model: Path, reference: Any, tokenizer: Any) -> None:
+    """As without them: prompts are the verifying model's, and so are the chances of tokens that were drafted."""
+    with serving(str(chat_model), "--draft", "A0 F0 [A1 A2] [F1 F2] A3 F3", "--draft-tokens", "3") as server:
+        are_scored(OpenAI(base_url=f"{server.url}/v1", api_key="none"), reference, tokenizer)
+        assert server.metrics()["surgeon_accepted_total"] > 0
+
+
+def are_scored(client: OpenAI, reference: Any, tokenizer: Any) -> None:
     """As `transformers` does, whole and streamed, given as text and as token ids, with new tokens and without."""
     tokens = tokenizer(PROMPT).input_ids
     new = greedy_tokens(reference, tokens, 4)
