@@ -7,7 +7,7 @@ so that peft puts it onto what `transformers` loads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgeon.checkpoint.drafts import ADAPTER_FILE, WRAPPED
 from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import from_files, open_stored
 from surgeon.checkpoint.read import Checkpoint
@@ -33,8 +34,6 @@ from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model
 from surgeon.opened import EditedModel
 
 BASE, ADAPTER = "base", "adapter"
-WEIGHTS_FILE = "adapter_model.safetensors"
-_WRAPPED = "base_model.model."  # what peft puts before the names of the model's own modules
 _MERGE = "leave keep_adapter out, so that the adapter is merged into the weights"
 Names = dict[str, list[str]]  # of modules: as the written model calls those that one in memory becomes
 
@@ -81,8 +80,12 @@ def export_with_adapter(
         names = {path: [*map(place, _written_names(path, layout, family_of(base.config)))] for path in lora}
         (partial / ADAPTER).mkdir()
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        save_file(_renamed(state, names), partial / ADAPTER / WEIGHTS_FILE, metadata={"format": "pt"})
-        _config(config, lora, names, name).save_pretrained(str(partial / ADAPTER))
+        save_file(_renamed(state, names), partial / ADAPTER / ADAPTER_FILE, metadata={"format": "pt"})
+        own = {written: lora[path] for path, all_of_it in names.items() for written in all_of_it}
+        ranks, alphas = (
+            {path: getattr(one, which)[name] for path, one in own.items()} for which in ("r", "lora_alpha")
+        )
+        on_modules(config, BASE, ranks, alphas).save_pretrained(str(partial / ADAPTER))
         _prove(model, partial)
     return proof
 
@@ -146,12 +149,12 @@ def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
     """The adapter's tensors by their names over the written model's modules."""
     found = {}
     for name, tensor in state.items():
-        own = name.removeprefix(_WRAPPED)
+        own = name.removeprefix(WRAPPED)
         path = max((path for path in names if own.startswith(f"{path}.")), key=len, default=None)
         if path is None:
             raise ValueError(f"the adapter has a tensor {own}, which is of no module that carries it; {_MERGE}")
         for written in names[path]:
-            found[f"{_WRAPPED}{written}{own.removeprefix(path)}"] = (
+            found[f"{WRAPPED}{written}{own.removeprefix(path)}"] = (
                 tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             )
     if not found:
@@ -159,22 +162,27 @@ def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
     return found
 
 
-def _config(config: LoraConfig, lora: dict[str, Any], names: Names, adapter: str) -> LoraConfig:
-    """The adapter's configuration with its modules by their whole names: patterns may fit others there."""
-    own = {written: lora[path] for path, all_of_it in names.items() for written in all_of_it}
-    # Patterns of peft's, each of which a module's name fits alone.
-    ranks = {f"^{re.escape(path)}": one.r[adapter] for path, one in own.items()}
-    alphas = {f"^{re.escape(path)}": one.lora_alpha[adapter] for path, one in own.items()}
+def on_modules(config: LoraConfig, base: str, ranks: Mapping[str, int], alphas: Mapping[str, float]) -> LoraConfig:
+    """An adapter's configuration with its modules by their whole names: patterns may fit others there.
+
+    Args:
+        base: what it lies on.
+        ranks, alphas: by module; those that are not the configuration's own are said of each alone.
+    """
+
+    def others(values: Mapping[str, Any], usual: float) -> dict[str, Any]:
+        return {f"^{re.escape(path)}": value for path, value in values.items() if value != usual}
+
     return replace(
         config,
-        base_model_name_or_path=BASE,
+        base_model_name_or_path=base,
         inference_mode=True,
-        target_modules=sorted(own),
+        target_modules=sorted(ranks),
         exclude_modules=None,
         layers_to_transform=None,
         layers_pattern=None,
-        rank_pattern={path: rank for path, rank in ranks.items() if rank != config.r},
-        alpha_pattern={path: alpha for path, alpha in alphas.items() if alpha != config.lora_alpha},
+        rank_pattern=others(ranks, config.r),
+        alpha_pattern=others(alphas, config.lora_alpha),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from surgeon.checkpoint.drafts import ADAPTER_FILE, DRAFT_FILE, NORMS_FILE, WRAPPED, DraftChanges, HealedDraft
 from surgeon.checkpoint.inherit import CARD_FILE
 from surgeon.errors import NotProven
+from surgeon.exports.adapters import on_modules
 from surgeon.exports.in_memory import logits_of
 from surgeon.exports.prove import EXACT_TOLERANCE, Reference, random_tokens
 from surgeon.exports.staging import staged
@@ -149,17 +149,7 @@ def _write_adapter(model: PeftModel, adapters: dict[str, Factors], name: str, fo
     assert isinstance(config, LoraConfig)
     ranks = {path: len(one.first) for path, one in adapters.items()}
     most = max(ranks.values())
-    patterns = {f"^{re.escape(path)}": rank for path, rank in ranks.items() if rank != most}
-    replace(
-        config,
-        base_model_name_or_path=name,
-        inference_mode=True,
-        target_modules=sorted(ranks),
-        r=most,
-        lora_alpha=most,
-        rank_pattern=patterns,
-        alpha_pattern=patterns,
-    ).save_pretrained(str(folder))
+    on_modules(replace(config, r=most, lora_alpha=most), name, ranks, ranks).save_pretrained(str(folder))
     sides = (("lora_A", 0), ("lora_B", 1))
     tensors: dict[str, Tensor] = {
         f"{WRAPPED}{path}.{side}.weight": one[place].contiguous()
