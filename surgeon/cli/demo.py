@@ -22,7 +22,7 @@ PROMPT = "def close(self):"
 PROMPT_TOKENS = 8  # where speed is measured, of random tokens
 LADDER = 'surgeon: 1\nmodel: demo\noperations:\n  - ladder: {layers: "8:16"}\nexpect: {effective_depth: 16}\n'
 NEXT = (
-    ("what would work with it, and how much memory that takes, in seconds", "check MODEL"),
+    ("what it can spare, within ten minutes, on one page with what to do next", "explore MODEL --data text.txt"),
     (
         "which of its layers to run in pairs, for four fifths of its depth",
         'search MODEL --data text.txt --budget "depth<=0.8x" -o runs/search',
