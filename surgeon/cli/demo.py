@@ -171,7 +171,9 @@ class DemoSteps:
 
         print(PROMPT, end="")
         found = generate(model, PROMPT, max_new_tokens=new, ranks=RANKS, on_event=show)
-        print(f"\n\n{found}", flush=True)
+        print("\n")
+        for line in str(found).splitlines():
+            _say(line, " " * 9)
 
     def compare(self, contenders: list[Contender]) -> None:
         """Print how good and how fast each is; speeds are the fastest rounds', which other work disturbed least."""
@@ -190,8 +192,8 @@ def _announce(purpose: str, command: str) -> None:
     print(f"\n{purpose}\n" + " \\\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _say(text: str) -> None:
-    print(textwrap.fill(text, WIDTH, break_on_hyphens=False), flush=True)
+def _say(text: str, indent: str = "") -> None:
+    print(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False), flush=True)
 
 
 def _quoted(path: Path) -> str:

@@ -32,7 +32,7 @@ def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert pairs[-3] == "24"
     assert ladder[2] == "16"
     lines = [line for line in (captured.out + captured.err).splitlines() if str(tmp_path) not in line]
-    assert max(map(len, lines)) <= 88  # figures of communication are the longest
+    assert max(map(len, lines)) <= 80
     page = (output / "report.html").read_text(encoding="utf-8")
     assert "The winner, trial" in page
     assert f"The page    {output / 'report.html'}" in captured.out
