@@ -158,7 +158,9 @@ def original_model(
     Raises:
         ValueError: if a tensor is missing or has another shape than the configuration asks for.
     """
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(original.config)]
+    kind = type(original.config)
+    known = kind in MODEL_FOR_CAUSAL_LM_MAPPING  # or a form's own, of layers as wide as several
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind] if known else original.form.model_class(original)
     with quiet():
         model = build_empty(model_class, copy.deepcopy(original.config), buffers)
     make_room(model, original.weights, program or original.program)

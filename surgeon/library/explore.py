@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from surgeon.analysis.pace import measure_pace
 from surgeon.analysis.scan import ScanWork
 from surgeon.analysis.subject import Subject, load_for_analysis
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import hardware_of, load_hardware
+from surgeon.cost.hardware_file import load_hardware
 from surgeon.library.calibrate import calibrate
 from surgeon.library.check import RANKS, check
+from surgeon.library.explored_speed import CALIBRATED, HERE, PASSES, STARTING, fastest, known_here, predict_on
 from surgeon.library.exploring import UnderWay
 from surgeon.library.next_steps import Explored
 from surgeon.library.opening import as_list
-from surgeon.library.predict import Predictions, predict
+from surgeon.library.predict import Predictions
 from surgeon.library.report import ReportPage, report
 from surgeon.library.run_sizes import (
     DRAWING,
@@ -60,13 +61,10 @@ from surgeon.words import number, plural
 
 MAPS = (*SCANNED, "lp")
 SPACES = {"pair": "pair", "drop": "drop:layers"}  # what a knee is looked for in, by what a check calls it
-PAGE, KNEE, HERE = "explore.html", "knee.yaml", "here.yaml"
-BATCHES = (1, 8)  # that are predicted
+PAGE, KNEE = "explore.html", "knee.yaml"
+_OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short as edits
 _TRIALS = 8  # for each layer, where there is time
 _SHORTEST = 64  # tokens of the windows that a text is counted in
-_CALIBRATED = (1, 2)  # ranks
-_PASSES = 12000  # tokens that a round of a calibration takes the time of
-_STARTING = 12.0  # seconds, of its ranks
 _SHARE = 0.2  # of the time that is left, which a calibration may take before there is a search
 _LAST = 4  # runs of the model on held-out text when a search ends
 _LAST_LAYER = 0.7  # and of each layer
@@ -142,7 +140,8 @@ def explore(
     similar = exploring.similarity()
     here = exploring.hardware(_SHARE)
     found = exploring.search()
-    here = here or exploring.hardware(1.0)
+    if not here and not any(line.startswith("this machine") for line in under_way.record["left_out"]):
+        here = exploring.hardware(1.0)
     predictions = exploring.predict({one.name: one for one in (*here, *asked)}.values(), found)
     return exploring.end(scanned, similar, found, predictions)
 
@@ -304,22 +303,23 @@ class _Exploring:
         return found
 
     def hardware(self, share: float) -> list[Hardware]:
-        """This machine: a GPU that is described already, or what is measured if a share of the time will do."""
-        file = self.folder / HERE
-        if torch.cuda.is_available() and (name := hardware_of(torch.cuda.get_device_name())):
-            return [load_hardware(name)]
-        if file.is_file():
-            return [load_hardware(file)]
-        ranks = [count for count in _CALIBRATED if self._works("ranks", [plural(count, "rank")])]
-        seconds = _STARTING + len(ranks) * _PASSES / self.planned["tokens"] * self.run_seconds
-        if 1 in ranks and seconds < share * (self.under_way.left - _LAST_DRAWING):
+        """This machine, if it is described, or a share of the time is enough to measure it."""
+        if (known := known_here(self.folder / HERE)) is not None:
+            return [known]
+        ranks = [count for count in CALIBRATED if self._works("ranks", [plural(count, "rank")])]
+        seconds = self.under_way.drawing(STARTING) + len(ranks) * PASSES * self.run_seconds / self.planned["tokens"]
+        why = f"there is no time to measure it (about {clock(seconds)}); surgeon calibrate does"
+        if 1 not in ranks:
+            why = "its ranks do not run this model; surgeon check says why"
+        elif seconds < share * (self.under_way.left - self.under_way.drawing(_LAST_DRAWING)):
             with self.under_way.step("hardware", "this machine, at the model's shapes") as did:
-                found = calibrate(self.model, file, ranks=ranks, rounds=1)
-                did.append(f"this machine, on up to {plural(max(ranks), 'rank')}: {file}")
-            return [found]
-        if share == 1:
-            no_time = f"there is no time to measure it (about {clock(seconds)}); surgeon calibrate does"
-            why = no_time if 1 in ranks else "its ranks do not run this model; surgeon check says why"
+                try:
+                    found = calibrate(self.model, self.folder / HERE, ranks=ranks, rounds=1)
+                    did.append(f"this machine, on up to {plural(max(ranks), 'rank')}: {self.folder / HERE}")
+                    return [found]
+                except ValueError as error:  # the little that was measured makes no hardware, or ranks are none here
+                    why = f"it could not be measured: {error}"
+        if share == 1 or why.startswith("it could"):
             self.under_way.leave_out(f"this machine: {why}")
         return []
 
@@ -334,7 +334,8 @@ class _Exploring:
         seconds = self.under_way.left - last
         if (folder / SearchRun.RECORD).is_file() and seconds < self.run_seconds * BATCH:
             return SearchRun.read(folder, self.model.hash)
-        passes = [self.folder / name for name in ("scan", "similarity") if (self.folder / name).is_dir()]
+        of_edits = ["scan"] if self.planned["every"] <= _OF_EDITS else []
+        passes = [self.folder / name for name in (*of_edits, "similarity") if (self.folder / name).is_dir()]
         what = f"the depth at which quality breaks off, {clock(max(0.0, seconds))} for trials"
         with self.under_way.step("search", what) as did:
             given: dict[str, Any] = {"space": spaces, "using": passes, "minutes": max(seconds, 1.0) / 60}
@@ -352,26 +353,14 @@ class _Exploring:
 
     def predict(self, machines: Iterable[Hardware], found: SearchRun | None) -> list[Predictions]:
         """What the model and the program at the knee would cost on each machine."""
-        positions, predictions = self.model.positions, list[Predictions]()
-        compare = [] if found is None else [self.folder / KNEE]
-        prompt, new = min(1024, positions // 2), max(2, min(512, positions // 4))
+        predictions, knee = list[Predictions](), None if found is None else self.folder / KNEE
         for machine in machines:
-            most = _CALIBRATED[-1] if machine.name == Path(HERE).stem else machine.devices
-            axes = {"ranks": [count for count in RANKS if count <= most], "batch": BATCHES}
-            folder = self.folder / "predict" / machine.name
             with self.under_way.step(f"on {machine.name}", "what that takes there") as did:
                 try:
-                    made = predict(
-                        self.model, machine, compare=compare, sweep=axes, prompt=prompt, new=new, output=folder
-                    )
+                    predictions.append(predict_on(machine, self.model, knee, self.folder / "predict" / machine.name))
+                    did.append(fastest(predictions[-1]))
                 except ValueError as error:  # of what cannot be predicted of any program of this model
                     self.under_way.leave_out(f"predictions on {machine.name}: {error}")
-                    continue
-                # The weights are known here, and so the page has it beside what was measured of them.
-                made = replace(made, record=made.record | {"model_hash": self.model.hash})
-                made.write(folder)
-                predictions.append(made)
-                did.append(_fastest(made))
         return predictions
 
     def next(self, found: SearchRun | None) -> list[NextStep]:
@@ -429,17 +418,3 @@ def _depth(found: SearchRun) -> float:
     """The effective depth of the winner."""
     trials = found.trials
     return float(trials.loc[trials["trial"] == found.record["best"]["trial"], "depth"].iloc[0])
-
-
-def _fastest(predicted: Predictions) -> str:
-    """Where the compared program wins most, or how fast the model is where there is none."""
-    table = predicted.speeds[predicted.speeds["fits"] == 1]
-    if table.empty:
-        return "nothing fits into its memory"
-    compared = table[table["program"] != predicted.speeds["program"].iloc[0]]
-    by = "tokens_per_second" if compared.empty else "tokens_per_second_speedup"
-    best = (table if compared.empty else compared).sort_values(by, ascending=False).iloc[0]
-    where = f"on {plural(int(best['ranks']), 'rank')} with batch {int(best['batch'])}"
-    if compared.empty:
-        return f"{number(float(best[by]), 3)} tokens/s {where}"
-    return f"{best['program']}: {number(float(best[by]), 3)} times the tokens/s {where}"

@@ -57,7 +57,7 @@ class UnderWay:
             ValueError: if that is of something else.
         """
         make_folder(folder)
-        record = provenance(model.name, model.hash, data=data, separator=separator, minutes=minutes)
+        record = provenance(model.name, model.hash, data=data, separator=separator, minutes=minutes, left_out=[])
         file = folder / ExploreRun.RECORD
         if not file.is_file():
             return cls(folder, record, begun, say)
@@ -116,6 +116,5 @@ class UnderWay:
 
     def leave_out(self, line: str) -> None:
         """Note what is not done, and why."""
-        if line not in self.record.setdefault("left_out", []):
-            self.record["left_out"].append(line)
+        self.record["left_out"].append(line)
         self.say(line)

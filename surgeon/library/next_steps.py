@@ -52,12 +52,19 @@ class Explored:
 
     def _with_the_knee(self, knee: str) -> Iterator[NextStep]:
         exported, on = self._at("exported"), f" --tp {self.ranks}" if self.ranks > 1 else ""
-        yield NextStep(
-            "Write the program at the knee as a checkpoint",
-            "transformers loads it, and vLLM where its form allows; export says which form it takes, and proves it.",
-            f"surgeon export {knee} -o {exported}",
-        )
-        if self.checked.of_area("train")["heal edited"].works != NO:
+        can_be_written = any(one.works != NO for one in self.checked.of_area("export").values())
+        if can_be_written:
+            yield NextStep(
+                "Write the program at the knee as a checkpoint",
+                "transformers loads it, and vLLM where its form allows; export says which it is, and proves it.",
+                f"surgeon export {knee} -o {exported}",
+            )
+            yield NextStep(
+                "Serve it",
+                "OpenAI's API for that checkpoint, until Ctrl-C.",
+                f"surgeon serve {exported}{on}",
+            )
+        if can_be_written and self.checked.of_area("train")["heal edited"].works != NO:
             text = f"--data {DEMO}:train --eval-data {DEMO}" if self.data == DEMO else self._text
             how = f"--distill logits --steps {_STEPS} --eval-tokens {self.tokens}"
             yield NextStep(
@@ -69,11 +76,6 @@ class Explored:
             "Measure it",
             "Perplexity, divergence, and acceptance as a draft, on the text; lm-eval's tasks with --tasks.",
             f"surgeon eval {knee} {self._text}",
-        )
-        yield NextStep(
-            "Serve it",
-            "OpenAI's API for the checkpoint of the first command, until Ctrl-C.",
-            f"surgeon serve {exported}{on}",
         )
         if self.drafts:
             yield NextStep(

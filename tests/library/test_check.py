@@ -124,6 +124,14 @@ def test_an_edited_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert found.of_area("ranks")["2 ranks"].works == "yes"
 
 
+def test_a_checkpoint_whose_layers_are_as_wide_as_several(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    surgeon.export(surgeon.edit(surgeon.open(tiny_checkpoint), pair="1:3"), tmp_path / "fused")
+    found = surgeon.check(tmp_path / "fused")
+    assert found.of_area("scan")["prune"].works == "yes"
+    assert found.of_area("ranks")["2 ranks"].works == "yes"
+    assert "is an edited checkpoint already (fused form)" in found.of_area("vllm")["all programs"].why
+
+
 def test_whether_something_can_draft(tiny_checkpoint: Path, tmp_path: Path) -> None:
     program = "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3"
     healed_draft(tiny_checkpoint, program, tmp_path / "draft", lora=2)

@@ -19,7 +19,8 @@ import surgeon
 from surgeon.cli.app import app, main
 from surgeon.cost.hardware_file import MACHINES
 from surgeon.language.recipe import read_recipe
-from surgeon.library.explore import HERE, explore
+from surgeon.library.explore import explore
+from surgeon.library.explored_speed import HERE
 from surgeon.library.exploring import UnderWay
 from surgeon.library.next_steps import Explored
 from surgeon.results.check import Check, Verdict
@@ -40,7 +41,7 @@ def parse(commands: Sequence[NextStep]) -> list[str]:
 
 
 def explored(**other: Any) -> Explored:
-    answers = Check.of([Verdict("train", "heal edited", "yes")])
+    answers = Check.of([Verdict("export", "lp", "yes"), Verdict("train", "heal edited", "yes")])
     given: dict[str, Any] = {"model": "a model", "data": "my text.txt", "folder": Path("out of it"), "minutes": 2.5}
     given |= {"separator": "<|end|>", "tokens": 1024, "window": 64, "operations": ["prune", "lp"], "every": 2}
     given |= {"knee": Path("out of it/knee.yaml"), "depth": 8.0, "ranks": 2, "drafts": True, "checked": answers}
@@ -49,22 +50,25 @@ def explored(**other: Any) -> Explored:
 
 def test_commands_are_read_as_they_are_printed() -> None:
     steps = explored().steps()
-    assert parse(steps) == ["export", "heal", "eval", "serve", "generate", "predict", "scan", "search", "explore"]
-    exported, served = shlex.split(steps[0].command), shlex.split(steps[3].command)
+    assert parse(steps) == ["export", "serve", "heal", "eval", "generate", "predict", "scan", "search", "explore"]
+    exported, served = (shlex.split(one.command) for one in steps[:2])
     assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
-    assert all("--data 'my text.txt' --separator '<|end|>'" in steps[place].command for place in (1, 2, 6, 7, 8))
+    assert all("--data 'my text.txt' --separator '<|end|>'" in steps[place].command for place in (2, 3, 6, 7, 8))
     assert "--minutes 15 " in steps[8].command
 
 
 def test_commands_are_those_that_work() -> None:
     assert parse(explored(knee=None, depth=math.nan).steps()) == ["scan", "explore"]
     assert "generate" not in parse(explored(drafts=False).steps())
-    assert "heal" not in parse(explored(checked=Check.of([Verdict("train", "heal edited", "no")])).steps())
+    untrained = Check.of([Verdict("export", "lp", "part"), Verdict("train", "heal edited", "no")])
+    assert parse(explored(checked=untrained).steps())[:3] == ["export", "serve", "eval"]
+    edited = Check.of([Verdict("export", "lp", "no"), Verdict("train", "heal edited", "yes")])
+    assert parse(explored(checked=edited).steps())[0] == "eval"
     fine = explored(every=1, data="demo", separator=None, ranks=1).steps()
     assert "--operation all" in fine[6].command
-    assert "--data demo:train --eval-data demo " in fine[1].command
-    assert "--tp" not in fine[3].command + fine[4].command
+    assert "--data demo:train --eval-data demo " in fine[2].command
+    assert "--tp" not in fine[1].command + fine[4].command
     assert "scan" not in parse(explored(operations=[]).steps())
 
 
@@ -127,8 +131,8 @@ def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -
     assert len(found.page.chapters) == 1
     for one in found.next_steps:
         assert one.command in html.replace("&#39;", "'")
-    assert parse(found.next_steps)[:3] == ["export", "heal", "eval"]
-    for one in found.next_steps[::2][:2]:  # export and eval
+    assert parse(found.next_steps)[:4] == ["export", "serve", "heal", "eval"]
+    for one in (found.next_steps[0], found.next_steps[3]):
         assert main(shlex.split(one.command)[1:]) == 0
     again = explore(tiny_checkpoint, tiny_text, output, minutes=minutes, hardware="l4")
     assert again.search is not None
