@@ -66,6 +66,8 @@ _OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short
 _TRIALS = 8  # for each layer, where there is time
 _SHORTEST = 64  # tokens of the windows that a text is counted in
 _SHARE = 0.2  # of the time that is left, which a calibration may take before there is a search
+_LAST_SHARE = 0.5  # and behind it
+_BUSY = 2.0  # times as slow as an idle machine: figures of it would be of other work
 _LAST = 4  # runs of the model on held-out text when a search ends
 _LAST_LAYER = 0.7  # and of each layer
 _LAST_DRAWING = 8.0  # seconds, of the search's pictures and the page
@@ -141,7 +143,7 @@ def explore(
     here = exploring.hardware(_SHARE)
     found = exploring.search()
     if not here and not any(line.startswith("this machine") for line in under_way.record["left_out"]):
-        here = exploring.hardware(1.0)
+        here = exploring.hardware(_LAST_SHARE)
     predictions = exploring.predict({one.name: one for one in (*here, *asked)}.values(), found)
     return exploring.end(scanned, similar, found, predictions)
 
@@ -311,6 +313,8 @@ class _Exploring:
         why = f"there is no time to measure it (about {clock(seconds)}); surgeon calibrate does"
         if 1 not in ranks:
             why = "its ranks do not run this model; surgeon check says why"
+        elif self.under_way.drawing(1.0) > _BUSY:
+            why = "other work takes much of it; surgeon calibrate measures it when that is over"
         elif seconds < share * (self.under_way.left - self.under_way.drawing(_LAST_DRAWING)):
             with self.under_way.step("hardware", "this machine, at the model's shapes") as did:
                 try:
@@ -319,7 +323,7 @@ class _Exploring:
                     return [found]
                 except ValueError as error:  # the little that was measured makes no hardware, or ranks are none here
                     why = f"it could not be measured: {error}"
-        if share == 1 or why.startswith("it could"):
+        if share == _LAST_SHARE or why.startswith("it could"):
             self.under_way.leave_out(f"this machine: {why}")
         return []
 

@@ -17,8 +17,9 @@ import typer
 
 import surgeon
 from surgeon.cli.app import app, main
-from surgeon.cost.hardware_file import MACHINES
+from surgeon.cost.hardware_file import MACHINES, load_hardware
 from surgeon.language.recipe import read_recipe
+from surgeon.library import explore as module
 from surgeon.library.explore import explore
 from surgeon.library.explored_speed import HERE
 from surgeon.library.exploring import UnderWay
@@ -109,6 +110,37 @@ def test_a_folder_goes_on_with_its_own_text_and_time(tiny_checkpoint: Path, tmp_
         assert (second.run().minutes, second.run().spent) == (3, 85.0)
         with pytest.raises(ValueError, match=r"an exploration with another data: 'a.txt', not 'b.txt'; give another"):
             begin("b.txt", 3)
+
+
+def test_a_machine_is_measured_where_that_fits_into_the_time(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Path] = []
+    here = load_hardware("cpu-2")
+    monkeypatch.setattr(module, "known_here", lambda _: None)
+    monkeypatch.setattr(module, "calibrate", lambda _, file, **__: measured.append(file) or here)
+    ranks = Check.of([Verdict("ranks", "1 rank", "yes"), Verdict("ranks", "2 ranks", "no")])
+    model, said = surgeon.open(tiny_checkpoint), list[str]()
+
+    def machine(minutes: float, share: float, checked: Check = ranks, busy: float = 1.0) -> list[Any]:
+        under_way = UnderWay.in_folder(
+            tmp_path / f"out-{minutes}", model, "a", None, minutes, time.monotonic(), said.append
+        )
+        monkeypatch.setattr(UnderWay, "drawing", lambda _, seconds: seconds * busy)
+        under_way.record["plan"] = {"tokens": 1024, "run": 1.024}  # 12 s for 12,000 tokens, and 12 s to start
+        return module._Exploring(model, "a", None, None, checked, under_way).hardware(share)
+
+    assert machine(2.5, 0.2) == [here]  # 24 s of 142
+    assert machine(1.9, 0.2) == []  # of 106
+    assert said == [said[0]]
+    assert machine(1.9, 0.5) == [here]
+    assert measured == [tmp_path / "out-2.5" / HERE, tmp_path / "out-1.9" / HERE]
+    assert machine(0.5, 0.5) == machine(60, 0.5, busy=3.0) == machine(60, 0.5, Check.of([])) == []
+    assert [line.partition(";")[0] for line in said if line.startswith("this machine: ")] == [
+        "this machine: there is no time to measure it (about 0:24)",
+        "this machine: other work takes much of it",
+        "this machine: its ranks do not run this model",
+    ]
 
 
 @pytest.mark.alone
