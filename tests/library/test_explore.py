@@ -132,7 +132,7 @@ def test_a_machine_is_measured_where_that_fits_into_the_time(
 
     assert machine(2.5, 0.2) == [here]  # 24 s of 142
     assert machine(1.9, 0.2) == []  # of 106
-    assert said == [said[0]]
+    assert len(said) == 1
     assert machine(1.9, 0.5) == [here]
     assert measured == [tmp_path / "out-2.5" / HERE, tmp_path / "out-1.9" / HERE]
     assert machine(0.5, 0.5) == machine(60, 0.5, busy=3.0) == machine(60, 0.5, Check.of([])) == []
