@@ -14,7 +14,7 @@ from surgeon.library.predict import Predictions, predict
 from surgeon.opened import Model
 from surgeon.words import number, plural
 
-HERE = "here.yaml"  # this machine, as it was measured
+HERE = "this-machine.yaml"  # this machine, as it was measured
 CALIBRATED = (1, 2)  # ranks
 PASSES = 12000  # tokens that one round on so many ranks takes the time of
 STARTING = 12.0  # seconds, of the ranks
