@@ -59,7 +59,7 @@ class UnderWay:
         make_folder(folder)
         record = provenance(model.name, model.hash, data=data, separator=separator, minutes=minutes, left_out=[])
         file = folder / ExploreRun.RECORD
-        if not file.is_file():
+        if not file.is_file() or not ExploreRun.read(folder).record.get("plan"):  # or nothing was measured yet
             return cls(folder, record, begun, say)
         earlier = ExploreRun.read(folder, model.hash)
         for name in ("data", "separator"):

@@ -96,7 +96,12 @@ def test_a_folder_goes_on_with_its_own_text_and_time(tiny_checkpoint: Path, tmp_
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("surgeon.library.exploring.time.monotonic", clock.now)
+        with suppress(ValueError), begin("short.txt", 2).step("pace", "which is refused"):
+            clock.sleep(10)
+            raise ValueError("short.txt is too short")
+        said.clear()
         first = begin("a.txt", 2)
+        first.record["plan"] = {"tokens": 1024}
         with suppress(KeyboardInterrupt), first.step("scan", "some cells"):
             clock.sleep(75)
             raise KeyboardInterrupt
