@@ -285,7 +285,7 @@ class _Exploring:
     @property
     def _search_seconds(self) -> float:
         """That the rest takes at least."""
-        runs = search_runs(self.model.num_layers)
+        runs = search_runs(self.model.num_layers) if self._works("search", [*SPACES]) else 0
         return runs * self.run_seconds + float(self.planned["loading"]) + self.under_way.drawing(_LAST_DRAWING)
 
     def similarity(self) -> Similarity | None:
@@ -385,6 +385,7 @@ class _Exploring:
             operations=self.maps,
             every=self.planned["every"],
             knee=knee,
+            why="" if found is None else str(found.record["best"]["why"]),
             depth=math.nan if found is None else _depth(found),
             ranks=most,
             drafts="draft" in drafting and drafting["draft"].works != NO,

@@ -26,6 +26,7 @@ class Explored:
         operations: the maps of the scan; none if there is none.
         every: the grid of its stretches.
         knee: the recipe of the program at the knee, if one was found.
+        why: what it is the best of.
         depth: its effective depth.
         ranks: as many as there are devices for here.
         drafts: whether the program at the knee can draft for the model.
@@ -41,6 +42,7 @@ class Explored:
     operations: Sequence[str]
     every: int
     knee: Path | None
+    why: str
     depth: float
     ranks: int
     drafts: bool
@@ -55,8 +57,8 @@ class Explored:
         can_be_written = any(one.works != NO for one in self.checked.of_area("export").values())
         if can_be_written:
             yield NextStep(
-                "Write the program at the knee as a checkpoint",
-                "transformers loads it, and vLLM where its form allows; export says which it is, and proves it.",
+                "Write the program that was found as a checkpoint",
+                f"{self.why}. transformers loads it, vLLM where its form allows; export says which, and proves it.",
                 f"surgeon export {knee} -o {exported}",
             )
             yield NextStep(

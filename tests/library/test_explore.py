@@ -45,7 +45,14 @@ def explored(**other: Any) -> Explored:
     answers = Check.of([Verdict("export", "lp", "yes"), Verdict("train", "heal edited", "yes")])
     given: dict[str, Any] = {"model": "a model", "data": "my text.txt", "folder": Path("out of it"), "minutes": 2.5}
     given |= {"separator": "<|end|>", "tokens": 1024, "window": 64, "operations": ["prune", "lp"], "every": 2}
-    given |= {"knee": Path("out of it/knee.yaml"), "depth": 8.0, "ranks": 2, "drafts": True, "checked": answers}
+    given |= {
+        "knee": Path("out of it/knee.yaml"),
+        "why": "The best",
+        "depth": 8.0,
+        "ranks": 2,
+        "drafts": True,
+        "checked": answers,
+    }
     return Explored(**given | other)
 
 
