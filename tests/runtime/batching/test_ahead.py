@@ -316,7 +316,9 @@ def test_a_text_is_drafted_for_if_what_was_missed_of_it_pays() -> None:
     assert chosen([6000], [10**6], won=0, known=True) == [True]
 
 
-@pytest.mark.parametrize("noise", [steady, doubled, interrupted])
+@pytest.mark.parametrize(
+    "noise", [steady, *(pytest.param(one, marks=pytest.mark.thorough) for one in (doubled, interrupted))]
+)
 @pytest.mark.parametrize("length", [10, 150, 400])
 def test_what_keys_of_its_own_lose_is_bounded_too(length: int, noise: Callable[[Random], float]) -> None:
     own = {"noise": noise, "length": length, "prompts": lambda tokens: 0.3 + 0.02 * tokens}

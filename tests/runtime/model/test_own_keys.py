@@ -36,7 +36,7 @@ AVERAGES = "A0 F0 A1~A2 F1~F2 A3 F3"
 DRAFTS = {"averages": AVERAGES, "tracks": TRACKS, "twice": "A0 F0 A1 F1 A1 F1 A3 F3"}
 CASES = [
     ("llama", "averages", {}),
-    ("llama", "tracks", {}),
+    pytest.param("llama", "tracks", {}, marks=thorough),
     pytest.param("gemma2", "averages", {"sliding_window": 8}, marks=thorough),
     pytest.param("gpt2", "tracks", {}, marks=thorough),
     pytest.param("mixtral", "twice", {}, marks=thorough),
@@ -152,7 +152,7 @@ def test_acceptance_is_that_of_plain_passes(draft: str, own: str, decoding: str,
 
 
 @pytest.mark.usefixtures("trials")
-@pytest.mark.parametrize("ways", [{"blocks": 5}, {"as_pays": True}, {"blocks": 5, "pass_tokens": 40}])
+@pytest.mark.parametrize("ways", [pytest.param({"as_pays": True}, marks=thorough), {"blocks": 5, "pass_tokens": 40}])
 def test_texts_are_those_without_drafts(ways: dict[str, Any], tmp_path: Path) -> None:
     """Greedy and drawn with seeds, where blocks are few, and as many drafts as pay."""
     saved(tmp_path)
