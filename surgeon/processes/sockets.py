@@ -32,6 +32,20 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    import psutil
+
+    for each in psutil.net_if_addrs().get(interface, ()):
+        if each.family == socket.AF_INET:
+            return str(each.address)
+    raise ValueError(f"the network interface {interface} has no IPv4 address, which ranks connect to each other by")
+
+
 def interface_variables(interface: str) -> dict[str, str]:
     """What the environment says for gloo and NCCL to go by an interface: they would choose one by its name."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # "=": no other that begins so

@@ -48,11 +48,12 @@ from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.plan.mixtures import A_MIXTURE, ExpertTimes
 from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
+from surgeon.runtime.worker.messages import Account, Cancel, Progress, Recorded, Report
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.rank_process import RankFailed
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import Account, Cancel, Progress, Recorded, Report, load, serve
+from surgeon.runtime.worker.worker import load, serve
 
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
 

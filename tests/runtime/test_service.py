@@ -25,10 +25,10 @@ from surgeon.runtime import service as service_module
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.service import Service, ServiceOptions, Stream
+from surgeon.runtime.worker.messages import Progress, Recorded
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.rank_process import RankFailed
-from surgeon.runtime.worker.worker import Progress, Recorded
 from tests.tiny_models import damage, save_checkpoint
 from tests.waiting import PATIENCE, takes_less_than, wait_until
 

@@ -139,12 +139,15 @@ class Vocabulary:
         self.rows = -(-plan.vocabulary // plan.ranks)
         self.first = min(rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
-        embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
+        none = self.first, self.first  # of a stretch of the program that needs no embedding, or no head
+        embeds = plan.embeds or (plan.tied and plan.predicts)
+        embedding = read(source, plan, device, f"{family.embedding}.weight", bounds if embeds else none)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
         self.embedding: Rows | Panels = Rows(embedding, whole=plan.ranks == 1)
         self.head: Product = _seen_as_head(embedding)
         if not plan.tied:
-            self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
+            rows = bounds if plan.predicts else none
+            self.head = laid_out(read(source, plan, device, f"{family.head}.weight", rows))
         elif kernels_for(embedding) is not None:
             head = laid_out(embedding)
             if isinstance(head, Panels):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from surgeon.beside import torch_threads
 from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.kernels.functions import kernels_for
@@ -41,11 +41,17 @@ LEAST_CAPABILITY = 8  # of GPUs, for products in bfloat16
 
 @dataclass
 class Figures:
-    """What passes have cost: those with tokens of prompts, those that continue sequences, and those that draft."""
+    """What passes have cost: those with tokens of prompts, those that continue sequences, and those that draft.
+
+    Attributes:
+        alone: seconds of a pass over as many texts as ran together at most, for the layers of this rank, in a rank that
+            has all of them; where ranks have stretches of the program (`StretchEngine.alone`).
+    """
 
     prefill: Phase = field(default_factory=Phase)
     decode: Phase = field(default_factory=Phase)
     drafting: Phase = field(default_factory=Phase)
+    alone: float = 0.0
 
 
 class RankEngine(RankModel):
@@ -111,13 +117,17 @@ class RankEngine(RankModel):
             own, made = self._drafts_own(), self.drafter.rebuilds()
             rebuilds |= {len(heads) + slot: made[one] for slot, one in enumerate(own) if one in made}
             heads = heads + [self.drafter.kv_heads()[one] for one in own]
-        groups = cache_groups(self.plan) if grouped else None
-        division = () if groups is None else (groups.slots[self.rank], groups.windows)
+        division = self.cache_division() if grouped else ()
         all_blocks = blocks + max(way.spare_blocks for way in self.ways)
         cache = PagedCache(heads, all_blocks, self.plan.head_dim, self.vocabulary.like, rebuilds, *division)
         together, most_blocks = self.plan.read_at_once(self.device.type, texts)
         cache.buffers.reserve(together * min(blocks, most_blocks) * BLOCK_TOKENS)
         return cache
+
+    def cache_division(self) -> tuple[Sequence[int], Windows]:
+        """The group of each of this rank's attentions, and the windows of all groups."""
+        groups = cache_groups(self.plan)
+        return groups.slots[self.rank], groups.windows
 
     def reusable_cache(self, blocks: int, grouped: bool = False) -> PagedCache:
         """A cache of at least so many blocks, for when all that used the one returned before have ended.

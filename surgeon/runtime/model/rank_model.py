@@ -160,7 +160,11 @@ class RankModel(RankProgram):
             attend, attend_raw: as of a `Pass`.
         """
         shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
-        return self.own_logits(self.stream_after(self.embedded(tokens, positions), shared))
+        return self.ended(self.stream_after(self.embedded(tokens, positions), shared), shared)
+
+    def ended(self, stream: Tensor, shared: Pass) -> Tensor:  # noqa: ARG002 - which a stretch's coda needs
+        """What a pass gives of the stream behind the program: this rank's logits, (tokens, rows)."""
+        return self.own_logits(stream)
 
     def own_logits(self, stream: Tensor) -> Tensor:
         """This rank's logits, (tokens, rows), of the stream behind the program."""

@@ -244,6 +244,13 @@ class Sampler:
             certain[token] = 1
             text.drafts.append((token, certain))
 
+    def settle(self, request: int, choice: Choice) -> None:
+        """Take what was chosen elsewhere as the next token of a request; other drafts than that, and all behind, go."""
+        text = self._texts[request]
+        right = bool(text.drafts) and text.drafts[0][0] == choice[0]
+        text.drafts = text.drafts[1:] if right else []
+        text.add(choice)
+
     def _distributions(self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]]) -> Tensor:
         """The probability of every token after all filters, (R, V); that of what the place's number draws is 1.
 

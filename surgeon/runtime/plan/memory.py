@@ -63,7 +63,7 @@ class CacheGroups:
 
 def cache_groups(plan: Plan) -> CacheGroups:
     """The division under which the longest texts take least."""
-    windows = [_slot_windows(plan, rank) for rank in range(plan.ranks)]
+    windows = [_slot_windows(*plan.of_rank(rank)) for rank in range(plan.ranks)]
     if plan.draft is not None and plan.draft.keeps_own:
         # It computes its own keys later than the model, and reads then what windows would have left behind.
         counts = (len(own) + len(more) for own, more in zip(windows, plan.draft.own, strict=True))
@@ -153,7 +153,17 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         source: of the sizes; by default the plan's checkpoint.
     """
     source = source or open_weights(plan.folder, plan.family, plan.head_dim)
-    rows = _vocabulary_rows(plan, 1 if plan.tied else 2) + source.position_rows
+    if plan.stretches:
+        each = [footprint(plan.of_rank(rank)[0], source) for rank in range(plan.ranks)]
+        return Footprint(
+            tuple(one.weights[0] for one in each),
+            tuple(one.kept[0] for one in each),
+            tuple(one.buffers[0] for one in each),
+            tuple(one.copies[0] for one in each),
+            cache_groups(plan),
+        )
+    matrices = max(plan.embeds, plan.predicts) if plan.tied else plan.embeds + plan.predicts
+    rows = _vocabulary_rows(plan, matrices) + source.position_rows
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:
         more = (_numbers_beside(plan, plan.draft.plan, source, rank) for rank in range(plan.ranks))
@@ -189,7 +199,7 @@ def _numbers_beside(plan: Plan, other: Plan, source: Sizes, rank: int) -> int:
         {(part.sublayer, len(part.sharers)) for work in work_of(one, rank) for part in work.parts}
         for one in (plan, other)
     )
-    return sum(_numbers(other, source, part) for part in more if part not in own or other.exchanges(part[0]))
+    return sum(numbers_of(other, source, part) for part in more if part not in own or other.exchanges(part[0]))
 
 
 def _vocabulary_rows(plan: Plan, matrices: int) -> int:
@@ -204,7 +214,9 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     for rank in range(plan.ranks):
         parts = [(work, part) for work in work_of(plan, rank) for part in work.parts]
         numbers = rows * plan.hidden
-        numbers += sum(map(partial(_numbers, plan, source), {(part.sublayer, len(part.sharers)) for _, part in parts}))
+        numbers += sum(
+            map(partial(numbers_of, plan, source), {(part.sublayer, len(part.sharers)) for _, part in parts})
+        )
         weights.append(numbers * plan.dtype_bytes)
         own, copied, rebuilt, read = list[int](), 0, 0, 0
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
@@ -230,7 +242,7 @@ def kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
     return unit_bounds(source.units(attention)[unit], attention.piece)
 
 
-def _numbers(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
+def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
     """How many numbers the matrices of a rank's part have, given how many ranks share the sublayer."""
     sublayer, members = part
     size, whole = plan.mixtures.size(sublayer), plan.mixtures.whole_experts(sublayer, members)

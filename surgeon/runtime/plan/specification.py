@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -145,6 +145,9 @@ class Plan:
         changes: a healed draft's folder, with norms and adapters in place of the checkpoint's or beside them, if any.
         coda: a checkpoint's coda that drafts tokens, if any.
         draft: another program over the same weights that does, if any.
+        stretches: after how many nodes of the program each rank's stretch ends, where ranks hold stretches of it, one
+            behind the other (a pipeline); empty where every rank has a share of all. A coda is rank 0's then.
+        embeds, predicts: whether it begins with tokens, and ends with predictions; of a stretch (`of_rank`).
     """
 
     folder: Path
@@ -186,6 +189,25 @@ class Plan:
     changes: Path | None = None
     coda: CodaPlan | None = None
     draft: DraftPlan | None = None
+    stretches: tuple[int, ...] = ()
+    embeds: bool = True
+    predicts: bool = True
+
+    def of_rank(self, rank: int) -> tuple[Plan, int]:
+        """The plan by which a rank computes, and which rank of that it is: of a pipeline its stretch, on one rank."""
+        if not self.stretches:
+            return self, rank
+        first, end = (0, *self.stretches)[rank : rank + 2]
+        own = replace(
+            self,
+            program=str(Program(Program.parse(self.program).nodes[first:end])),
+            ranks=1,
+            stretches=(),
+            coda=None if rank else self.coda,
+            embeds=rank == 0,
+            predicts=rank == self.ranks - 1,
+        )
+        return own, 0
 
     @property
     def family(self) -> Family:

@@ -35,6 +35,7 @@ from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollective
 from surgeon.runtime.comm.link import EmulatedLink
 from surgeon.runtime.comm.pipes import Receiver, Sender
 from surgeon.runtime.comm.quantised import Compressed
+from surgeon.runtime.comm.ring import Ring
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.comm.symmetric_memory import with_symmetric_memory
 from surgeon.runtime.worker.options import RankOptions, sees_its_own_gpu
@@ -86,7 +87,10 @@ class Rank:
         engines: by name, for later functions.
         sender: on rank 0, what it tells all other ranks.
         receiver: on the other ranks, what they are told.
+        ring: the connections to the rank before and the next one, once these are there (worker/ring.py).
     """
+
+    ring: Ring | None = None
 
     def __init__(self, settings: RankSettings, connection: Connection, channel: Sequence[int]) -> None:
         """Connect to the other ranks.

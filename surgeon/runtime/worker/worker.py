@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice, takewhile
 from operator import eq
-from typing import NamedTuple
 
 from surgeon.processes.watchdog import Pulse
 from surgeon.runtime.batching.blocks import BlockPool
@@ -26,24 +25,15 @@ from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.sampling import Sampler
+from surgeon.runtime.model.stretch import StretchEngine
 from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.worker.in_flight import FlightLeader, relay
+from surgeon.runtime.worker.messages import Account, Cancel, Progress, Recorded, Report
 from surgeon.runtime.worker.rank import Rank
 
 RECORDING_SECONDS = 60.0
 ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
-
-
-class Cancel(NamedTuple):
-    """To rank 0: end a request."""
-
-    request: int
-
-
-class Report(NamedTuple):
-    """To every rank: send an `Account`."""
-
-    ticket: int
 
 
 class Drafting(tuple[Row, ...]):
@@ -58,35 +48,13 @@ class RowsToRecord(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that is only to be recorded."""
 
 
-class Recorded(NamedTuple):
-    """From rank 0, before it works on requests: how many passes have been recorded, and of how many."""
-
-    done: int
-    all: int
-
-
-class Progress(NamedTuple):
-    """From rank 0, at the start and after every pass and cancellation.
-
-    Attributes:
-        stats: the fields of `Stats`, in their order.
-    """
-
-    outputs: list[Output]
-    stats: tuple[int, ...]
-
-
-class Account(NamedTuple):
-    """From a rank: what its passes have cost."""
-
-    ticket: int
-    rank: int
-    figures: Figures
-
-
 def load(rank: Rank, plan: Plan, name: str = ENGINE) -> ExpertTimes | None:
     """Runs on a rank: load its slices of a model, and keep the engine under a name; how experts are shared, if open."""
-    engine = RankEngine(plan, rank.collectives, rank.device, rank.engines.values())
+    engine = (
+        StretchEngine(plan, rank.rank, rank.device)
+        if plan.stretches
+        else RankEngine(plan, rank.collectives, rank.device, rank.engines.values())
+    )
     keep(rank, name, engine)
     return engine.expert_times
 
@@ -129,14 +97,14 @@ def complete(
     if rank.rank:
         follow(rank, engine, cache)
         return [], engine.figures
-    leader = Leader(engine, cache, blocks, limits, rank.sender)
+    leader = leader_of(rank, engine, cache, blocks, limits)
     for request in requests:
         leader.submit(request)
     outputs: list[Output] = []
     while not leader.scheduler.idle:
         outputs += (newest := leader.step())
         rank.notify(leader.progress(newest))
-    rank.sender.send(None)
+    leader.end()
     return outputs, engine.figures
 
 
@@ -159,7 +127,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
     if rank.rank:
         follow(rank, engine, cache)
         return
-    leader = Leader(engine, cache, blocks, limits, rank.sender)
+    leader = leader_of(rank, engine, cache, blocks, limits)
     for recorded in leader.record_ahead():
         rank.notify(recorded)
     inbox = rank.inbox()
@@ -174,19 +142,30 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
             rank.notify(leader.progress(leader.step()))
 
 
-def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> None:
+def leader_of(rank: Rank, engine: RankEngine, cache: PagedCache, blocks: int, limits: Limits) -> Leader | FlightLeader:
+    """Rank 0's side of the work on some requests."""
+    if isinstance(engine, StretchEngine):
+        assert rank.ring is not None, "ranks with stretches are connected before they work"
+        return FlightLeader(engine, cache, blocks, limits, rank.ring)
+    return Leader(engine, cache, blocks, limits, rank.sender)
+
+
+def _obey(rank: Rank, leader: Leader | FlightLeader, message: Request | Cancel | Report) -> None:
     if isinstance(message, Request):
         leader.submit(message)
     elif isinstance(message, Cancel):
         if output := leader.cancel(message.request):
             rank.notify(leader.progress([output]))
     else:
-        rank.sender.send(message)
+        leader.report(message)
         rank.notify(Account(message.ticket, rank.rank, leader.engine.figures))
 
 
 def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
     """What all ranks but the first do: compute the rows they are sent, until there is nothing more."""
+    if isinstance(engine, StretchEngine):
+        relay(rank, engine, cache)
+        return
     while (message := rank.receiver.receive()) is not None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
@@ -332,23 +311,15 @@ class Leader:
 
     def progress(self, outputs: list[Output]) -> Progress:
         """What the starting process is told."""
-        scheduler, figures = self.scheduler, self.engine.figures
-        phases = figures.prefill, figures.decode, figures.drafting
-        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
-        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
-            *vars(scheduler.tally).values(),
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.pool.blocks,
-            scheduler.pool.free,
-            sum(phase.passes for phase in phases),
-            figures.drafting.passes,
-            sum(phase.halved for phase in phases),
-            sum(count.all_reduces for count in counts),
-            sum(count.all_gathers for count in counts),
-            sum(count.bytes for count in counts),
-        )
-        return Progress(outputs, stats)
+        return Progress.of(outputs, self.scheduler, self.engine.figures)
+
+    def report(self, message: Report) -> None:
+        """Have all other ranks send an account."""
+        self._sender.send(message)
+
+    def end(self) -> None:
+        """Have all other ranks end their work."""
+        self._sender.send(None)
 
 
 def ids(chunks: Iterable[ScheduledChunk]) -> list[int]:
