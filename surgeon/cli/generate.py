@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import CheckpointArgument, DraftArguments, ServedRun
+from surgeon.cli.options import CheckpointArgument, DraftArguments, PipelineArguments, ServedRun
 
 if TYPE_CHECKING:
     from surgeon.library.generation import GeneratedText
@@ -78,14 +78,15 @@ def generate(
         typer.Option(
             "--json",
             help="Write a line of JSON for each prompt: prompt, text, finish_reason (stop or length), and tokens, the "
-            "ids of the new ones; with --draft also how many were drafted and accepted, tokens_per_pass of the model, "
-            "and tokens_per_second.",
+            "ids of the new ones; with --draft or --pipeline also how many were drafted and accepted, tokens_per_pass of "
+            "the model, and tokens_per_second.",
         ),
     ] = False,
     max_batch: Annotated[
         int, typer.Option(min=1, help="Texts that are computed together; others follow as these end.")
     ] = 32,
     drafting: DraftArguments,
+    piping: PipelineArguments,
     run: ServedRun,
 ) -> None:
     """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
@@ -93,8 +94,8 @@ def generate(
     The text of one prompt is shown as it comes, those of several in the order of the prompts, each below a line with
     the prompt's beginning. Of generation_config.json, repetition_penalty and suppressed tokens apply; what else it sets
     and would change the text, drawing tokens among it, is named and not applied. The ranks are started here, or by
-    torchrun (see --tp); every rank loads its own slices of the weights only. The texts are the same for any number of
-    ranks.
+    torchrun (see --tp); every rank loads its own slices of the weights only, or with --pipeline its own layers. The
+    texts are the same for any number of ranks.
     """
     from surgeon.library.generate import generate as write
 
@@ -107,7 +108,7 @@ def generate(
         if alone:
             print(event.text, end="" if event.finish_reason is None else "\n", flush=True)
         elif event.finish_reason is not None and as_json:
-            print(_json_line(text, drafting.draft is not None), flush=True)
+            print(_json_line(text, drafting.draft is not None or piping.pipeline), flush=True)
         elif event.finish_reason is not None:
             written += 1
             line = " ".join(text.prompt.split())
@@ -116,7 +117,7 @@ def generate(
             print(f"{above}==> {written} of {len(texts)}: {beginning} <==\n{text.text}", flush=True)
 
     choices = vars(choosing) | {"stop": choosing.stop or ()}
-    found = write(model, texts, **choices, max_batch=max_batch, **vars(drafting), **run.options(), on_event=show)
+    found = write(model, texts, **choices, max_batch=max_batch, **vars(drafting), **piping.over(run), on_event=show)
     print(found, file=sys.stderr)
 
 

@@ -5,7 +5,7 @@ Light, like every module here: typer and the standard library. Use as `data: Dat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -301,6 +301,55 @@ class DraftArguments:
             "far, none among them; with coda 1.",
         ),
     ] = None
+
+
+@dataclass(frozen=True)
+class PipelineArguments:
+    """Ranks with layers of their own, in the user's words; a group of options (see grouped.py)."""
+
+    pipeline: Annotated[
+        bool,
+        typer.Option(
+            "--pipeline",
+            help="Have each of --ranks hold a stretch of the layers, in place of a share of every layer: only streams "
+            "go from one to the next. While one computes, those before it go on with other texts, or with what the "
+            "coda of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the last one "
+            "verifies: the same texts. At the end it says whether that was faster than one rank with all layers.",
+        ),
+    ] = False
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many ranks --pipeline has.")] = None
+    in_flight: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many tokens may be on their way through the ranks of --pipeline, of several texts or drafted by "
+            "the coda; 1 drafts none. Default: --ranks where fewer texts are computed together and there is a coda, "
+            "else 1.",
+        ),
+    ] = None
+
+    def over(self, run: RunArguments) -> dict[str, Any]:
+        """The keywords of `surgeon.generate` for these and for how a checkpoint runs.
+
+        Raises:
+            ValueError: if they do not fit each other.
+        """
+        if not self.pipeline:
+            given = next((name for name in ("ranks", "in_flight") if getattr(self, name) is not None), None)
+            if given is not None:
+                raise ValueError(
+                    f"--{given.replace('_', '-')} is of --pipeline, whose ranks have layers of their own; --tp says "
+                    "how many ranks share every layer"
+                )
+            return run.options()
+        if self.ranks is None:
+            raise ValueError("--pipeline needs a number of ranks, each with layers of its own; say --ranks N")
+        if run.tp != 1:
+            raise ValueError(
+                f"--tp {run.tp} shares every layer among ranks, and --pipeline gives each rank layers of its own; "
+                "leave --tp out"
+            )
+        return replace(run, tp=self.ranks).options() | {"pipeline": True, "in_flight": self.in_flight}
 
 
 def parse_batches(text: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pandas as pd
 
@@ -86,7 +87,26 @@ class Generation:
             f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
             f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
         ]
+        if plan.stretches:
+            return "\n".join(lines + self._pipeline())
         return "\n".join(lines + (self._drafts() if self.drafts else self._collectives(program)))
+
+    def _pipeline(self) -> list[str]:
+        """Which nodes each rank had, what was in flight, and whether that paid."""
+        plan, usages, first = self.plan, [text.usage for text in self.texts], self.figures[0]
+        spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *plan.stretches)))
+        drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
+        drafts = f"{accepted} of {drafted} tokens of the coda's were right ({accepted / max(1, drafted):.0%})"
+        lines = [
+            f"nodes    {spans}, a stretch on each rank",
+            f"drafts   {drafts if drafted else 'none: one token of each text in flight'}",
+        ]
+        if not first.decode.new:
+            return lines
+        taken, alone = first.decode.seconds / first.decode.new, sum(each.alone for each in self.figures)
+        verdict = f"{alone / taken:.2f} times as fast" + ("" if taken < alone else "; a pipeline does not pay here")
+        times = f"{1e3 * taken:.2f} ms per token, {1e3 * alone:.2f} on one rank that has all stretches"
+        return [*lines, f"time     {times}: {verdict}"]
 
     def _drafts(self) -> list[str]:
         """How many drafted tokens were right, and what a token takes then."""

@@ -47,12 +47,14 @@ from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.plan.mixtures import A_MIXTURE, ExpertTimes
 from surgeon.runtime.plan.specification import Ways
+from surgeon.runtime.plan.stretches import with_stretches
 from surgeon.runtime.stream import Listener, OpenRequest, Stream
 from surgeon.runtime.worker.messages import Account, Cancel, Progress, Recorded, Report
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.rank_process import RankFailed
 from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.ring import connect
 from surgeon.runtime.worker.worker import load, serve
 
 __all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
@@ -86,10 +88,16 @@ class ServiceOptions:
             what else is drawn keeps its distribution.
         draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py). With a coda one by
             default: each more is accepted less often, and was slower wherever it was measured.
+        pipeline: have each rank hold a stretch of the program, one behind the other, in place of a share of all of it;
+            while one computes what the one before has sent, that goes on with other texts, or with what the coda of the
+            checkpoint's first rack drafts, if it has any. Texts are the same.
+        in_flight: in a pipeline, how many tokens may be on their way through the ranks: of several texts those of each,
+            and else those that the coda has drafted; with 1 it drafts none. By default as many as there are ranks if
+            fewer texts are computed together, else 1.
 
     Raises:
-        ValueError: if the ranks are not connected, a number is too small, or there are no such drafts or not of another
-            program.
+        ValueError: if the ranks are not connected, a number is too small, there are no such drafts or not of another
+            program, or a pipeline cannot do what is asked of it besides.
     """
 
     ranks: RankOptions = field(default_factory=RankOptions)
@@ -107,8 +115,11 @@ class ServiceOptions:
     halves: str = "auto"
     draft: Program | str | HealedDraft | None = None
     draft_tokens: int | None = None
+    pipeline: bool = False
+    in_flight: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_pipeline()
         if self.draft == CODA:
             if self.program is not None:
                 raise ValueError(
@@ -135,7 +146,7 @@ class ServiceOptions:
                 "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
                 "measures with none)"
             )
-        least_of = {"max_batch": 1, "max_waiting": 0, "max_tokens": 2, "blocks": 1, "draft_tokens": 1}
+        least_of = {"max_batch": 1, "max_waiting": 0, "max_tokens": 2, "blocks": 1, "draft_tokens": 1, "in_flight": 1}
         for name, least in least_of.items():
             number = getattr(self, name)
             if number is not None and number < least:
@@ -143,10 +154,35 @@ class ServiceOptions:
         if not self.patience > 0:
             raise ValueError(f"patience must be above 0 seconds, not {self.patience:g}")
 
+    def _check_pipeline(self) -> None:
+        if not self.pipeline:
+            if self.in_flight is not None:
+                raise ValueError("in_flight says how many tokens are on their way through a pipeline; ask for one, too")
+            return
+        if self.draft is not None:
+            raise ValueError(
+                "a pipeline drafts with the coda of the checkpoint's first rack, and with nothing else; leave the "
+                "draft out"
+            )
+        if self.ranks.device != "cpu":
+            raise ValueError("pipelines run on CPU ranks only, so far; use the device cpu")
+        if self.ranks.compression is not None:
+            raise ValueError("a pipeline sends streams as they are, and sums nothing; leave the compression out")
+        if self.halves == "on":
+            raise ValueError("halves hide reductions, and a pipeline has none; use halves auto or off")
+
     @property
     def ways(self) -> Ways:
         """How ranks compute it."""
         return {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
+
+    @property
+    def drafting(self) -> bool | None:
+        """Whether the coda of a pipeline's first rack drafts; None for where there is one, and too few texts."""
+        if self.in_flight is not None:
+            return self.in_flight > 1
+        # Codas are for the checkpoint's own program.
+        return None if self.max_batch < self.ranks.ranks and self.program is None else False
 
     @property
     def most_open(self) -> int:
@@ -192,8 +228,11 @@ class Service(AbstractContextManager["Service"]):
         """
         self.options = options = options or ServiceOptions()
         ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
-        plan = make_plan(model, ranks, options.max_tokens, program, device, halves=options.halves, **options.ways)
-        if options.draft == CODA:
+        shared = 1 if options.pipeline else ranks
+        plan = make_plan(model, shared, options.max_tokens, program, device, halves=options.halves, **options.ways)
+        if options.pipeline:
+            plan = with_stretches(plan, ranks, options.drafting)
+        elif options.draft == CODA:
             plan = with_coda(plan)
         elif options.draft is not None and options.draft != LOOKUP:
             plan = with_draft(plan, model, options.draft)
@@ -213,13 +252,16 @@ class Service(AbstractContextManager["Service"]):
         self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch, device)
         self.max_tokens = self.capacity.longest
         as_pays = options.draft not in (None, CODA) and options.draft_tokens is None
-        pass_tokens = max(PASS_TOKENS[device], options.max_batch * (1 + drafts))
+        stretches = max(1, len(self.plan.stretches))
+        pass_tokens = max(PASS_TOKENS[device] // stretches, options.max_batch * (1 + drafts))
         waiting, long_texts = options.max_waiting, self.plan.long_texts
         limits = Limits(
             *(options.max_batch, self.max_tokens, waiting, pass_tokens, self.plan.ends, drafts),
             long_texts=long_texts,
             as_pays=as_pays,
             looked_up=options.draft == LOOKUP,
+            stretches=stretches,
+            in_flight=1 if self.plan.coda is None else options.in_flight or stretches,
         )
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
@@ -241,6 +283,8 @@ class Service(AbstractContextManager["Service"]):
             raise
 
     def _start(self) -> None:
+        if self.plan.stretches:
+            connect(self._ranks)
         times: ExpertTimes | None = self._ranks.call(load, self.plan)[0]
         self.experts = None if times is None else times.line(A_MIXTURE)
         self._thread.start()
@@ -285,6 +329,8 @@ class Service(AbstractContextManager["Service"]):
             raise ValueError(f"token ids must lie in 0..{self.plan.vocabulary - 1}, the model's vocabulary")
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop texts cannot be found without a tokenizer; give the service one")
+        if sampling.prompt_logprobs is not None and self.plan.stretches:
+            raise ValueError("a pipeline does not say how likely prompts are; use ranks that share every layer")
         opened = OpenRequest(request, self._tokenizer)
         with self._changed:
             if self.failure is not None:

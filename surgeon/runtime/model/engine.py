@@ -44,8 +44,8 @@ class Figures:
     """What passes have cost: those with tokens of prompts, those that continue sequences, and those that draft.
 
     Attributes:
-        alone: seconds of a pass over as many texts as ran together at most, for the layers of this rank, in a rank that
-            has all of them; where ranks have stretches of the program (`StretchEngine.alone`).
+        alone: where ranks have stretches of the program, seconds that a token would take of a rank that has all of it,
+            for the stretch of this one (`StretchEngine.alone`).
     """
 
     prefill: Phase = field(default_factory=Phase)

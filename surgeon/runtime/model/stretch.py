@@ -93,11 +93,11 @@ class StretchEngine(RankEngine):
         return self.coda.vocabulary.best(logits, Phase().vocabulary) if greedy else logits
 
     def alone(self, texts: int, tokens: int) -> float:
-        """Seconds that a pass over texts of so many tokens takes of a rank that has all layers, for those of this one.
+        """Seconds that a token takes of a rank that has all of the program, for the stretch of this one.
 
-        As tried now, in a cache of its own, and without the coda.
+        It is one of a pass over so many texts of so many tokens, as tried now, in a cache of its own, without the coda.
         """
-        blocks, drafting, figures, pace = blocks_for(tokens), self._drafting, self.figures, self.pace
+        blocks, drafting, figures = blocks_for(tokens), self._drafting, self.figures
         cache, row = self.new_cache(blocks), Row(tokens - 1, [0], ([(0, blocks)],), Wanted.BEST, prompt=tokens - 1)
         self._drafting, self.figures, seconds = False, Figures(), []
         for _ in range(1 + TRIALS):  # the first may be recorded
@@ -109,9 +109,9 @@ class StretchEngine(RankEngine):
             else:
                 self.onward([row] * texts, cache)
             seconds.append(time.perf_counter() - began)
-        self._drafting, self.figures, self.pace = drafting, figures, pace
+        self._drafting, self.figures = drafting, figures
         self.pause()
-        return median(seconds[1:])
+        return median(seconds[1:]) / texts
 
     @contextmanager
     def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:

@@ -22,15 +22,15 @@ from surgeon.runtime.plan.specification import Plan
 from surgeon.words import plural
 
 
-def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
+def with_stretches(plan: Plan, ranks: int, drafts: bool | None) -> Plan:
     """A plan of one rank as one of so many, each of which has a stretch of the program; of one rank the plan itself.
 
     Args:
-        drafts: whether the coda of the checkpoint's first rack is to draft, if it has any.
+        drafts: whether the coda of the checkpoint's first rack is to draft; None for if it has one.
 
     Raises:
         FileNotFoundError, ValueError: if the program does not split into so many stretches, decoding is asked for in
-            fixed shapes, or codas are damaged or the program cannot be cut where they are.
+            fixed shapes, or codas are missing or damaged, or the program cannot be cut where they are.
     """
     if ranks == 1:
         return plan
@@ -44,7 +44,7 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
             f"{ranks} ranks would have a stretch of layers each, and the model has {plan.layers}; use at most as many "
             "ranks as layers"
         )
-    if drafts and read_codas(plan.folder, check_weights=False) is not None:
+    if drafts or (drafts is None and read_codas(plan.folder, check_weights=False) is not None):
         plan = with_coda(plan)
     program, first = Program.parse(plan.program), 0 if plan.coda is None else plan.coda.nodes
     cuts = [place for place in places_to_cut(program) if place >= first]
