@@ -78,8 +78,8 @@ def generate(
         typer.Option(
             "--json",
             help="Write a line of JSON for each prompt: prompt, text, finish_reason (stop or length), and tokens, the "
-            "ids of the new ones; with --draft or --pipeline also how many were drafted and accepted, tokens_per_pass of "
-            "the model, and tokens_per_second.",
+            "ids of the new ones; with --draft or --pipeline also how many were drafted and accepted, tokens_per_pass "
+            "of the model, and tokens_per_second.",
         ),
     ] = False,
     max_batch: Annotated[

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.checkpoint.texts import Continuation
 from surgeon.cli.app import main
+from surgeon.library import generate as generate_module
 from surgeon.runtime import service
 from surgeon.runtime.worker import ranks
 from tests import warm
+from tests.codas import save_codas
 from tests.tiny_models import damage, save_checkpoint
 from tests.waiting import PATIENCE, wait_until
 
@@ -73,6 +76,54 @@ def test_text_on_stdout_and_figures_on_stderr(
     assert f"{0 if ranks == 1 else 8} all-reduces per token, as the program has" in err
     assert re.search(r"decode   \d+ tokens at [\d.]+ tokens/s", err)
     assert "room for" not in err  # said where some texts have to wait for others
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], id="greedy"), pytest.param(["--temperature", "1", "--seed", "3"], marks=pytest.mark.thorough)],
+)
+def test_a_pipeline_writes_the_same_texts(
+    options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_codas(tiny_checkpoint, AutoModelForCausalLM.from_pretrained(tiny_checkpoint), cut=1, noise=0.3)
+    expected = records(capfd, tiny_checkpoint, PROMPTS[:2], *options)
+    piped = ["--pipeline", "--ranks", "2", "--in-flight", "4", *options]
+    found = records(capfd, tiny_checkpoint, PROMPTS[:2], *piped)
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+    assert any(one["drafted"] for one in found)
+    assert generate(tiny_checkpoint, *piped) == 0
+    err = capfd.readouterr().err
+    assert "nodes    0:2, 2:8, a stretch on each rank" in err
+    assert re.search(r"drafts   \d+ of \d+ tokens of the coda's were right", err)
+    assert re.search(
+        r"time     [\d.]+ ms per token, [\d.]+ on one rank that has all stretches: [\d.]+ times as fast", err
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--pipeline"], "say --ranks N"),
+        (["--ranks", "2"], "--ranks is of --pipeline"),
+        (["--in-flight", "2"], "--in-flight is of --pipeline"),
+        (["--pipeline", "--ranks", "2", "--tp", "2"], "leave --tp out"),
+        (["--pipeline", "--ranks", "2", "--draft", "lp"], "leave the draft out"),
+        (["--pipeline", "--ranks", "2", "--halves", "on"], "a pipeline has none"),
+        (["--pipeline", "--ranks", "2", "--compress", "int8"], "leave the compression out"),
+        (["--pipeline", "--ranks", "2", "--in-flight", "3"], "has no codas"),
+        (["--pipeline", "--ranks", "5"], "the model has 4"),
+    ],
+)
+def test_a_pipeline_that_cannot_be(
+    options: list[str],
+    said: str,
+    tiny_checkpoint: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generate_module, "early_ranks", lambda _: nullcontext())  # before it is known to be in vain
+    assert generate(tiny_checkpoint, *options) == 1
+    assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

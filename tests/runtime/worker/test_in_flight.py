@@ -103,10 +103,10 @@ def planned(folder: Path, ranks: int, drafts: bool = True) -> Plan:
 @pytest.mark.parametrize(
     ("ranks", "in_flight", "family", "settings"),
     [
-        (2, 2, "llama", {"tie_word_embeddings": True}),
-        (3, 8, "gemma2", {"sliding_window": 8, "tie_word_embeddings": False}),
+        pytest.param(2, 2, "llama", {"tie_word_embeddings": True}, marks=pytest.mark.thorough),
+        pytest.param(3, 8, "gemma2", {"sliding_window": 8, "tie_word_embeddings": False}, marks=pytest.mark.thorough),
         (4, 5, "llama", {}),
-        (4, 1, "gpt_neox", {}),
+        pytest.param(4, 1, "gpt_neox", {}, marks=pytest.mark.thorough),
     ],
 )
 def test_tokens_in_flight_become_the_models(
@@ -125,6 +125,7 @@ def test_tokens_in_flight_become_the_models(
             assert tally.drafted == 0
 
 
+@pytest.mark.thorough
 def test_texts_that_have_to_give_way_are_the_models(tmp_path: Path) -> None:
     model = saved(tmp_path)
     sampling = replace(GREEDY, max_new_tokens=LONG)
@@ -134,7 +135,7 @@ def test_texts_that_have_to_give_way_are_the_models(tmp_path: Path) -> None:
     assert tally.preempted
 
 
-@pytest.mark.parametrize("blocks", [64, 4])
+@pytest.mark.parametrize("blocks", [pytest.param(64, marks=pytest.mark.thorough), 4])
 def test_drawn_texts_are_those_without_drafts(blocks: int, tmp_path: Path) -> None:
     saved(tmp_path)
     ways = [Sampling(1.0, seed=3), Sampling(0.8, top_k=20, seed=3, repetition_penalty=1.3), Sampling(0.0, logprobs=2)]
