@@ -23,7 +23,7 @@ from surgeon.runtime.batching.scheduler import Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Sequence
 
 
-class Answer(NamedTuple):
+class ChosenToken(NamedTuple):
     """What the last rank has chosen.
 
     Attributes:
@@ -84,7 +84,7 @@ class InFlight(Scheduler):
         sequence.tokens.append(token)
         sequence.unverified += 1
 
-    def arrived(self, answer: Answer) -> list[Output]:
+    def arrived(self, answer: ChosenToken) -> list[Output]:
         """Take what the last rank has chosen; nothing of a text that has ended, or is there already."""
         open_ = (one for one in (*self.running, *self.waiting) if one.request.id == answer.request)
         sequence = next(open_, None)
@@ -154,7 +154,7 @@ class Verdicts:
         place, _ = self._newest.get(request, (-1, 0))
         return bool(row.wanted) and row.start + len(row.tokens) > place
 
-    def choose(self, answer: Answer) -> None:
+    def choose(self, answer: ChosenToken) -> None:
         """Note what has been chosen."""
         self._newest[answer.request] = answer.place, answer.choice[0]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.in_flight import Answer, Flight, InFlight, Verdicts, latest
+from surgeon.runtime.batching.in_flight import ChosenToken, Flight, InFlight, Verdicts, latest
 from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
@@ -39,7 +39,7 @@ class News(NamedTuple):
     ended: list[int]
 
 
-class Asked(NamedTuple):
+class TrialAsked(NamedTuple):
     """From rank to rank: send an `Account`, with a trial of passes over so many texts of so many tokens."""
 
     report: Report
@@ -152,7 +152,7 @@ class FlightLeader:
     def report(self, message: Report) -> None:
         """Have all other ranks send an account, one after the other, each with a trial that nobody else disturbs."""
         self.engine.figures.alone = self.engine.alone(self._most, self._longest)
-        self._ring.send((Asked(message, self._most, self._longest), None))
+        self._ring.send((TrialAsked(message, self._most, self._longest), None))
 
     def end(self) -> None:
         """Have all other ranks end their work."""
@@ -177,7 +177,7 @@ def relay(rank: Rank, engine: StretchEngine, cache: PagedCache) -> None:
                 ring.send((message, news), engine.onward(message.rows, cache)[0])
             engine.pause()
             continue
-        if isinstance(message, Asked):
+        if isinstance(message, TrialAsked):
             engine.figures.alone = engine.alone(message.texts, message.tokens)
             rank.notify(Account(message.report.ticket, rank.rank, engine.figures))
         if not last:
@@ -193,7 +193,7 @@ class Waiting:
         self._ring = ring
         self._arrived: list[Arrived] = []
 
-    def next(self) -> tuple[Flight | Asked | None, News | None, Tensor | None]:
+    def next(self) -> tuple[Flight | TrialAsked | None, News | None, Tensor | None]:
         """The next message, with its stream if it is a pass; passes with single tokens that have come are one."""
         while (arrived := self._ring.receive(wait=not self._arrived)) is not None:
             self._arrived.append(arrived)
@@ -214,7 +214,7 @@ class Waiting:
         return flight, all_news, stream
 
     @staticmethod
-    def _joinable(message: Flight | Asked | None) -> bool:
+    def _joinable(message: Flight | TrialAsked | None) -> bool:
         return isinstance(message, Flight) and message.joinable
 
 
@@ -226,7 +226,7 @@ class Judge:
         self._verdicts = Verdicts()
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)
 
-    def answers(self, flight: Flight, news: News, stream: Tensor) -> list[Answer]:
+    def answers(self, flight: Flight, news: News, stream: Tensor) -> list[ChosenToken]:
         """What has been chosen, in order, by a pass with the stream, (tokens, hidden), before this rank's stretch."""
         for request in news.new:
             if not request.sampling.greedy:
@@ -237,7 +237,7 @@ class Judge:
             self._sampler.remove(ended)
         return found
 
-    def _compute(self, flight: Flight, stream: Tensor) -> list[Answer]:
+    def _compute(self, flight: Flight, stream: Tensor) -> list[ChosenToken]:
         kept = self._may_count(flight)
         if not kept:
             return []
@@ -257,20 +257,20 @@ class Judge:
                 kept.append(place)
         return kept
 
-    def _chosen(self, requests: list[int], rows: list[Row], results: Results) -> list[Answer]:
+    def _chosen(self, requests: list[int], rows: list[Row], results: Results) -> list[ChosenToken]:
         """The token behind each row that counts; whether a text's row does, the token behind the one before says."""
         number = {Wanted.NOTHING: 0, Wanted.BEST: 0, Wanted.LOGITS: 0}
         left: list[tuple[int, Row, int]] = []  # with the row's number among those that want the same
         for request, row in zip(requests, rows, strict=True):
             left.append((request, row, number[row.wanted]))
             number[row.wanted] += 1
-        answers: list[Answer] = []
+        answers: list[ChosenToken] = []
         while left:
             first = {request: (row, at) for request, row, at in reversed(left)}
             left = [one for one in left if one[1] is not first[one[0]][0]]
             asking = [(request, *one) for request, one in first.items() if self._verdicts.asks(request, one[0])]
             newest = [
-                Answer(request, row.start + len(row.tokens), (results.best[at], None))
+                ChosenToken(request, row.start + len(row.tokens), (results.best[at], None))
                 for request, row, at in asking
                 if row.wanted == Wanted.BEST
             ]
@@ -278,7 +278,7 @@ class Judge:
             if drawn and results.logits is not None:
                 chosen = self._sampler.choose([one[0] for one in drawn], results.logits[[one[2] for one in drawn]])
                 places = (row.start + len(row.tokens) for _, row, _ in drawn)
-                newest += map(Answer, (one[0] for one in drawn), places, chosen)
+                newest += map(ChosenToken, (one[0] for one in drawn), places, chosen)
             for answer in newest:
                 self._verdicts.choose(answer)
             answers += newest
