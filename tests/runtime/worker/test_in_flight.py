@@ -197,7 +197,7 @@ def test_ranks_say_what_a_rank_with_all_layers_would_take(tmp_path: Path) -> Non
 def test_an_undefined_logit_ends_its_text(tmp_path: Path) -> None:
     tiny_model("llama", num_layers=5).save_pretrained(tmp_path)
     damage(tmp_path, slice(None))
-    with pipeline(planned(tmp_path, 2), Limits(8, 100, stretches=2), 64, 0.0) as leader:
+    with pipeline(planned(tmp_path, 2, drafts=False), Limits(8, 100, stretches=2), 64, 0.0) as leader:
         leader.submit(Request(0, tuple(PROMPTS[0]), GREEDY))
         found = []
         while not leader.scheduler.idle:
