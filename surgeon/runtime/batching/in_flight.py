@@ -115,10 +115,16 @@ class InFlight(Scheduler):
 
 
 class Flight(NamedTuple):
-    """A pass on its way: rows, and whose they are."""
+    """A pass on its way: rows, and whose they are.
+
+    Attributes:
+        follows: whether no block was given back since the pass before, which may be somebody else's in this one: only
+            then the two can be computed as one.
+    """
 
     requests: list[int]
     rows: list[Row]
+    follows: bool = True
 
     @property
     def joinable(self) -> bool:
@@ -135,7 +141,7 @@ def latest(flights: Several[Flight]) -> tuple[Flight, list[int]]:
         if rows[place].start < first.get(requests[place], rows[place].start + 1):
             first[requests[place]] = rows[place].start
             kept.insert(0, place)
-    return Flight([requests[place] for place in kept], [rows[place] for place in kept]), kept
+    return Flight([requests[place] for place in kept], [rows[place] for place in kept], flights[0].follows), kept
 
 
 class Verdicts:

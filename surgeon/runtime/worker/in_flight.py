@@ -59,6 +59,7 @@ class FlightLeader:
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # of what a coda drafts
         self._drawn = set[int]()  # requests of which tokens are drawn
         self._news = News([], [])
+        self._releases = 0  # of blocks, when the newest pass was sent
         self._most, self._longest = 1, 2  # texts that ran together, and tokens of one
 
     def record_ahead(self) -> Iterator[Recorded]:
@@ -121,7 +122,8 @@ class FlightLeader:
         drafting = [chunk for chunk in chunks if self.scheduler.drafts_behind(chunk)]
         ends = torch.tensor([len(row.tokens) for row in rows]).cumsum(0) - 1
         stream, behind = self.engine.onward(rows, self.cache)
-        flight = Flight([chunk.sequence.request.id for chunk in chunks], rows)
+        releases, self._releases = self._releases, self.scheduler.pool.releases
+        flight = Flight([chunk.sequence.request.id for chunk in chunks], rows, releases == self._releases)
         self._ring.send((flight, self._news), stream)
         self._news = News([], [])
         if behind is not None and drafting:
@@ -215,7 +217,7 @@ class Waiting:
 
     @staticmethod
     def _joinable(message: Flight | TrialAsked | None) -> bool:
-        return isinstance(message, Flight) and message.joinable
+        return isinstance(message, Flight) and message.joinable and message.follows
 
 
 class Judge:
@@ -267,8 +269,13 @@ class Judge:
         answers: list[ChosenToken] = []
         while left:
             first = {request: (row, at) for request, row, at in reversed(left)}
-            left = [one for one in left if one[1] is not first[one[0]][0]]
-            asking = [(request, *one) for request, one in first.items() if self._verdicts.asks(request, one[0])]
+            void = {request for request, (row, _) in first.items() if not self._verdicts.counts(request, row)}
+            left = [one for one in left if one[0] not in void and one[1] is not first[one[0]][0]]
+            asking = [
+                (request, *one)
+                for request, one in first.items()
+                if request not in void and self._verdicts.asks(request, one[0])
+            ]
             newest = [
                 ChosenToken(request, row.start + len(row.tokens), (results.best[at], None))
                 for request, row, at in asking
@@ -282,5 +289,4 @@ class Judge:
             for answer in newest:
                 self._verdicts.choose(answer)
             answers += newest
-            left = [one for one in left if self._verdicts.counts(one[0], one[1])]
         return answers
