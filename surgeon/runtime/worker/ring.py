@@ -10,7 +10,7 @@ from surgeon.runtime.comm.ring import Address, joined, listener
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.ranks import Ranks
 
-LISTENER, ENGINE = "listener", "engine"
+LISTENER = "listener"
 
 
 def connect(ranks: Ranks) -> None:
@@ -22,7 +22,7 @@ def connect(ranks: Ranks) -> None:
 
 
 def emulate(ranks: Ranks, link: Link | None, pace: float | None = None) -> None:
-    """Have another link between connected ranks, and of loaded ones another `StretchEngine.pace`, from now on."""
+    """Have another link between connected ranks, and for what they have loaded another `StretchEngine.pace`."""
     ranks.call(use_link, link, pace)
 
 
@@ -44,5 +44,5 @@ def use_link(rank: Rank, link: Link | None, pace: float | None) -> None:
     """Runs on a rank: as `emulate`."""
     assert rank.ring is not None, "ranks are connected first"
     rank.ring.emulate(link)
-    if pace is not None:
-        rank.engines[ENGINE].pace = pace
+    for engine in () if pace is None else rank.engines.values():
+        engine.pace = pace
