@@ -317,7 +317,9 @@ class PipelineArguments:
             "verifies: the same texts. At the end it says whether that was faster than one rank with all layers.",
         ),
     ] = False
-    ranks: Annotated[int | None, typer.Option(min=1, help="How many ranks --pipeline has.")] = None
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="How many ranks --pipeline has; under torchrun all its processes.")
+    ] = None
     in_flight: Annotated[
         int | None,
         typer.Option(
@@ -342,14 +344,18 @@ class PipelineArguments:
                     "how many ranks share every layer"
                 )
             return run.options()
-        if self.ranks is None:
+        from surgeon.processes.torchrun import read_environment
+
+        own = read_environment() is None  # --tp is the number of torchrun's processes, else
+        ranks = self.ranks if own else self.ranks or run.tp
+        if ranks is None:
             raise ValueError("--pipeline needs a number of ranks, each with layers of its own; say --ranks N")
-        if run.tp != 1:
+        if own and run.tp != 1:
             raise ValueError(
                 f"--tp {run.tp} shares every layer among ranks, and --pipeline gives each rank layers of its own; "
                 "leave --tp out"
             )
-        return replace(run, tp=self.ranks).options() | {"pipeline": True, "in_flight": self.in_flight}
+        return replace(run, tp=ranks).options() | {"pipeline": True, "in_flight": self.in_flight}
 
 
 def parse_batches(text: str) -> list[int]:
