@@ -31,11 +31,10 @@ from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep, predictio
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
-from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range
 from surgeon.library.running import draft_program
-from surgeon.named import is_program, on_disk
+from surgeon.named import on_disk
 from surgeon.opened import EditedModel, Model
 from surgeon.processes.files import make_folder
 from surgeon.progress import progress
@@ -43,6 +42,7 @@ from surgeon.provenance import provenance
 from surgeon.results.best import BestRun
 from surgeon.results.drafts import DRAFT_COLUMNS, DraftRun
 from surgeon.results.prediction import AXES, PredictRun, words_of
+from surgeon.runtime.plan.drafts import named_draft
 
 _SHORT: dict[Metric, str] = {
     "token": "time per token",
@@ -274,9 +274,7 @@ def predict_drafts(
     """
     (first,) = open_candidates(model, program=program)
     found = draft_program(first.model, draft)
-    drafts = str(found.program if isinstance(found, HealedDraft) else found)
-    if drafts in RUN_OTHERWISE or not (is_program(drafts) or is_variant(drafts)):
-        raise ValueError(f"{draft} is no program over the weights of {first.model.label}; draft with an edit of it")
+    drafts = named_draft(str(found.program if isinstance(found, HealedDraft) else found))
     _, drafting = open_candidates(first.model, [drafts], layers=as_range(asked.get("layers")))
     if (there := on_disk(str(draft))) is not None:
         drafting = replace(drafting, name=there.stem)

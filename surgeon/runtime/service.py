@@ -25,12 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.drafts import HealedDraft
-from surgeon.errors import shown
-from surgeon.language.operations.declare import VARIANTS
-from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant
 from surgeon.language.program import Program
 from surgeon.memory import free_bytes
-from surgeon.named import is_program
 from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
@@ -43,7 +39,7 @@ from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
-from surgeon.runtime.plan.drafts import with_draft
+from surgeon.runtime.plan.drafts import named_draft, with_draft
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.plan.mixtures import A_MIXTURE, ExpertTimes
 from surgeon.runtime.plan.specification import Ways
@@ -125,15 +121,8 @@ class ServiceOptions:
                 raise ValueError(
                     "codas draft for the checkpoint's own program; leave the other program or the drafts out"
                 )
-        elif isinstance(self.draft, str) and not (
-            is_program(self.draft)
-            or self.draft == LOOKUP
-            or (is_variant(self.draft) and self.draft not in RUN_OTHERWISE)
-        ):
-            raise ValueError(
-                f"there are no drafts {shown(self.draft)}; give a program over the model's weights, as in "
-                f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model ({", ".join(VARIANTS)}), or {LOOKUP}, or {CODA}'
-            )
+        elif isinstance(self.draft, str) and self.draft != LOOKUP:
+            named_draft(self.draft)
         elif self.draft is None and self.draft_tokens is not None:
             raise ValueError("draft_tokens says how many tokens to draft; say with what, too: a program, or coda")
         if self.draft_tokens and self.max_tokens and self.draft_tokens >= self.max_tokens:

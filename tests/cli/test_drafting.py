@@ -142,7 +142,7 @@ def test_the_help_says_how_many_are_drafted_where_nobody_says() -> None:
     [
         (
             ["--draft", "codas"],
-            "error: there are no drafts 'codas'; give .*, or a variant of the model .lp, .*, or lookup, or coda",
+            "error: there are no drafts 'codas'; give .* variant of the model .lp, .*; where it runs, lookup .*",
         ),
         (["--draft", "upper-bound"], "error: there are no drafts 'upper-bound'; .*"),
         (["--draft", "A0 F0 A9 F9"], "error: the draft cannot run beside its model: .*A9.*"),

@@ -139,6 +139,8 @@ def test_whether_something_can_draft(tiny_checkpoint: Path, tmp_path: Path) -> N
         found = surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=draft).of_area("ranks")["draft"]
         assert found.works == "yes"
     assert surgeon.check(tiny_checkpoint, ranks=(1, 2), draft="dense").of_area("ranks")["draft"].works == "yes"
+    other = surgeon.check(tiny_checkpoint, ranks=(1,), draft="halves").of_area("ranks")["draft"]
+    assert (other.works, "there are no drafts 'halves'; give a program" in other.why) == ("no", True)
     none = surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=tiny_checkpoint).of_area("ranks")["draft"]
     assert (none.works, "has no draft.json" in none.why) == ("no", True)
 

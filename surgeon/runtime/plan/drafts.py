@@ -18,8 +18,11 @@ from pathlib import Path
 from surgeon.checkpoint.drafts import DraftChanges, HealedDraft
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.language.operations.variants import is_variant, variant_of
+from surgeon.errors import shown
+from surgeon.language.operations.declare import VARIANTS
+from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant, variant_of
 from surgeon.language.program import Program
+from surgeon.named import is_program
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import Sizes, kv_heads
 from surgeon.runtime.plan.placement import computed_of, work_of
@@ -49,7 +52,7 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
     if isinstance(draft, HealedDraft):
         DraftChanges.read(draft.folder).check(stored.weights)
         draft = draft.program
-    if isinstance(draft, str) and is_variant(draft):
+    if isinstance(draft, str) and is_variant(named_draft(draft)):
         draft = variant_of(draft, plan.layers, plan.family.steps_per_layer)(plan.ranks)
     ways: Ways = {"dtype": plan.dtype, "decoding": plan.decoding, "low_rank": plan.low_rank}
     kv: KvMode = "lowrank" if plan.kv == "lowrank" else "full"
@@ -80,6 +83,21 @@ def require_shared(draft: DraftPlan, why: str) -> Plan:
                     "model, each once"
                 )
     return draft.plan
+
+
+def named_draft(text: str) -> str:
+    """What a draft is named by: a program over the model's weights, or a variant of the model.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if is_program(text) or (is_variant(text) and text not in RUN_OTHERWISE):
+        return text
+    raise ValueError(
+        f"there are no drafts {shown(text)}; give a program over the model's weights, as in "
+        f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model ({", ".join(VARIANTS)}); where it runs, lookup and coda '
+        "draft, too"
+    )
 
 
 def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> DraftPlan:
