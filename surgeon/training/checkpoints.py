@@ -138,15 +138,18 @@ class RunCheckpoints(TrainerCallback):
         """At the end of the run, just before the best weights are loaded: else the last ones were taken for them."""
         self.require_best(state)
 
-    def require_room(self, model: Any) -> None:
+    def require_room(self, model: Any, frozen: bool = False) -> None:
         """Refuse a run whose checkpoints the disk cannot hold.
+
+        Args:
+            frozen: whether they have the parameters that are not trained, too.
 
         Raises:
             OSError: with the folder, what is needed, and what is there.
         """
         at_once = self.most + 1  # the oldest is removed when the newest is whole
         there = len(checkpoints_of(self.folder)) if self.folder.is_dir() else 0
-        check_space(self.folder, max(1, at_once - there) * checkpoint_bytes(model))
+        check_space(self.folder, max(1, at_once - there) * checkpoint_bytes(model, frozen))
 
     def until(self, step: int) -> dict[int, Path]:
         """The checkpoints up to the step that the run is at; later ones are broken, and will be made again."""
@@ -214,10 +217,11 @@ def trained_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def checkpoint_bytes(model: Any) -> int:
-    """About as many bytes as a checkpoint takes: what is trained, and what Adam keeps of it."""
+def checkpoint_bytes(model: Any, frozen: bool = False) -> int:
+    """About as many bytes as a checkpoint takes: what is trained, and what Adam keeps of it; and what is frozen."""
     trained = sum(one.numel() * one.element_size() for _, one in trained_parameters(model))
-    return (1 + _STATES_OF_ADAM) * trained
+    every = sum(one.numel() * one.element_size() for one in model.parameters()) if frozen else trained
+    return every + _STATES_OF_ADAM * trained
 
 
 def write_trained(model: Any, folder: Path) -> None:

@@ -123,13 +123,18 @@ class ModelTrainer(Trainer):
             ValueError: if those that are there are of something else.
         """
         if self.args.should_save:
-            self.checkpoints.require_room(self.model)
+            self.checkpoints.require_room(self.model, self._saves_frozen)
         try:
             return super().train(resume_from_checkpoint, *others, **options)
         except RuntimeError as error:
             if self.args.world_size == 1 or not others_have_ended(error):
                 raise
             raise OSError(OTHERS_ENDED) from error
+
+    @property
+    def _saves_frozen(self) -> bool:
+        """Whether checkpoints have what is not trained, too: those of FSDP and DeepSpeed do, but for adapters."""
+        return self.empty is not None and not isinstance(self.model, PeftModel)
 
     def whole_model(self) -> Any:
         """The model in one piece, in the first process; None in the others."""
@@ -347,10 +352,10 @@ class ModelTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(self.checkpoints.staging, ignore_errors=True)
         # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
+        needed = show_bytes(checkpoint_bytes(self.model, self._saves_frozen))
         raise OSError(
             f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
-            f"about {show_bytes(checkpoint_bytes(self.model))}; earlier ones are whole, so make room, and run the same "
-            "command again to go on"
+            f"about {needed}; earlier ones are whole, so make room, and run the same command again to go on"
         )
 
     # These three are private, as is all of the Trainer that reads a checkpoint. Around `train` one could not tell an

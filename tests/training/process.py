@@ -6,10 +6,12 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from surgeon.checkpoint.read import read_json
 from surgeon.models.edit import edit
@@ -20,6 +22,7 @@ from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from surgeon.training.token_store import as_table
+from surgeon.training.trainer import ModelTrainer
 from tests.tiny_models import tiny_model
 from tests.training.test_run import TEXTS
 
@@ -33,6 +36,13 @@ def documents() -> TrainTexts:
         for row in packer.add(Tokens(rng.integers(3, 60, length).astype(np.int32), rng.random(length) < 0.5))
     ]
     return TrainTexts(TrainingText(datasets.Dataset(as_table(rows)), "documents", "0"), TEXTS.held_out)
+
+
+def require_shared(trainer: Any) -> None:
+    """Refuse a process that does not share out every parameter, or holds much more than half of their numbers."""
+    parameters = list(trainer.model_wrapped.parameters())
+    assert all(isinstance(one, DTensor) for one in parameters)
+    assert sum(one.to_local().numel() for one in parameters) < 0.55 * sum(one.numel() for one in parameters)
 
 
 def main(folder: str, sharded: str, family: str, program: str, lora: str, hidden: str) -> None:
@@ -51,7 +61,15 @@ def main(folder: str, sharded: str, family: str, program: str, lora: str, hidden
         distillation=Distillation(hidden=float(hidden)), arguments=arguments,
     )  # fmt: skip
     student = edit(tiny_model(family, 3, dropout=0.0), program)
-    found = train(student, documents(), settings, Path(folder), lambda: tiny_model(family, 3, dropout=0.0))
+    whole_model = ModelTrainer.whole_model
+
+    def gathered(trainer: ModelTrainer) -> Any:
+        if sharded == "fsdp":
+            require_shared(trainer)
+        return whole_model(trainer)
+
+    with patch.object(ModelTrainer, "whole_model", gathered):
+        found = train(student, documents(), settings, Path(folder), lambda: tiny_model(family, 3, dropout=0.0))
     if found is not None:
         every = found.merged().named_parameters(remove_duplicate=False)  # what slices share under each of its names
         norms = {name: float(parameter.detach().norm()) for name, parameter in every}

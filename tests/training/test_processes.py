@@ -8,17 +8,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
 
 import surgeon
 from surgeon.models.edit import edit
 from surgeon.training.settings import TrainSettings
-from surgeon.training.sharding import gathered_together
+from surgeon.training.sharding import gathered_together, share_out
 from tests.processes.test_torchrun import free_port
 from tests.processes.together import REPOSITORY, together
 from tests.selection import case
@@ -93,6 +97,30 @@ def test_what_is_gathered_together() -> None:
     left = {name for name, _ in model.named_parameters()} - set(every)
     assert len(every) == len(set(every))
     assert all("layernorm" in name or not name.startswith(inside) for name in left)
+
+
+def test_what_accelerate_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is heard on CPUs, where accelerate itself would train replicas; another version of FSDP is refused."""
+    before = PartialState(cpu=True).distributed_type
+    state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, mixed_precision="bf16")
+    accelerator: Any = SimpleNamespace(state=state, parallelism_config=None)
+    assert not share_out(accelerator, None)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="fsdp_version 1 does not know programs; use 2"):
+        share_out(accelerator, None)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    try:
+        assert share_out(accelerator, None)
+    finally:
+        PartialState().distributed_type = before
+    plugin: Any = state.fsdp_plugin
+    assert state.distributed_type == DistributedType.FSDP
+    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    assert plugin.reshard_after_forward is False
+    accelerator.parallelism_config = object()
+    with pytest.raises(ValueError, match="share parameters out by FSDP2 alone"):
+        share_out(accelerator, None)
 
 
 @pytest.mark.long
