@@ -1,6 +1,6 @@
 """Run what the pages show, on the demo model, in a folder for each page.
 
-    scripts/docs/run                                   # all pages: half an hour on two cores
+    scripts/docs/run                                   # all pages: 45 minutes beside much other work
     scripts/docs/run --only docs/quick-start.md        # may be repeated; --list says what would run
 
 Blocks marked `bash` or `python` run in their order, unless the page says why not (`<!-- not run: ... -->`). Their
