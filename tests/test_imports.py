@@ -284,11 +284,13 @@ def test_what_is_imported_is_installed_with_surgeon() -> None:
     """Not only with the tools of developers, as in the environment of these tests."""
     installed, homes = requirements_of("surgeon", "serve"), packages_distributions()
     for path in modules():
-        # For those who have pytest, vLLM, or a PyTorch for GPUs, which brings triton.
+        # For those who have pytest, vLLM, a PyTorch for GPUs, which brings triton, or its liger-kernel.
         if part_of(path) in ("testing", "vllm_plugin") or "triton" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"surgeon"}:
+            for top in (
+                {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"surgeon", "liger_kernel"}
+            ):
                 assert {canonicalize_name(home) for home in homes[top]} & installed, f"{path} imports {top}"
