@@ -72,7 +72,7 @@ def test_what_it_says_of_each_form(form: str, exported: dict[str, Path]) -> None
     words = " ".join(text.split())
     assert "Its `LICENSE` lies in this folder." in words
     assert "`other` ([my terms](<LICENSE>))" in words
-    assert ("--trust-remote-code" in text, "--enforce-eager" in text) == (form == "fused", form == "program")
+    assert ("--trust-remote-code" in text, "PATH_OF_SURGEON\nvllm" in text) == (form == "fused", form == "program")
     assert ("trust_remote_code=True" in text) == (form != "plain")
     assert (f"`modeling_surgeon_{form}.py`" in words) == (form != "plain")
     assert ("`LlamaForCausalLM`" in text) == (form == "plain")
@@ -104,7 +104,7 @@ def test_ranks_are_said_once_for_equal_layers(tmp_path: Path) -> None:
         ("A0 F0#20 A1 F1", "fused", "vllm serve edited --tensor-parallel-size 2 --trust-remote-code"),
         ("A0#1 F0#20 A1#1 F1#20", "plain", "vllm serve edited --tensor-parallel-size 2"),
         ("A0#1 F0#21 A1#1 F1#21", "plain", "vllm serve edited"),
-        ("A0#1 F0 >A1 >F1", "program", "vllm serve edited --tensor-parallel-size 2 --enforce-eager"),
+        ("A0#1 F0 >A1 >F1", "program", "vllm serve edited --tensor-parallel-size 2"),
     ],
 )
 def test_narrow_layers_are_said(program: str, name: str, serve: str, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_factors_that_vllm_cannot_divide_are_left_to_the_plugin(tmp_path: Path) 
     assert (
         "vLLM needs surgeon's plugin, because OPT's attention in transformers goes by the number of all heads" in words
     )
-    assert "--tensor-parallel-size 2 --enforce-eager" in words
+    assert "PATH_OF_SURGEON vllm serve edited --tensor-parallel-size 2 ```" in words
     assert "Unmodified" not in words
 
 

@@ -132,7 +132,7 @@ class ProgramForm(Form):
             return f"{NOT_ON_VLLM} of these attentions: {why}. Ranks of surgeon's own do:", f"surgeon serve {name}"
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
             return BY_THE_FILE, f"{serve} --trust-remote-code"
-        return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve} --enforce-eager"
+        return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve}"
 
 
 PROGRAM = ProgramForm()
