@@ -64,8 +64,8 @@ class SearchQuestion:
             "--space",
             metavar="NAME[:N],...",
             help="What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, "
-            "repeat, order, tracks, desync, fuse, width, rank. docs/searching.md describes them. Default: pair for a "
-            "depth, else all common ones that lessen what is asked for.",
+            "repeat, order, tracks, desync, fuse, width, rank, experts. docs/searching.md describes them. Default: "
+            "pair for a depth, else all common ones that lessen what is asked for.",
         ),
     ] = None
     budget: Annotated[

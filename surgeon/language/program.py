@@ -105,7 +105,7 @@ class Program:
 
     @classmethod
     def dense(cls, num_layers: int, steps_per_layer: int = 2) -> Program:
-        """The unedited model: A0 F0 A1 F1 ..., or [A0 F0] [A1 F1] ... where a layer is one step (GPT-NeoX)."""
+        """The unedited model: A0 F0 A1 F1 ..., or [A0 F0] [A1 F1] ... where a layer is one step (GPT-NeoX, Cohere)."""
         return cls(tuple(node for layer in range(num_layers) for node in layer_nodes(layer, steps_per_layer)))
 
     def sublayers(self) -> Iterator[Sublayer]:

@@ -73,8 +73,8 @@ class Exported:
     def __str__(self) -> str:
         return (
             f"effective depth {self.depth:g}, {self.program.sync_points(2)} synchronisations per forward pass on two "
-            f"ranks, {show_bytes(self.size)} of weights.\nProof: on {self.proof.tokens} random tokens the logits differ "
-            f"from the original's under this program\n{self.proof.differ}"
+            f"ranks, {show_bytes(self.size)} of weights.\nProof: on {self.proof.tokens} random tokens the logits "
+            f"differ from the original's under this program\n{self.proof.differ}"
         )
 
 

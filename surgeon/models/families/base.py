@@ -88,7 +88,7 @@ class Family:
         module_dropout: the same where the sublayers' own modules do it.
         attention_dropout: the same of attention weights.
         embedding_dropout: the same of the stream before the first layer, if any.
-        steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX).
+        steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX, Cohere).
         adds_in_turn: whether a layer of one step adds attention's output to the stream and then the MLP's, not both at
             once: what differs is rounding.
         softcap: the config attribute with the bound c of output logits that are c * tanh(logits / c), if any.
