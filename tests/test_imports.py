@@ -282,7 +282,7 @@ def requirements_of(package: str, extra: str = "") -> set[str]:
 
 def test_what_is_imported_is_installed_with_surgeon() -> None:
     """Not only with the tools of developers, as in the environment of these tests."""
-    installed, homes = requirements_of("surgeon", "serve"), packages_distributions()
+    installed, homes = requirements_of("surgeon", "all"), packages_distributions()
     for path in modules():
         # For those who have pytest, vLLM, a PyTorch for GPUs, which brings triton, or its liger-kernel.
         if part_of(path) in ("testing", "vllm_plugin") or "triton" in path.parts:

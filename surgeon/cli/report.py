@@ -12,7 +12,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders that scan, similarity, sensitivity, spectrum, search, heal, train, export, eval or predict "
+            help="Folders that explore, scan, similarity, sensitivity, spectrum, search, heal, train, export, eval or predict "
             "wrote.",
             metavar="RUN",
         ),

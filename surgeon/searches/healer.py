@@ -19,7 +19,7 @@ from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.program import Program
-from surgeon.models.edit import edit
+from surgeon.models.edit import edit, restore
 from surgeon.models.weights import FactorSource
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows, load_windows, shared_windows
@@ -212,9 +212,12 @@ class CandidateHealer:
         student = edit(load(self.source).float(), program, factors=self.factors)
         identity = {"original": self.model_hash, "program": str(program)}
         device = self.original.device.type
-        found = train(
-            student, self.texts, self.settings, place, lambda: self.original, identity=identity, device=device
-        )
+        try:
+            found = train(
+                student, self.texts, self.settings, place, lambda: self.original, identity=identity, device=device
+            )
+        finally:
+            restore(self.original)  # a teacher runs its own program, edited
         assert found is not None, "a search heals in one process"
         values = self._held_out.values(found.model)
         nll, divergence = values.nll, values.divergence

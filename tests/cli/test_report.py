@@ -93,7 +93,7 @@ def assert_says_what_was_measured(page: Page, runs: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda _: None, "holds no run of a surgeon command; looked for scan.json"),
+        (lambda _: None, "holds no run of a surgeon command; looked for explore.json, scan.json"),
         (lambda folder: (folder / "scan.json").write_text("{"), "scan.json is not valid JSON"),
         (lambda folder: (folder / "scan.json").write_text("{}"), "has scan.json but no cells.csv"),
     ],

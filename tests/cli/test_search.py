@@ -130,7 +130,7 @@ def test_candidates_are_healed_before_the_choice(
             raise KeyboardInterrupt
         return train(student, *args, **kwargs)
 
-    monkeypatch.setattr("surgeon.searches.healer.train", interrupted)
+    monkeypatch.setattr("surgeon.training.run.train", interrupted)
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 130
     assert not (output / "recipe.yaml").exists()
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 0

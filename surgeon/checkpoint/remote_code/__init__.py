@@ -32,6 +32,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -112,10 +113,17 @@ PROGRAM = RemoteCode(
 
 def _import(path: Path) -> ModuleType:
     """Import a file under a name of its own, replacing what an earlier call imported."""
-    spec = importlib.util.spec_from_file_location(f"surgeon_shipped_{path.stem}", path)
+    loader = _LeavesNothing(f"surgeon_shipped_{path.stem}", str(path))
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # transformers looks classes' modules up there
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
+
+
+class _LeavesNothing(SourceFileLoader):
+    """Imports a file without a __pycache__ beside it, which would be a part of the checkpoint."""
+
+    def set_data(self, *_: Any, **__: Any) -> None:
+        """Python would write what it has compiled."""
