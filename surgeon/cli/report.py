@@ -12,8 +12,8 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders that explore, scan, similarity, sensitivity, spectrum, search, heal, train, export, eval or predict "
-            "wrote.",
+            help="Folders that explore, scan, similarity, sensitivity, spectrum, search, heal, train, export, eval or "
+            "predict wrote.",
             metavar="RUN",
         ),
     ],

@@ -200,7 +200,7 @@ def test_numbers_of_an_older_version_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"holds no run .* looked for explore.json, scan.json, similarity.json, sensitivity.json"):
+    with pytest.raises(ValueError, match=r"holds no run .* looked for explore.json, scan.json, similarity.json"):
         render([tmp_path])
     with pytest.raises(FileNotFoundError, match="no folder"):
         render([tmp_path / "nothing"])
