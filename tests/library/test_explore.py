@@ -156,6 +156,7 @@ def test_a_machine_is_measured_where_that_fits_into_the_time(
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
     minutes, output, start = 1.5, tmp_path / "out", time.monotonic()

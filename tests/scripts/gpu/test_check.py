@@ -83,7 +83,7 @@ def test_a_few_checks_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert last == "4 of 4 comparisons are right"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_children_are_forks")
 def test_all_checks_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +94,7 @@ def test_all_checks_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.splitlines()[-1] == f"{rows} of {rows} comparisons are right"
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_from_the_shell(tmp_path: Path) -> None:
     """In whatever folder, by the Python that is named, and with processes that begin as a user's do."""

@@ -222,7 +222,7 @@ def test_rows_without_peer_to_peer_do_without_it_altogether(p2p: bool, monkeypat
     assert paper_bench.NO_P2P not in os.environ
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("paper", papers.PAPERS)
 def test_every_row_of_every_paper_comes_out(paper: str, tmp_path: Path) -> None:
