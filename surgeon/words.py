@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 NO_VALUE = "\N{EN DASH}"
+WIDTH = 80  # columns of a terminal
 MOST_LAYERS = 10_000  # a number beyond is damage, which would fill the memory
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TIMES_FROM = 2.0  # from this ratio on, "3.2 times" says more than "+220%"
@@ -145,3 +147,8 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str
         return cell.ljust(widths[column]) if column in left else cell.rjust(widths[column])
 
     return "\n".join("  ".join(map(place, line, range(len(widths)))).rstrip() for line in lines)
+
+
+def hanging(start: str, text: str) -> str:
+    """Text behind a start, in the columns of a terminal; lines below the first begin where its text does."""
+    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surgeon.words import WIDTH
+
 if TYPE_CHECKING:
     from surgeon.benchmarks.measure import Result
     from surgeon.library.report import ReportPage
     from surgeon.searches.trial import MeasuredProgram
 
-WIDTH = 80  # columns of a terminal
 RANKS = 2
 PROMPT = "def close(self):"
 PROMPT_TOKENS = 8  # where speed is measured, of random tokens

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgeon.cli.show import LABEL, WIDTH, what_it_is
-from surgeon.words import first_few
+from surgeon.cli.show import LABEL, what_it_is
+from surgeon.words import WIDTH, first_few
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.compare import Comparison, Difference, Key, TensorComparison

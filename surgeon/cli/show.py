@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surgeon.words import WIDTH
+
 if TYPE_CHECKING:
     from surgeon.checkpoint.describe import Surgery
 
-WIDTH = 80
 LABEL = 12  # columns
 
 

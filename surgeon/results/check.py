@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -12,8 +11,8 @@ import pandas as pd
 
 from surgeon.memory import show_size
 from surgeon.results.result import RunResult, TableFile
+from surgeon.words import hanging
 
-WIDTH = 80  # columns of a terminal
 AREA, WORKS = 10, 4  # columns
 YES, NO, PARTLY = "yes", "no", "part"
 AREAS = ("load", "scan", "search", "export", "ranks", "vllm", "train")
@@ -87,14 +86,14 @@ class Check(RunResult):
     def __str__(self) -> str:
         """At most 80 columns; what has the same answer stands together."""
         refused = [] if self.refused is None else [("refused", self.refused)]
-        lines = [_wrapped(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]]
+        lines = [hanging(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]]
         before = ""
         for one, what in self._grouped():
             if one.area != before:
                 lines.append("")
             start = f"{one.area if one.area != before else '':<{AREA}}{one.works:<{WORKS + 1}}"
             said = ", ".join(filter(None, ["" if math.isnan(one.bytes) else show_size(one.bytes), one.why]))
-            lines.append(_wrapped(start, ", ".join(what) + (f": {said}" if said else "")))
+            lines.append(hanging(start, ", ".join(what) + (f": {said}" if said else "")))
             before = one.area
         return "\n".join(lines)
 
@@ -112,7 +111,3 @@ class Check(RunResult):
         )
         heading = "".join(f"<tr><th>{label}</th><td>{text}</td></tr>" for label, text in self.described.items())
         return f"<table>{heading}</table>{shown.to_html(index=False, max_rows=None)}"
-
-
-def _wrapped(start: str, text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

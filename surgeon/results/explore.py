@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,8 +10,7 @@ import pandas as pd
 
 from surgeon.progress import clock
 from surgeon.results.result import RunResult, TableFile
-
-WIDTH = 80  # columns of a terminal
+from surgeon.words import hanging
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,8 @@ class ExploreRun(RunResult):
     def __str__(self) -> str:
         """At most 80 columns, but for commands, which are whole."""
         lines = [self.heading, ""]
-        lines += [_wrapped(f"{step:<12}", did) for step, did in zip(self.steps["step"], self.steps["did"], strict=True)]
-        lines += [_wrapped(f"{'left out':<12}", line) for line in self.left_out]
+        lines += [hanging(f"{step:<12}", did) for step, did in zip(self.steps["step"], self.steps["did"], strict=True)]
+        lines += [hanging(f"{'left out':<12}", line) for line in self.left_out]
         for number, one in enumerate(self.next_steps, start=1):
-            lines += ["", _wrapped(f"{number}. ", f"{one.what}. {one.why}"), f"   {one.command}"]
+            lines += ["", hanging(f"{number}. ", f"{one.what}. {one.why}"), f"   {one.command}"]
         return "\n".join(lines)
-
-
-def _wrapped(start: str, text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

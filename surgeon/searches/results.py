@@ -29,9 +29,8 @@ from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.winners import HeldOutComparison, quality_json
-from surgeon.words import plural
+from surgeon.words import WIDTH, plural
 
-WIDTH = 80  # columns of a terminal
 FRONT_FOLDER = "front"
 
 

@@ -12,6 +12,7 @@ from surgeon.cli import app, demo
 from surgeon.cli.app import main
 from surgeon.language.recipe import read_recipe
 from surgeon.library import scan
+from surgeon.words import WIDTH
 
 
 @pytest.mark.long
@@ -46,4 +47,4 @@ def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 def test_what_to_try_next_can_be_typed(command: str) -> None:
     name, *arguments = shlex.split(command)
     assert app._built(app.app).commands[name].make_context(name, arguments)
-    assert len(f"  surgeon {command}") <= demo.WIDTH
+    assert len(f"  surgeon {command}") <= WIDTH
