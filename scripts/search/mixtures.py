@@ -28,8 +28,9 @@ from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
-from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.question import Question
 from surgeon.searches.search import Search
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial

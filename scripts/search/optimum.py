@@ -32,8 +32,10 @@ from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import DEPTH, Question, SearchSettings
+from surgeon.searches.quantities import DEPTH
+from surgeon.searches.question import Question
 from surgeon.searches.search import Search
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import Trial

@@ -35,8 +35,9 @@ from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.results.edit import ADDITIVE, Choice, Edit, as_choice
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.question import Question
 from surgeon.searches.search import MIXTURE, Search
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram
 from surgeon.searches.trying import try_programs

@@ -42,9 +42,10 @@ from surgeon.results.edit import Choice, as_choice
 from surgeon.searches.evaluate import FIRST_TOKENS, Evaluator
 from surgeon.searches.known import Known, KnownPass
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.question import Question
 from surgeon.searches.race import Race
 from surgeon.searches.search import Search
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.trying import try_programs

@@ -6,60 +6,44 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import pandas as pd
 
 from surgeon.analysis.subject import Subject
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import needs_extra
-from surgeon.language.program import Program
 from surgeon.library.opening import check_counts, warn
+from surgeon.library.search_result import SearchResult, end_search
 from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings
 from surgeon.memory import free_bytes
 from surgeon.opened import Model
-from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, held_out
-from surgeon.quality.text import OWN, VERIFIED
 from surgeon.results.search import SearchRun
-from surgeon.searches.choosing import choose, compared_by
-from surgeon.searches.drafting import FoundDraft, by_verified_keys
+from surgeon.searches.choosing import compared_by
 from surgeon.searches.evaluate import KEPT_SHARE
-from surgeon.searches.front import QualityCurve, quality_curves
-from surgeon.searches.healer import CandidateHealer, CandidateHealing
-from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
-from surgeon.searches.here import ROUNDS, drafts_here, fast_enough_here, ranks_here
+from surgeon.searches.healer import CandidateHealing
+from surgeon.searches.here import ROUNDS, ranks_here
 from surgeon.searches.known import Known
-from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
 from surgeon.searches.quantities import ACCURACY, HERE
-from surgeon.searches.question import Question, SearchSettings
 from surgeon.searches.results import (
     SearchWork,
-    Winner,
-    commented,
-    found_json,
     lost_trials,
-    mixing_table,
-    quality_table,
     terms_table,
     trials_table,
-    write_front,
 )
-from surgeon.searches.salient import against_most_salient
 from surgeon.searches.samplers import SURGEON, require_sampler
 from surgeon.searches.search import Search
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.study.shared_study import FINISHED, SharedStudy
-from surgeon.searches.study.storage import StudyStorage, open_storage, say_aside
+from surgeon.searches.study.storage import StudyStorage, open_storage
 from surgeon.searches.study.workers import WorkerProcesses, interruptible
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.searches.trial import Trial
 from surgeon.searches.trying import try_programs
-from surgeon.searches.winners import RUNNERS_UP, remeasure
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
@@ -94,38 +78,6 @@ class SearchOptions:
         kinds = {"text": SearchText, "settings": SearchSettings, "healing": CandidateHealing}
         read = {name: kind(**values[name]) for name, kind in kinds.items()}
         return cls(**{**values, **read, "using": tuple(values["using"])})
-
-
-@dataclass(frozen=True, repr=False)
-class SearchResult(SearchRun):
-    """What a search has found.
-
-    Attributes:
-        question: that was asked: the spaces on the model, the budget, the objectives.
-        winner: the best trial, with what is known of it and of its runners-up on held-out text.
-        work: what all workers have run for it, in all of its commands.
-        curves: quality against each cost that was looked along: of each space alone, and of all together.
-        gains: what mixing the spaces wins, at the levels of these costs.
-    """
-
-    _: KW_ONLY
-    question: Question
-    winner: Winner
-    work: SearchWork
-    curves: Sequence[QualityCurve]
-    gains: Sequence[MixingGain]
-
-    @property
-    def program(self) -> Program:
-        """The winner's."""
-        return self.winner.trial.program
-
-    @property
-    def runners_up(self) -> tuple[Trial, ...]:
-        """The trials that the winner was compared with on held-out text."""
-        compared = self.winner.comparison
-        finalists = () if compared is None else compared.finalists
-        return tuple(one.trial for one in finalists if one.trial.number != self.winner.trial.number)
 
 
 def search(
@@ -281,7 +233,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
-    return _end(question, trials, tables, setup, unseen, healer, record, work, output)
+    return end_search(question, trials, tables, setup, unseen, healer, record, work, output)
 
 
 def _require_what_it_takes(options: SearchOptions, model: Model) -> None:
@@ -372,95 +324,3 @@ def _try_programs(study: SharedStudy, searching: Search, options: SearchOptions,
             found[trial.number] = trial
             ran(1)
     return sorted(found.values(), key=lambda trial: trial.number)
-
-
-def _end(
-    question: Question,
-    trials: Sequence[Trial],
-    tables: dict[str, pd.DataFrame],
-    setup: SearchSetup,
-    unseen: Windows | None,
-    healer: CandidateHealer | None,
-    record: dict[str, Any],
-    work: SearchWork,
-    output: Path,
-) -> SearchResult:
-    """Choose the winner, measure it again, and write and draw what was found.
-
-    Args:
-        tables: of trials and terms.
-        unseen: the held-out text, if there is one.
-        healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
-    """
-    settings, opened, pricing = question.settings, setup.subject.opened, question.budget.pricing
-    along = () if settings.draft else question.along
-    curves = [one for cost in along for one in quality_curves(cost, trials, question.original, pricing)]
-    if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
-        tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
-        SearchRun.TABLES["front"].write(output, tables["front"])
-    ranked, why = choose(question, trials, curves)
-    workload = settings.workload(opened.positions)
-    first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
-    winner, levels = Winner(first, why), mixed_levels(curves, question.levels)
-    gains = mixing_gains(levels)
-    chosen = first.proposal.choice
-    salient = question.mixture.program(question.mixture.with_most_salient(chosen))
-    measured, text_of = {trial.program: trial.measured for trial in trials if trial.measured.whole}, "the search's text"
-    runners_up = others[:RUNNERS_UP]
-    # REAP's own choice of experts goes by less than the search's, and may be the better one on another text.
-    runners_up += [trial for trial in others[RUNNERS_UP:] if trial.program == salient != first.program][:1]
-    why_own = ""
-    if unseen is not None:
-        finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
-        programs = dict.fromkeys([*finalists, salient, *(program for level in levels for program in level.programs)])
-        text_of = "held-out text"
-        evaluator = setup.evaluator(output, unseen)
-        on_unseen: Mapping[Program, MeasuredProgram] = evaluator.measure([*programs])
-        if settings.draft is not None:
-            on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
-        measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
-        gains = mixing_gains(levels, measured)
-        by = compared_by(question.objectives)
-        compared = remeasure(first, runners_up, opened.program, lambda _: measured, by)
-        winner = Winner(compared.chosen.trial, why, compared, unseen.record())
-        if healer is not None:
-            with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
-                healed = heal_candidates(compared, healer, known, healer.how, say_aside)
-            winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
-    if settings.draft is not None:
-        winner = replace(winner, draft=_as_draft(question, winner, setup, unseen, why_own))
-    if salient in measured:
-        experts = against_most_salient(question.mixture, chosen, measured, text_of)
-        record |= {} if experts is None else {"experts": experts}
-    recipe = question.mixture.recipe(winner.trial.proposal.choice, opened.reference, opened.hash)
-    text = commented(recipe, question, winner, record)
-    found = SearchResult(
-        tables["trials"],
-        tables.get("terms", pd.DataFrame()),
-        tables.get("front", pd.DataFrame()),
-        quality=quality_table(curves),
-        mixing=mixing_table(gains),
-        recipe_text=text,
-        record=record | found_json(question, winner, curves, gains),
-        question=question,
-        winner=winner,
-        work=work,
-        curves=curves,
-        gains=gains,
-    )
-    recipe_file = output / SearchRun.TEXTS["recipe_text"]
-    write_text(recipe_file, text)
-    return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))
-
-
-def _as_draft(
-    question: Question, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
-) -> FoundDraft:
-    """What the winner is worth as a draft, measured where it is asked for of this machine."""
-    settings, program, known = question.settings, winner.trial.program, [winner.trial.measured]
-    known += [] if winner.comparison is None else [winner.comparison.chosen.unseen]
-    measured = None
-    if settings.is_timed_here:
-        measured = drafts_here(setup.subject.opened, program, unseen or setup.subject.windows, settings)
-    keys = OWN if unseen is None or why_own else VERIFIED
-    return FoundDraft(settings.acceptance, question.drafted(program, *known), measured, keys, why_own)

@@ -24,7 +24,8 @@ from surgeon.searches.known import Known, measured_ranks, read_known
 from surgeon.searches.known_factors import open_factors
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.question import Question
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.trial import MeasuredProgram
 
 Using = str | Path | RunResult | Sequence[str | Path | RunResult]

@@ -27,7 +27,8 @@ from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.limits import Limit
 from surgeon.searches.quantities import HERE, show_seconds
-from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.question import Question
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.study.storage import say_aside
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import RUNNERS_UP

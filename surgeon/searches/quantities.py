@@ -185,6 +185,9 @@ class Aspect:
         return f"{self.name} {self.quantity.show(cost)}" + (f"@{self.on}" if self.on else "")
 
 
+DEPTH, SIZE = Aspect("depth"), Aspect("size")
+
+
 def aspect_of(name: str, on: str | None, text: str) -> Aspect:
     """An aspect as a user names it.
 

@@ -23,8 +23,8 @@ from surgeon.searches.front import FrontPoint, QualityCurve
 from surgeon.searches.healing import HealedComparison
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixing import MixingGain, gains_in_words
-from surgeon.searches.quantities import Aspect
-from surgeon.searches.question import DEPTH, Question
+from surgeon.searches.quantities import DEPTH, Aspect
+from surgeon.searches.question import Question
 from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial

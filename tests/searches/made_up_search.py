@@ -15,8 +15,9 @@ from surgeon.opened import Model
 from surgeon.results.edit import Edit
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.question import Question
 from surgeon.searches.search import Search
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Proposal
 from tests.tiny_models import tiny_model

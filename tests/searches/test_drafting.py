@@ -38,8 +38,9 @@ from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, _sent_bytes
 from surgeon.searches.quantities import Aspect, parse_objectives
-from surgeon.searches.question import Question, SearchSettings
+from surgeon.searches.question import Question
 from surgeon.searches.search import Search
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram

@@ -23,9 +23,10 @@ from surgeon.searches.front import (
 )
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.quantities import Aspect
-from surgeon.searches.question import DEPTH, Question, SearchSettings
+from surgeon.searches.quantities import DEPTH, Aspect
+from surgeon.searches.question import Question
 from surgeon.searches.results import quality_table, write_front
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.cost.examples import model
 

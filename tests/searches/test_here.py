@@ -20,7 +20,7 @@ from surgeon.searches import here
 from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
 from surgeon.searches.limits import parse_limits
 from surgeon.searches.quantities import HERE
-from surgeon.searches.question import SearchSettings
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 

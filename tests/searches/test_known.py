@@ -20,7 +20,7 @@ from surgeon.results.result import RunResult
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import FEW, Known, KnownPass, measured_ranks, read_known
 from surgeon.searches.known_factors import open_factors
-from surgeon.searches.question import SearchSettings
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import TermsPlan
 from surgeon.searches.trying import try_programs
 from surgeon.testing.spaces import small_model

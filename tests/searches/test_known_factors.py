@@ -14,7 +14,7 @@ from surgeon.models.weights import TruncatedSVD
 from surgeon.results.result import RunResult
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known_factors import open_factors
-from surgeon.searches.question import SearchSettings
+from surgeon.searches.settings import SearchSettings
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
 

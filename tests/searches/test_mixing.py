@@ -9,7 +9,7 @@ from scipy import stats
 from surgeon.results.edit import Edit
 from surgeon.searches.front import quality_curves
 from surgeon.searches.mixing import gains_in_words, mixed_levels, mixing_gains
-from surgeon.searches.question import DEPTH
+from surgeon.searches.quantities import DEPTH
 from surgeon.searches.trial import Trial
 from tests.searches.test_front import ORIGINAL, PRICING, TRIALS, pairs, trial
 

@@ -8,10 +8,10 @@ from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.searches.choosing import choose
 from surgeon.searches.front import TOGETHER, pareto_front, quality_curves
-from surgeon.searches.quantities import Aspect
-from surgeon.searches.question import DEPTH, SIZE, SearchSettings
+from surgeon.searches.quantities import DEPTH, SIZE, Aspect
 from surgeon.searches.results import Winner
 from surgeon.searches.search import BATCH, MIXTURE
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.trial import Trial
 from surgeon.searches.trying import try_programs
 from surgeon.searches.winners import Finalist, HeldOutComparison

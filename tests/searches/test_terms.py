@@ -14,7 +14,7 @@ from surgeon.opened import Model
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.question import SearchSettings
+from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import Terms, TermsPlan, correlations, covariances, measure_terms
 from tests.tiny_models import VOCABULARY, tiny_model
 

@@ -1,0 +1,162 @@
+"""What a search ends with: the winner, measured on held-out text and healed, all of it written and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from surgeon.language.program import Program
+from surgeon.library.search_setup import SearchSetup
+from surgeon.processes.files import write_text
+from surgeon.quality.data import Windows
+from surgeon.quality.text import OWN, VERIFIED
+from surgeon.results.search import SearchRun
+from surgeon.searches.choosing import choose, compared_by
+from surgeon.searches.drafting import FoundDraft, by_verified_keys
+from surgeon.searches.front import QualityCurve, quality_curves
+from surgeon.searches.healer import CandidateHealer
+from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
+from surgeon.searches.here import drafts_here, fast_enough_here
+from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
+from surgeon.searches.question import Question
+from surgeon.searches.results import (
+    SearchWork,
+    Winner,
+    commented,
+    found_json,
+    mixing_table,
+    quality_table,
+    write_front,
+)
+from surgeon.searches.salient import against_most_salient
+from surgeon.searches.study.storage import say_aside
+from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.searches.winners import RUNNERS_UP, remeasure
+
+
+@dataclass(frozen=True, repr=False)
+class SearchResult(SearchRun):
+    """What a search has found.
+
+    Attributes:
+        question: that was asked: the spaces on the model, the budget, the objectives.
+        winner: the best trial, with what is known of it and of its runners-up on held-out text.
+        work: what all workers have run for it, in all of its commands.
+        curves: quality against each cost that was looked along: of each space alone, and of all together.
+        gains: what mixing the spaces wins, at the levels of these costs.
+    """
+
+    _: KW_ONLY
+    question: Question
+    winner: Winner
+    work: SearchWork
+    curves: Sequence[QualityCurve]
+    gains: Sequence[MixingGain]
+
+    @property
+    def program(self) -> Program:
+        """The winner's."""
+        return self.winner.trial.program
+
+    @property
+    def runners_up(self) -> tuple[Trial, ...]:
+        """The trials that the winner was compared with on held-out text."""
+        compared = self.winner.comparison
+        finalists = () if compared is None else compared.finalists
+        return tuple(one.trial for one in finalists if one.trial.number != self.winner.trial.number)
+
+
+def end_search(
+    question: Question,
+    trials: Sequence[Trial],
+    tables: dict[str, pd.DataFrame],
+    setup: SearchSetup,
+    unseen: Windows | None,
+    healer: CandidateHealer | None,
+    record: dict[str, Any],
+    work: SearchWork,
+    output: Path,
+) -> SearchResult:
+    """Choose the winner, measure it again, and write and draw what was found.
+
+    Args:
+        tables: of trials and terms.
+        unseen: the held-out text, if there is one.
+        healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
+    """
+    settings, opened, pricing = question.settings, setup.subject.opened, question.budget.pricing
+    along = () if settings.draft else question.along
+    curves = [one for cost in along for one in quality_curves(cost, trials, question.original, pricing)]
+    if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
+        tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
+        SearchRun.TABLES["front"].write(output, tables["front"])
+    ranked, why = choose(question, trials, curves)
+    workload = settings.workload(opened.positions)
+    first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
+    winner, levels = Winner(first, why), mixed_levels(curves, question.levels)
+    gains = mixing_gains(levels)
+    chosen = first.proposal.choice
+    salient = question.mixture.program(question.mixture.with_most_salient(chosen))
+    measured, text_of = {trial.program: trial.measured for trial in trials if trial.measured.whole}, "the search's text"
+    runners_up = others[:RUNNERS_UP]
+    # REAP's own choice of experts goes by less than the search's, and may be the better one on another text.
+    runners_up += [trial for trial in others[RUNNERS_UP:] if trial.program == salient != first.program][:1]
+    why_own = ""
+    if unseen is not None:
+        finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
+        programs = dict.fromkeys([*finalists, salient, *(program for level in levels for program in level.programs)])
+        text_of = "held-out text"
+        evaluator = setup.evaluator(output, unseen)
+        on_unseen: Mapping[Program, MeasuredProgram] = evaluator.measure([*programs])
+        if settings.draft is not None:
+            on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
+        measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
+        gains = mixing_gains(levels, measured)
+        by = compared_by(question.objectives)
+        compared = remeasure(first, runners_up, opened.program, lambda _: measured, by)
+        winner = Winner(compared.chosen.trial, why, compared, unseen.record())
+        if healer is not None:
+            with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
+                healed = heal_candidates(compared, healer, known, healer.how, say_aside)
+            winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
+    if settings.draft is not None:
+        winner = replace(winner, draft=_as_draft(question, winner, setup, unseen, why_own))
+    if salient in measured:
+        experts = against_most_salient(question.mixture, chosen, measured, text_of)
+        record |= {} if experts is None else {"experts": experts}
+    recipe = question.mixture.recipe(winner.trial.proposal.choice, opened.reference, opened.hash)
+    text = commented(recipe, question, winner, record)
+    found = SearchResult(
+        tables["trials"],
+        tables.get("terms", pd.DataFrame()),
+        tables.get("front", pd.DataFrame()),
+        quality=quality_table(curves),
+        mixing=mixing_table(gains),
+        recipe_text=text,
+        record=record | found_json(question, winner, curves, gains),
+        question=question,
+        winner=winner,
+        work=work,
+        curves=curves,
+        gains=gains,
+    )
+    recipe_file = output / SearchRun.TEXTS["recipe_text"]
+    write_text(recipe_file, text)
+    return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))
+
+
+def _as_draft(
+    question: Question, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
+) -> FoundDraft:
+    """What the winner is worth as a draft, measured where it is asked for of this machine."""
+    settings, program, known = question.settings, winner.trial.program, [winner.trial.measured]
+    known += [] if winner.comparison is None else [winner.comparison.chosen.unseen]
+    measured = None
+    if settings.is_timed_here:
+        measured = drafts_here(setup.subject.opened, program, unseen or setup.subject.windows, settings)
+    keys = OWN if unseen is None or why_own else VERIFIED
+    return FoundDraft(settings.acceptance, question.drafted(program, *known), measured, keys, why_own)
