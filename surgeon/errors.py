@@ -52,6 +52,10 @@ class NotProven(ValueError):
     """A written checkpoint does not compute what the program does."""
 
 
+class Diverged(ValueError):
+    """A training whose loss, gradient or predictions are not finite any more."""
+
+
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 
 

@@ -183,10 +183,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo")
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
-    parser.add_argument("--draft", nargs="*", default=[], metavar="NAME=DRAFT", help="besides those it has")
-    parser.add_argument("--clasp", nargs="*", type=int, default=[], metavar="N", help="leave out N layers, by clasp.py")
+    parser.add_argument("--draft", nargs="*", action="extend", default=[], metavar="NAME=DRAFT", help="besides its own")
+    parser.add_argument(
+        "--clasp", nargs="*", type=int, action="extend", default=[], metavar="N", help="leave out N layers, by clasp.py"
+    )
     parser.add_argument("--draft-tokens", type=int, default=0, metavar="N", help="always; by default as many as pay")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="of the drafts it has; none: none")
+    parser.add_argument(
+        "--only", nargs="*", action="extend", default=[], metavar="NAME", help="of the drafts it has; none: none"
+    )
     parser.add_argument("--drawn", type=float, default=0.0, metavar="TEMPERATURE", help="drawn texts, not greedy ones")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=192)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from surgeon.errors import Diverged
 from surgeon.exports.plan import check_storage
 from surgeon.library.train import as_asked, train
 from surgeon.library.training import say
@@ -18,10 +19,11 @@ from surgeon.named import public
 from surgeon.processes.files import make_folder
 from surgeon.provenance import provenance
 from surgeon.quality.summary import Values, known_interval
-from surgeon.results.training import OnHeldOut, ScratchRun
-from surgeon.results.training_sweep import TrainingSweep
+from surgeon.results.training import NO_INTERVAL, OnHeldOut, ScratchRun, WithInterval
+from surgeon.results.training_sweep import DIVERGED, TrainingSweep
 from surgeon.training.arguments import join_processes
-from surgeon.training.resume import RECORD_FILE, read_record, require_same, run_folder
+from surgeon.training.resume import RECORD_FILE, add_to_record, read_record, require_same, run_folder
+from surgeon.training.run_log import HELD_OUT_FILE, read_rows
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import parse_config
 from surgeon.training.scratch.sweep import SweptModel, parse_sweep, read_sweep
@@ -77,25 +79,33 @@ def train_sweep(
     for place, (model, run) in enumerate(zip(models, folders, strict=True)):
         if processes.is_main_process:
             say(f"{place + 1} of {len(models)}: {model.name}{', which is there' if done[place] else ''}")
-        if not done[place]:  # its checkpoint can be there all the same, where it was killed before its run ended
+        if done[place]:
+            continue
+        try:  # its checkpoint can be there all the same, where it was killed before its run ended
             train(model.config, folder / model.name, form=form, dtype=dtype, overwrite=run.is_dir(), device=device)
+        except Diverged as error:  # in every process, at the same step
+            if processes.is_main_process:
+                say(f"{model.name} has diverged, and the sweep goes on: {error}")
+                add_to_record(run, {DIVERGED: str(error), "configuration": model.config.to_yaml(public)})
     if not processes.is_main_process:
         return None
-    runs = [ScratchRun.read(run) for run in folders]
-    table = pd.DataFrame([_row(model, run.record) for model, run in zip(models, runs, strict=True)])
+    records = [read_record(run) for run in folders]
+    table = pd.DataFrame([_row(model, record) for model, record in zip(models, records, strict=True)])
+    curves = curves_of(models, [pd.DataFrame(read_rows(run / HELD_OUT_FILE), dtype=float) for run in folders])
     configurations = {model.name: model.config.to_yaml(public) for model in models}
-    record = provenance("", "", data=runs[0].record.get("data"), configurations=configurations)
-    return TrainingSweep(summarised(table), table, curves_of(models, runs), record=record).save(folder)
+    data = next((record["data"] for record in records if "data" in record), None)
+    record = provenance("", "", data=data, configurations=configurations)
+    return TrainingSweep(summarised(table), table, curves, record=record).save(folder)
 
 
 def _is_finished(plan: Blueprint, folder: Path) -> bool:
-    """Whether a run is there that has ended.
+    """Whether a run is there that has ended, or diverged, which it would again.
 
     Raises:
         ValueError: if it is of something else.
     """
     record = read_record(folder) if (folder / RECORD_FILE).is_file() else {}
-    if "trained" not in record:
+    if not record.keys() & {ScratchRun.LAST, DIVERGED}:
         return False
     texts = plan.texts()
     digests = {"data": texts.training.digest, "held_out": texts.held_out.digest}
@@ -107,16 +117,19 @@ def _is_finished(plan: Blueprint, folder: Path) -> bool:
 
 
 def _row(model: SweptModel, record: Mapping[str, Any]) -> dict[str, Any]:
-    settings, perplexity = model.config.settings, OnHeldOut.of(record["trained"]).perplexity
+    settings, diverged = model.config.settings, record.get(DIVERGED, "")
+    known = None if diverged else OnHeldOut.of(record[ScratchRun.LAST]).perplexity
+    perplexity = known or WithInterval(math.inf, *NO_INTERVAL)
     ends = {"": perplexity.value, "_low": perplexity.low, "_high": perplexity.high}
     return {
         "run": model.name,
         "program": model.program,
         "learning_rate": settings.rate,
         "seed": settings.seed,
-        **{name: record[name] for name in ("parameters", "steps", "tokens", "seconds")},
+        **{name: record.get(name, math.nan) for name in ("parameters", "steps", "tokens", "seconds")},
         **{f"nll{end}": math.log(value) for end, value in ends.items()},
         **{f"perplexity{end}": value for end, value in ends.items()},
+        DIVERGED: diverged.partition(",")[0],
     }
 
 
@@ -128,15 +141,17 @@ def summarised(runs: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         A row for each program and learning rate, as in `summary.csv`. Differences are taken between models of one seed
-        and rate; intervals are Student's t over seeds, NaN with fewer than two.
+        and rate; intervals are Student's t over seeds, NaN with fewer than two. The loss of a model that has diverged
+        is infinite, and so is the mean over its program's seeds; differences from such a mean are not known.
     """
     first, rows = runs["program"].iloc[0], []
     for (program, rate), same in runs.groupby(_SAME, sort=False):
         losses = same.set_index("seed")["nll"]
         others = runs[(runs["program"] == first) & (runs["learning_rate"] == rate)].set_index("seed")["nll"]
-        apart = losses[:0] if program == first else (losses - others).dropna()
+        both = program != first and np.isfinite([*losses, *others]).all()
+        apart = (losses - others).dropna() if both else losses[:0]
         rows.append(
-            {"program": program, "learning_rate": rate, "seeds": len(losses)}
+            {"program": program, "learning_rate": rate, "seeds": len(losses), DIVERGED: int(np.isinf(losses).sum())}
             | _mean("nll", losses.to_numpy(np.float64))
             | {"perplexity": float(np.exp(losses.mean()))}
             | _mean("difference", apart.to_numpy(np.float64))
@@ -149,24 +164,27 @@ def _mean(name: str, values: Values) -> dict[str, float]:
     return {name: float(values.mean()) if len(values) else math.nan, f"{name}_low": low, f"{name}_high": high}
 
 
-def curves_of(models: Sequence[SweptModel], runs: Sequence[ScratchRun]) -> pd.DataFrame:
+def curves_of(models: Sequence[SweptModel], held_out: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Held-out perplexity as training went on: over seeds the geometric mean, the least and the highest.
+
+    Args:
+        held_out: of each model, as in its run's `held_out.csv`; one that has diverged ends there.
 
     Returns:
         A row for each program, learning rate and step that was measured, as in `curves.csv`.
     """
-    measured = pd.concat([_measured(model, run) for model, run in zip(models, runs, strict=True)])
+    measured = pd.concat([_measured(*each) for each in zip(models, held_out, strict=True) if len(each[1])])
     over_seeds = measured.groupby([*_SAME, "step", "tokens"], sort=False)["nll"]
     means = over_seeds.agg(["mean", "min", "max", "count"]).reset_index()
     means[["mean", "min", "max"]] = np.exp(means[["mean", "min", "max"]])
     return means.rename(columns={"mean": "perplexity", "min": "least", "max": "highest", "count": "seeds"})
 
 
-def _measured(model: SweptModel, run: ScratchRun) -> pd.DataFrame:
-    held_out = run.held_out[["step", "perplexity"]]
-    return held_out.assign(
+def _measured(model: SweptModel, held_out: pd.DataFrame) -> pd.DataFrame:
+    settings = model.config.settings
+    return held_out[["step", "perplexity"]].assign(
         program=model.program,
-        learning_rate=model.config.settings.rate,
-        tokens=held_out["step"] * run.tokens_per_step,
+        learning_rate=settings.rate,
+        tokens=held_out["step"] * settings.batch * model.config.window,
         nll=np.log(held_out["perplexity"]),
     )

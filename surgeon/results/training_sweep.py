@@ -14,6 +14,7 @@ from surgeon.results.drawing import chart, points, scale
 from surgeon.results.result import RunResult, TableFile
 from surgeon.words import aligned, known, number
 
+DIVERGED = "diverged"  # of `runs` what happened, empty where nothing did; of `summary` how many seeds
 _LOG_FROM = 2.0  # ratio of the highest to the lowest perplexity from which their axis is logarithmic
 _MOST_AREAS = 4  # lines whose spreads can be told apart as areas
 
@@ -25,9 +26,10 @@ class TrainingSweep(RunResult):
     Attributes:
         summary: a row for each program and learning rate, as in `summary.csv`: how many seeds, the mean of their
             held-out losses (`nll`, nats per token) and the perplexity of that, and the mean difference from the first
-            program with the same seed and rate (NaN of itself). Intervals of 95% are Student's t over seeds.
+            program with the same seed and rate (NaN of itself). Intervals of 95% are Student's t over seeds. Where some
+            have `diverged`, the mean is infinite.
         runs: a row for each model, as in `sweep.csv`: what it is, its steps, tokens and seconds, and its held-out loss
-            and perplexity, with 95% intervals over windows.
+            and perplexity, with 95% intervals over windows; or at which step it `diverged`.
         curves: a row for each program, learning rate and step that was measured, as in `curves.csv`: held-out
             perplexity (the geometric mean over seeds) and the `least` and `highest` of the seeds.
     """
@@ -70,7 +72,7 @@ class TrainingSweep(RunResult):
         rows = [
             (
                 *(row["program"], f"{row['learning_rate']:g}", f"{row['seeds']:g}"),
-                *(known(row, "nll"), number(row["perplexity"]), known(row, "difference")),
+                *(_loss(row), number(row["perplexity"]), known(row, "difference")),
             )
             for _, row in self.summary.iterrows()
         ]
@@ -105,6 +107,13 @@ class TrainingSweep(RunResult):
             ends = rows["nll_low"], rows["nll_high"]
             points(axes, rows["learning_rate"], rows["nll"], (), place, str(program), ends=ends)
         return _with_legend(axes, "mean of seeds, 95% interval")
+
+
+def _loss(row: pd.Series) -> str:
+    """The mean over seeds, or how many of them have diverged."""
+    if diverged := row.get(DIVERGED, 0):
+        return DIVERGED if diverged == row["seeds"] else f"{diverged:g} of {row['seeds']:g} {DIVERGED}"
+    return known(row, "nll")
 
 
 def _axes(x: str, y: str, across: Sequence[float], log: bool = False) -> Axes:

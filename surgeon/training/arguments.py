@@ -150,7 +150,7 @@ def training_arguments(
         unset_hf_deepspeed_config()  # by which ZeRO 3 would share out all models that are read, an original, too
     except (ImportError, TypeError) as error:
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
-    if arguments.fp16 and device == "cpu":
+    if arguments.mixed_precision == "fp16" and device == "cpu":
         raise ValueError("fp16 does nothing on a CPU; use bf16, or leave it out")
     _require_heard(arguments, settings.arguments)
     arguments.gradient_accumulation_steps = settings.batch // (micro_batch * arguments.world_size)

@@ -152,6 +152,7 @@ def train(
         known = {
             **(identity or {}),
             "settings": settings.to_json(),
+            "mixed_precision": arguments.mixed_precision,  # which accelerate launch may have said
             "data": texts.training.digest,
             "held_out": texts.held_out.digest,
         }
@@ -202,7 +203,7 @@ def train(
         if trained is None or before is None:
             return None
         step = trainer.state.global_step
-        after = task.held_out.measure(trained, step)
+        after = trainer.measured(trained)
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
         return Trained(step, step * tokens, log.seconds, task.held_out.original, before, after, trained)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from surgeon.errors import first_line, is_full_disk, is_out_of_memory
+from surgeon.errors import Diverged, first_line, is_full_disk, is_out_of_memory
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import show_bytes
 from surgeon.quality.text import TextQuality
@@ -266,7 +266,7 @@ class ModelTrainer(Trainer):
         take another pass over all of it.
 
         Raises:
-            ValueError: if it, or the loss, is not finite.
+            Diverged: if it, or the loss, is not finite.
         """
         norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         loss = float(self.accelerator.reduce(self._loss, "mean") if self.args.world_size > 1 else self._loss)
@@ -280,7 +280,7 @@ class ModelTrainer(Trainer):
             return norm
         step = self.state.global_step
         windows = [str(self.order[place]) for place in range(step * self.batch, (step + 1) * self.batch)]
-        raise ValueError(
+        raise Diverged(
             f"{what} at step {step + 1}, made on windows {first_few(windows, _WINDOWS_NAMED)} of the training text; "
             f"that step is not taken, and {self._last_good()}"
         )
@@ -305,18 +305,25 @@ class ModelTrainer(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text; every process does all of it, as sharded models need."""
-        try:
-            self.latest = self.held_out.measure(self.model_wrapped, self.state.global_step)
-        except ValueError as error:
-            raise ValueError(
-                f"held-out text after step {self.state.global_step}: {error} {self._last_good()}"
-            ) from error
+        self.latest = self.measured(self.model_wrapped)
         metrics = {"eval_loss": math.log(self.latest.perplexity), "eval_perplexity": self.latest.perplexity}
         if self.latest.divergence is not None:
             metrics["eval_divergence"] = self.latest.divergence
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def measured(self, model: nn.Module) -> TextQuality:
+        """The quality of the model as it is now on held-out text.
+
+        Raises:
+            Diverged: if its predictions are not finite.
+        """
+        step = self.state.global_step
+        try:
+            return self.held_out.measure(model, step)
+        except ValueError as error:
+            raise Diverged(f"held-out text after step {step}: {error} {self._last_good()}") from error
 
     # Checkpoints
 

@@ -130,6 +130,34 @@ def test_more_seeds_and_rates_go_on_in_the_folder(keys: dict[str, Any], tmp_path
         surgeon.train_sweep(keys, tmp_path / "sweep")
 
 
+def test_a_rate_that_diverges_does_not_end_the_sweep(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row says so, its program's best rate is another one, and the same command does not train it again."""
+    in_full, steps = run.ModelTrainer.compute_loss, list[float]()
+
+    def exploding(self: Any, *arguments: Any, **options: Any) -> Any:
+        steps.append(self.args.learning_rate)
+        return in_full(self, *arguments, **options) * (math.nan if self.args.learning_rate > 1 else 1)
+
+    monkeypatch.setattr(run.ModelTrainer, "compute_loss", exploding)
+    keys["sweep"] = {"programs": {"dense": {}}, "learning_rates": [2.0, 0.01]}
+    found = surgeon.train_sweep(keys, tmp_path / "sweep")
+    assert found is not None
+    assert steps == [2.0, 0.01, 0.01, 0.01]
+    assert "dense-lr2-seed0 has diverged, and the sweep goes on: the loss is nan at step 1" in capsys.readouterr().err
+    lost, kept = (row for _, row in found.runs.iterrows())
+    assert (lost["diverged"], kept["diverged"]) == ("the loss is nan at step 1", "")
+    assert math.isinf(lost["nll"])
+    assert list(found.best["learning_rate"]) == [0.01]
+    assert str(found).splitlines()[1].split()[:4] == ["dense", "2", "1", "diverged"]
+    assert surgeon.train_sweep(keys, tmp_path / "sweep") is not None
+    assert len(steps) == 4
+    read = TrainingSweep.read(tmp_path / "sweep")
+    assert str(read) == str(found)
+    assert read.pictures().keys() == {"curves", "rates"}
+
+
 def test_statistics_by_hand() -> None:
     losses = {"dense": [3.0, 3.2, 3.1], "ladder": [2.9, 3.3, 2.95], "tracks": [3.5]}
     rows = [
@@ -147,6 +175,10 @@ def test_statistics_by_hand() -> None:
     assert (ladder["difference_low"], ladder["difference_high"]) == pytest.approx((paired.low, paired.high))
     assert (tracks["seeds"], tracks["difference"]) == (1, pytest.approx(0.5))
     assert np.isnan([tracks["nll_low"], tracks["difference_low"]]).all()
+    rows[0]["nll"] = math.inf  # dense has diverged with seed 0
+    dense, ladder, tracks = (row for _, row in summarised(pd.DataFrame(rows)).iterrows())
+    assert (dense["nll"], dense["diverged"], ladder["nll"]) == (math.inf, 1, pytest.approx(9.15 / 3))
+    assert np.isnan([dense["nll_low"], ladder["difference"], tracks["difference"]]).all()
 
 
 @pytest.mark.parametrize("option", [("--seed", "1"), ("--overwrite",)])

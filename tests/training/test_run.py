@@ -146,11 +146,17 @@ def test_patience_ends_a_run_with_the_best_weights(tmp_path: Path) -> None:
     assert found.after.perplexity == pytest.approx(table["perplexity"].iloc[1:].min(), rel=1e-5)
 
 
-def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_another_run_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TrainSettings(steps=1, batch=4)
     healed(tmp_path, settings)
     with pytest.raises(ValueError, match="of another run: its steps was 1, and now it is 2; choose"):
         healed(tmp_path, TrainSettings(steps=2, batch=4))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as accelerate launch says it
+    with pytest.raises(ValueError, match="its mixed precision was 'no', and now it is 'bf16'; choose"):
+        healed(tmp_path, settings)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="fp16 does nothing on a CPU"):
+        healed(tmp_path, settings)
 
 
 def test_held_out_quality_is_that_of_the_whole_model() -> None:

@@ -33,7 +33,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from surgeon.errors import first_line
+from surgeon.errors import Diverged, first_line
 from surgeon.processes.children import when_parent_ends
 from surgeon.training.checkpoints import OTHERS_ENDED, others_have_ended
 from surgeon.training.held_out import HeldOutQuality
@@ -48,7 +48,7 @@ from surgeon.training.racks.trained import is_done, train_rack
 from surgeon.training.racks.wire import Address
 from surgeon.training.run import TrainingTask
 
-FAILED = 1
+FAILED, DIVERGED = 1, 4  # exit statuses
 # One of a rack's processes waits for the others as long as these wait for other racks; one that ends is seen at once.
 _PATIENCE = timedelta(days=1)
 
@@ -131,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     replica = int(os.environ.get("RANK", "0"))
     try:
         run_rack(given.run, given.rack, RackPlace.of_replica(replica, given.listen, dict(given.peer)))
+    except Diverged as error:
+        _fail(given.rack, first_line(error), DIVERGED)
     except (ValueError, OSError) as error:
         _fail(given.rack, first_line(error))
     except RuntimeError as error:
@@ -139,9 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(given.rack, OTHERS_ENDED)
 
 
-def _fail(rack: int, said: str) -> NoReturn:
+def _fail(rack: int, said: str, status: int = FAILED) -> NoReturn:
     print(f"error: rack {rack}: {said}", file=sys.stderr, flush=True)
-    os._exit(FAILED)  # threads may still wait for other racks
+    os._exit(status)  # threads may still wait for other racks
 
 
 if __name__ == "__main__":

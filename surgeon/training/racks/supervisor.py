@@ -24,6 +24,7 @@ import torch
 from accelerate import PartialState
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does export it
 
+from surgeon.errors import Diverged
 from surgeon.gpus import gpus_in_turn
 from surgeon.processes.children import LIKELY_MEMORY, Child
 from surgeon.processes.sockets import interface_of, interface_variables
@@ -36,6 +37,7 @@ from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.in_turn import train_in_turn
 from surgeon.training.racks.outbox import ended_mark
 from surgeon.training.racks.preparing import prepare
+from surgeon.training.racks.process import DIVERGED
 from surgeon.training.racks.run_files import LOG_FILE, RESULT_FILE, ProcessOptions, RacksPlan, rack_folder
 from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.trained import RacksTrained, gather, is_done
@@ -236,6 +238,8 @@ class _Supervisor:
 
     def _start_again(self, rack: _Rack, end: _End) -> None:
         """Start a rack again that was ended by a signal; an error is the run's."""
+        if end.code == DIVERGED:
+            raise Diverged(end.said)
         if end.code > 0:
             raise RackFailed(end.said)
         name, saved = signal.Signals(-end.code).name, rack.step_of_checkpoint()
