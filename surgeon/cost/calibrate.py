@@ -19,7 +19,7 @@ import psutil
 import torch
 import yaml
 
-from surgeon.cost.fit import PRODUCTS, Figures, Fit, rising
+from surgeon.cost.fit import CACHE, PRODUCTS, Figures, Fit, rising
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.samples import Round, Typical, loads, measure_ranks, merged
 from surgeon.models.shapes import ModelShapes
@@ -133,12 +133,14 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
     whole = {ranks: rising(figures(ranks, merged(each, calibration.typical))) for ranks, each in measured.items()}
     rounds = {ranks: [figures(ranks, one) for one in each] for ranks, each in measured.items()}
     content = _content(name, calibration, whole, rounds)
-    text = f"{_head(calibration)}\n{yaml.safe_dump(content, sort_keys=False, width=WIDTH, default_flow_style=None)}"
+    written = yaml.safe_dump(content, sort_keys=False, width=WIDTH, default_flow_style=None)
+    text = f"{_head(calibration, CACHE in whole[1])}\n{written}"
     parse_hardware(text)
     return text
 
 
-def _head(calibration: MachineCalibration) -> str:
+def _head(calibration: MachineCalibration, knows_cache: bool) -> str:
+    """The comment before it, which says what could not be measured."""
     plan = calibration.plans[1]
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     ranks = sorted(calibration.plans)
@@ -148,6 +150,8 @@ def _head(calibration: MachineCalibration) -> str:
         f"intervals, what single rounds give at least and at most. {platform.machine()}, {usable_cores()} cores, "
         f"threads: {threads}; {plan.hidden} wide, {plan.layers} layers, {plan.dtype}; {used}."
     )
+    if not knows_cache:
+        said += f" No {CACHE}: with this model's windows attention reads no more of a long text than of a short one."
     return textwrap.fill(said, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
@@ -172,7 +176,7 @@ def _content(
         for way in (calibration.ways if len(whole) > 1 else ())
     }
     peaks = dict.fromkeys(("shares.flops", "shares.attention"), flops)
-    peaks |= dict.fromkeys(("shares.bandwidth", "shares.cache", "shares.copies"), bandwidth)
+    peaks |= dict.fromkeys(("shares.bandwidth", CACHE, "shares.copies"), bandwidth)
     peaks |= {f"links.{way}.rate": rate for way, rate in links.items()}
     found: dict[Any, Any] = {}
     intervals: dict[str, list[float]] = {}

@@ -24,6 +24,7 @@ Figures = dict[str, float]  # by where they stand in a hardware file, below a nu
 LEAST = 0.02  # of a measured time that is left, at least, when launches or parts are taken off it
 KINDS = "AF"
 PRODUCTS = "shares.flops."  # figures by rows
+CACHE = "shares.cache"
 
 
 @dataclass(frozen=True)
@@ -120,19 +121,20 @@ class Fit:
         if experts:  # they are timed together
             flops, moved = (sum(getattr(one, what) for one in experts) for what in ("flops", "moved"))
             writing = replace(experts[-1], flops=flops, moved=moved)
-        found = {NORM: kernels[0], READING: products[0], WRITING: writing}
-        for one in kernels:
-            if one.nature == "attention":
-                found[ATTENDING] = one
-            elif one.name in ("place", "activation"):
-                found["rest"] = one
-        return found
+        rest = [one for one in kernels if one.name in ("place", "activation")]
+        return {NORM: kernels[0], READING: products[0], WRITING: writing, "rest": rest[-1]}
+
+    def attending(self, sample: PassSample) -> Kernel:
+        """An attention's, in the mean over layers, of which some may look back less far: so their time was noted."""
+        forward = Forward(sample.texts, sample.new, round(sample.cached))
+        items = [item for work in self.works for item in self.rank_work.items(work, forward)]
+        each = [one for one in items if isinstance(one, Kernel) and one.nature == "attention"]
+        flops, moved = (fmean(getattr(one, what) for one in each) for what in ("flops", "moved"))
+        return replace(each[0], flops=flops, moved=moved)
 
     def timed(self, kind: str, name: str, sample: PassSample) -> KernelTime:
         """A kernel of a sublayer, and what was measured of it."""
         kernel = self.kernels(kind, sample)[name]
-        if name == ATTENDING:
-            return KernelTime(kernel, self.part(ATTENDING, sample))
         if name != "rest":
             return KernelTime(kernel, self.part(f"{name} {kind}", sample))
         inside = [f"{each} {kind}" for each in (NORM, READING, WRITING)] + [ATTENDING] * (kind == "A")
@@ -190,15 +192,16 @@ class Fit:
         alone = [one for one in self.whole if one.texts == 1]
         long = max(alone, key=lambda one: one.new)  # the prompt
         far = max((one for one in alone if one.decode), key=lambda one: one.cached)
-        read = self.timed("A", ATTENDING, far).kernel.moved - self.timed("A", ATTENDING, near).kernel.moved
+        read = self.attending(far).moved - self.attending(near).moved
         longer = _beyond(self.part(ATTENDING, far), self.part(ATTENDING, near))
-        flops = self.timed("A", ATTENDING, long).kernel.flops
-        return {
+        found = {
             "host.launches.attention.1": self._per_text(),
             f"host.launches.attention.{PROMPT}": per_chunk,
-            "shares.cache": read / longer,
-            "shares.attention": flops / _beyond(self.part(ATTENDING, long), per_chunk),
+            "shares.attention": self.attending(long).flops / _beyond(self.part(ATTENDING, long), per_chunk),
         }
+        if read:  # not where windows end within the shortest text: what is read then is part of the launch
+            found[CACHE] = read / longer
+        return found
 
     # What is left of passes: something for every sublayer, something for every pass.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -74,6 +75,7 @@ class TrueMachine:
         self.speed = RankSpeed.of(hardware, plan.dtype, plan.ranks)
         self.rank_work = RankWork(plan, model, lambda _: False, static=False, adding=False)
         self.works = rank_work(Program.parse(plan.program), 0, plan.ranks)
+        self.attentions = [work for work in self.works if work.parts[0].sublayer.kind == "A"]
 
     def round(self) -> Round:
         host = self.speed.host
@@ -99,8 +101,12 @@ class TrueMachine:
             parts |= {f"norm {kind}": self.seconds(kernels[0]), f"reading {kind}": self.seconds(reading)}
             parts |= {f"writing {kind}": sum(map(self.seconds, writing))}
             if kind == "A":
-                parts["attending"] = self.seconds(next(one for one in kernels if one.nature == "attention"))
+                items = (one for each in self.attentions for one in self.rank_work.items(each, forward))
+                attending = (one for one in items if isinstance(one, Kernel) and one.nature == "attention")
+                parts["attending"] = fmean(map(self.seconds, attending))  # layers may look back differently far
+                kernels = [one for one in kernels if one.nature != "attention"]
             parts[f"sublayer {kind}"] = sum(self.seconds(one) for one in kernels[:-1])
+            parts[f"sublayer {kind}"] += parts["attending"] if kind == "A" else 0.0
             parts[f"add {kind}"] = self.seconds(kernels[-1])
         numbers, plan = self.rank_work.numbers, self.plan
         rows = -(-plan.vocabulary // plan.ranks)
@@ -172,6 +178,27 @@ def test_figures_are_medians_between_the_least_and_the_largest() -> None:
     assert "from the medians of 3 rounds" in " ".join(text.replace("\n#", "").split())
     assert max(map(len, text.splitlines())) < 140
     assert len(found.intervals) > 30
+
+
+def _found(model: ModelShapes) -> str:
+    plan = plan_on_paper(model, Program.dense(4), 1, 480, "float32", "auto", "full")
+    measured = TrueMachine(parse_hardware(TRUE), model, plan).round()
+    return hardware_text("found", MachineCalibration(model, {1: plan}, ways=()), {1: [measured] * 3})
+
+
+def test_of_layers_that_look_back_differently_far_the_mean_is_counted() -> None:
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
+    found = parse_hardware(_found(shapes("ministral", **WIDE, **layers))).device
+    assert found.shares.cache is not None
+    assert found.bandwidth * found.shares.cache.at(1) == pytest.approx(0.5 * 2e10, rel=0.01)
+
+
+def test_what_windows_hide_is_said_and_left_out() -> None:
+    text = _found(shapes("mistral", **WIDE, sliding_window=5))
+    assert "No shares.cache: with this model's windows" in " ".join(text.replace("\n#", "").split())
+    found = parse_hardware(text)
+    assert found.device.shares.cache is None
+    assert "device.shares.attention" in found.intervals
 
 
 def _times(one: Round, factor: float) -> Round:
