@@ -42,8 +42,9 @@ from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.load import open_stored
 from surgeon.cost.calibrate import MachineCalibration, hardware_text
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.predict import predict
 from surgeon.cost.samples import Round, load_sampled, sample_exchanges, sample_passes
 from surgeon.cost.samples import loads as steps
 from surgeon.cost.workload import Workload

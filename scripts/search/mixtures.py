@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
-from surgeon.cost.predict import Deployment
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator

@@ -22,7 +22,7 @@ from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
     from surgeon.cost.best import Allowance
-    from surgeon.cost.predict import Deployment
+    from surgeon.cost.deployment import Deployment
     from surgeon.cost.racks import Update
 
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
@@ -113,7 +113,7 @@ class PredictedRanksArguments:
         Raises:
             ValueError: if there is no such way or dtype.
         """
-        from surgeon.cost.predict import Deployment
+        from surgeon.cost.deployment import Deployment
         from surgeon.runtime.comm.link import parse_link
 
         return Deployment(

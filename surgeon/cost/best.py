@@ -12,8 +12,9 @@ from typing import Literal
 import pandas as pd
 
 from surgeon.cost.candidates import Candidate
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.predict import Deployment, Prediction
+from surgeon.cost.predict import Prediction
 from surgeon.cost.sweep import SweepCell, sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
+from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import Deployment, PredictedRanks, Prediction, mean_decode, predict
+from surgeon.cost.predict import Prediction, mean_decode, predict
 from surgeon.cost.room import room
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward

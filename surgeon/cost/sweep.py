@@ -11,9 +11,11 @@ from itertools import product
 import pandas as pd
 
 from surgeon.cost.candidates import Candidate
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
+from surgeon.cost.passes import PassCost
 from surgeon.cost.plans import divides, plan_on_paper
-from surgeon.cost.predict import Deployment, PassCost, Prediction, predict
+from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.room import most_texts, room
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean

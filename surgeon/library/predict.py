@@ -23,10 +23,10 @@ from surgeon.cost.best import (
     survey,
 )
 from surgeon.cost.candidates import Candidate, open_candidates
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import check_chances, draft_cells
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware, write_hardware
-from surgeon.cost.predict import Deployment
 from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep, prediction_table
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload

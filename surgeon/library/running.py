@@ -13,7 +13,7 @@ from surgeon.library.opening import has_weights_of_its_model
 from surgeon.named import is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.plan.specification import Ways
-from surgeon.runtime.service import CODA, LOOKUP, ServiceOptions
+from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.worker.options import RankOptions
 
 

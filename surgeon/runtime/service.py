@@ -18,18 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.drafts import HealedDraft
-from surgeon.language.program import Program
 from surgeon.memory import free_bytes
 from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
-from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
+from surgeon.processes.watchdog import Pulse, Watchdog
 from surgeon.progress import progress
 from surgeon.runtime.batching.ahead import MOST_AHEAD
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
@@ -39,144 +36,20 @@ from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
-from surgeon.runtime.plan.drafts import named_draft, with_draft
+from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.plan.mixtures import A_MIXTURE, ExpertTimes
-from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.plan.stretches import with_stretches
-from surgeon.runtime.stream import Listener, OpenRequest, Stream
+from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
+from surgeon.runtime.stream import OpenRequest, Stream
 from surgeon.runtime.worker.messages import Account, Cancel, Progress, Recorded, Report
-from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.rank_process import RankFailed
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.ring import connect
 from surgeon.runtime.worker.worker import load, serve
 
-__all__ = ["Listener", "Service", "ServiceOptions", "Stream"]
-
-CODA, LOOKUP = "coda", "lookup"
 DRAFT_TOKENS = 1  # that a coda drafts at a time, if nobody says: with more, fewer are accepted and none was faster
-
-
-@dataclass(frozen=True)
-class ServiceOptions:
-    """How a model is to be served; what needs no model to check it is checked as it is made.
-
-    Attributes:
-        ranks: what it runs on.
-        program: run this one instead of the checkpoint's own.
-        max_batch: how many requests are computed together.
-        max_tokens: the most that prompt and output of a request may have together; what the model takes if None.
-        blocks: of the cache; if None, as many as `max_batch` of the longest requests need, as far as they fit.
-        memory: bytes that weights and cache may take, of all ranks together (of each on GPUs); most of what is free if
-            None.
-        max_waiting: requests that may be open beyond `max_batch`.
-        patience: seconds without any progress after which ranks that have something to do are given up.
-        dtype, decoding, low_rank, kv: as of `Ways`.
-        halves: which passes are computed in two halves, one while the other's reductions are on their way: all that can
-            be ("on"), none ("off"), or those sizes of pass that are faster so, as tried while they are computed
-            ("auto").
-        draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
-            variant of the model by name ("lp"), or a draft that was healed for it; "coda" where the checkpoint's first
-            rack and its coda do; "lookup" where a text's own tokens do, what came before behind its last few ones;
-            None for none. Greedy tokens and what a seed draws stay the same (as far as rounding does not decide), and
-            what else is drawn keeps its distribution.
-        draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py). With a coda one by
-            default: each more is accepted less often, and was slower wherever it was measured.
-        pipeline: have each rank hold a stretch of the program, one behind the other, in place of a share of all of it;
-            while one computes what the one before has sent, that goes on with other texts, or with what the coda of the
-            checkpoint's first rack drafts, if it has any. Texts are the same.
-        in_flight: in a pipeline, how many tokens may be on their way through the ranks: of several texts those of each,
-            and else those that the coda has drafted; with 1 it drafts none. By default as many as there are ranks if
-            fewer texts are computed together, else 1.
-
-    Raises:
-        ValueError: if the ranks are not connected, a number is too small, there are no such drafts or not of another
-            program, or a pipeline cannot do what is asked of it besides.
-    """
-
-    ranks: RankOptions = field(default_factory=RankOptions)
-    program: Program | str | None = None
-    max_batch: int = 8
-    max_tokens: int | None = None
-    blocks: int | None = None
-    memory: int | None = None
-    max_waiting: int = 64
-    patience: float = PATIENCE_SECONDS
-    dtype: str = "auto"
-    decoding: str = "auto"
-    low_rank: str = "auto"
-    kv: str = "auto"
-    halves: str = "auto"
-    draft: Program | str | HealedDraft | None = None
-    draft_tokens: int | None = None
-    pipeline: bool = False
-    in_flight: int | None = None
-
-    def __post_init__(self) -> None:
-        self._check_pipeline()
-        if self.draft == CODA:
-            if self.program is not None:
-                raise ValueError(
-                    "codas draft for the checkpoint's own program; leave the other program or the drafts out"
-                )
-        elif isinstance(self.draft, str) and self.draft != LOOKUP:
-            named_draft(self.draft)
-        elif self.draft is None and self.draft_tokens is not None:
-            raise ValueError("draft_tokens says how many tokens to draft; say with what, too: a program, or coda")
-        if self.draft_tokens and self.max_tokens and self.draft_tokens >= self.max_tokens:
-            raise ValueError(
-                f"draft_tokens {self.draft_tokens} are more than any text has room for behind its first token, of "
-                f"{self.max_tokens} tokens at most; draft fewer"
-            )
-        if self.ranks.collectives == "none":
-            raise ValueError(
-                "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
-                "measures with none)"
-            )
-        least_of = {"max_batch": 1, "max_waiting": 0, "max_tokens": 2, "blocks": 1, "draft_tokens": 1, "in_flight": 1}
-        for name, least in least_of.items():
-            number = getattr(self, name)
-            if number is not None and number < least:
-                raise ValueError(f"{name} must be at least {least}, not {number}")
-        if not self.patience > 0:
-            raise ValueError(f"patience must be above 0 seconds, not {self.patience:g}")
-
-    def _check_pipeline(self) -> None:
-        if not self.pipeline:
-            if self.in_flight is not None:
-                raise ValueError("in_flight says how many tokens are on their way through a pipeline; ask for one, too")
-            return
-        if self.draft is not None:
-            raise ValueError(
-                "a pipeline drafts with the coda of the checkpoint's first rack, and with nothing else; leave the "
-                "draft out"
-            )
-        if self.ranks.device != "cpu":
-            raise ValueError("pipelines run on CPU ranks only, so far; use the device cpu")
-        if self.ranks.compression is not None:
-            raise ValueError("a pipeline sends streams as they are, and sums nothing; leave the compression out")
-        if self.halves == "on":
-            raise ValueError("halves hide reductions, and a pipeline has none; use halves auto or off")
-
-    @property
-    def ways(self) -> Ways:
-        """How ranks compute it."""
-        return {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
-
-    @property
-    def drafting(self) -> bool | None:
-        """Whether the coda of a pipeline's first rack drafts; None for where there is one, and too few texts."""
-        if self.in_flight is not None:
-            return self.in_flight > 1
-        # Codas are for the checkpoint's own program.
-        return None if self.max_batch < self.ranks.ranks and self.program is None else False
-
-    @property
-    def most_open(self) -> int:
-        """How many requests may be open."""
-        return self.max_batch + self.max_waiting
 
 
 class Service(AbstractContextManager["Service"]):

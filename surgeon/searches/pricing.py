@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import DraftPrices
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.predict import predict
 from surgeon.cost.work import Forward, RankWork, Sent
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Node, Program, Step

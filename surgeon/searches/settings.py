@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.predict import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.opened import Model
 from surgeon.quality.head import GREEDY, SAMPLED

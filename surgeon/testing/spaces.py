@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from surgeon.cost.predict import Deployment
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe

@@ -15,7 +15,8 @@ import surgeon
 from surgeon.cli.app import main
 from surgeon.cli.options import DraftArguments
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.service import DRAFT_TOKENS, Service, ServiceOptions
+from surgeon.runtime.service import DRAFT_TOKENS, Service
+from surgeon.runtime.service_options import ServiceOptions
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.server.state import Meters
 from tests.codas import save_codas

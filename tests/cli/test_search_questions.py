@@ -10,8 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from surgeon.cli.app import main
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware_file import MACHINES, load_hardware
-from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe

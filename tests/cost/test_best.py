@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from surgeon.cost.best import PAYS, SYSTEMS, Allowance, Choice, choices, known_programs, reaches, seconds, survey
-from surgeon.cost.predict import Deployment, Prediction, predict
+from surgeon.cost.deployment import Deployment
+from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.sweep import sweep
 from surgeon.cost.workload import Workload
 from tests.cost.examples import hardware, model

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from surgeon.cost.calibrate import MachineCalibration, check_ranks, hardware_text
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.fit import Fit, rising
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.kernels import Kernel, RankSpeed
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.predict import predict
 from surgeon.cost.samples import EXCHANGES, SHORT, SIZES, WHOLE, PassSample, Round, loads
 from surgeon.cost.work import Forward, RankWork
 from surgeon.cost.workload import Workload

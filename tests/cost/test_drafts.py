@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import DraftPrices, predict_drafting
-from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.predict import predict
 from surgeon.cost.room import USABLE
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant

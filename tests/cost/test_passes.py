@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from surgeon.cost.deployment import Deployment
+from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import Deployment, PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.language.program import Program
 from surgeon.models.families import family_of

@@ -7,7 +7,8 @@ from math import isnan
 
 import pytest
 
-from surgeon.cost.predict import Deployment, Prediction, predict
+from surgeon.cost.deployment import Deployment
+from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program

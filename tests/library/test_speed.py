@@ -9,7 +9,7 @@ import pytest
 
 import surgeon
 from surgeon.cost.best import Allowance
-from surgeon.cost.predict import Deployment
+from surgeon.cost.deployment import Deployment
 from surgeon.library.predict import best_programs
 from surgeon.opened import open_model
 from tests.cost.examples import SIZES, hardware

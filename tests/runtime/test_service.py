@@ -24,7 +24,9 @@ from surgeon.processes.watchdog import PATIENCE_SECONDS
 from surgeon.runtime import service as service_module
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.service import Service, ServiceOptions, Stream
+from surgeon.runtime.service import Service
+from surgeon.runtime.service_options import ServiceOptions
+from surgeon.runtime.stream import Stream
 from surgeon.runtime.worker.messages import Progress, Recorded
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room

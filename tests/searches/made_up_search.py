@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from surgeon.cost.predict import Deployment
+from surgeon.cost.deployment import Deployment
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.results.edit import Edit

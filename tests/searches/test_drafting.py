@@ -14,8 +14,9 @@ from scipy import stats
 
 import surgeon
 from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import predict_drafting
-from surgeon.cost.predict import Deployment, PredictedRanks
+from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surgeon.cost.predict import Deployment
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.recipe import read_recipe
 from surgeon.results.edit import Edit

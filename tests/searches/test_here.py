@@ -10,8 +10,9 @@ import pytest
 
 from surgeon.checkpoint.load import open_stored
 from surgeon.cost.calibrate import calibrate
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes

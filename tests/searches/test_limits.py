@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.deployment import Deployment
+from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.predict import Deployment, predict
+from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program

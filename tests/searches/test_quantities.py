@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from surgeon.cost.predict import Deployment
+from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.searches.pricing import Pricing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from surgeon.cost.predict import Deployment
+from surgeon.cost.deployment import Deployment
 from surgeon.language.program import Program
 from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture

@@ -1,0 +1,62 @@
+"""How a model is spread over hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from surgeon.errors import did_you_mean
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.quantised import Compression
+from surgeon.runtime.plan.specification import HalvesMode, KvMode, LowRankMode
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How a model is spread over hardware.
+
+    Attributes:
+        ranks: that share the model.
+        dtype: to compute in; None for that of the weights, but float32 where kernels are launched one by one.
+        link, network: within a node and between nodes, by name; the first that the hardware has by default.
+        node: ranks of a node; as many as it has devices by default.
+        graphs: whether decoding passes are captured graphs; by default where the host is asynchronous.
+        adding: whether GPUs add and norm in one launch, as our kernels do; other software may not.
+        compress: what reductions are sent as, if not as they are.
+        low_rank: how ranks share factors; `auto` is gather or replicate, whichever is faster for one token.
+        kv: what attentions with factors of k and v keep.
+        halves: which passes are computed in two halves; auto is those that are faster so.
+        emulated: a link as `surgeon bench` emulates it, on top.
+        connected: whether ranks wait for each other at all (`upper-bound`).
+    """
+
+    ranks: int = 1
+    dtype: str | None = None
+    link: str | None = None
+    network: str | None = None
+    node: int | None = None
+    graphs: bool | None = None
+    adding: bool = True
+    compress: Compression | None = None
+    low_rank: LowRankMode = "auto"
+    kv: KvMode = "full"
+    halves: HalvesMode = "off"
+    emulated: Link | None = None
+    connected: bool = True
+
+    def __post_init__(self) -> None:
+        for what, word, known in (
+            ("dtype {!r}", self.dtype, DTYPES),
+            ("compression {!r}", self.compress, get_args(Compression)),
+            ("way {!r} of sharing factors among ranks", self.low_rank, get_args(LowRankMode)),
+            ("kv {!r}", self.kv, ("full", "lowrank")),
+            ("mode {!r} of computing passes in halves", self.halves, get_args(HalvesMode)),
+        ):
+            if word is not None and word not in known:
+                raise ValueError(f"there is no {what.format(word)}; {did_you_mean(word, known)}")
+        if self.ranks < 1:
+            raise ValueError(f"the number of ranks must be at least 1, not {self.ranks}")
+        if self.node is not None and self.node < 1:
+            raise ValueError(f"a node has at least 1 rank, not {self.node}")
