@@ -29,6 +29,11 @@ def number(value: float, digits: int = 4) -> str:
     return f"{rounded:,.{decimals}f}".replace("-", MINUS)
 
 
+def cost(value: float) -> str:
+    """What a program costs: a number, but counts (depths have halves) without decimals that they do not have."""
+    return f"{value:,.8g}" if float(2 * value).is_integer() and abs(value) < 1e7 else number(value)
+
+
 def interval(low: float | None, high: float | None, digits: int = 4) -> str:
     """A 95% interval, or nothing where it is not known."""
     if low is None or high is None or math.isnan(low) or math.isnan(high):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -32,8 +33,15 @@ from surgeon.named import is_hub_name, on_disk
 
 CONFIG = "config.json"
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
-# It warns whoever reads a size of a configuration whose layers differ in it: here they are read layer by layer, too.
-logging.getLogger("transformers.integrations.heterogeneity.configuration_utils").setLevel(logging.ERROR)
+_OF_LAYERS_THAT_DIFFER = "transformers.integrations.heterogeneity.configuration_utils"  # a logger
+
+
+def _is_not_ours(_: logging.LogRecord) -> bool:
+    """Whether others than surgeon read a size of a configuration whose layers differ in it; it reads all of them."""
+    return not any(frame.f_globals.get("__name__", "").startswith("surgeon.") for frame, _ in walk_stack(None))
+
+
+logging.getLogger(_OF_LAYERS_THAT_DIFFER).addFilter(_is_not_ours)
 
 
 def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:

@@ -57,7 +57,7 @@ from surgeon.results.search import SearchRun
 from surgeon.results.similarity import Similarity
 from surgeon.searches.search import BATCH
 from surgeon.threads import usable_cores
-from surgeon.words import number, plural
+from surgeon.words import hanging, known, number, plural
 
 MAPS = (*SCANNED, "lp")
 SPACES = {"pair": "pair", "drop": "drop:layers"}  # what a knee is looked for in, by what a check calls it
@@ -130,13 +130,13 @@ def explore(
         raise ValueError(f"minutes must be more than 0, not {minutes:g}; an exploration takes about 10")
     opened, begun = open_model(model), time.monotonic()
     source = _text(opened, data)
-    asked = [load_hardware(one) for one in as_list(hardware)] if hardware else []
+    asked = [load_hardware(one) for one in as_list(hardware)]
     checked = check(opened)
     if checked.refused is not None:
         raise ValueError(checked.refused)
     under_way = UnderWay.in_folder(Path(output), opened, source, separator, minutes, begun, say or _say)
     under_way.steps["check"] = checked.described["model"], time.monotonic() - begun
-    exploring = _Exploring(opened, source, separator, memory, checked, under_way)
+    exploring = _Exploring(opened, source, separator, memory, checked, under_way, as_list(hardware))
     exploring.plan()
     scanned = exploring.scan()
     similar = exploring.similarity()
@@ -149,7 +149,7 @@ def explore(
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(hanging("", line), file=sys.stderr, flush=True)
 
 
 def _text(model: Model, data: str | Path | None) -> str:
@@ -176,6 +176,7 @@ class _Exploring:
     memory: int | str | None
     checked: Check
     under_way: UnderWay
+    asked: Sequence[str] = ()  # hardware
 
     @property
     def folder(self) -> Path:
@@ -343,11 +344,17 @@ class _Exploring:
         what = f"the depth at which quality breaks off, {clock(max(0.0, seconds))} for trials"
         with self.under_way.step("search", what) as did:
             given: dict[str, Any] = {"space": spaces, "using": passes, "minutes": max(seconds, 1.0) / 60}
-            found = search(self.model, self.data, folder, _TRIALS * layers, **given, **self.text)
-            knees = found.record.get("knees") or []
-            did.append("; ".join([plural(len(found.trials), "trial"), *knees[-1:]]))
+            found = search(self.model, self.data, folder, self._trials, **given, **self.text)
+            best = found.record["best"]
+            quality = f"divergence {known(best, 'divergence')}, perplexity {number(best['perplexity'])}"
+            did.append(f"{plural(len(found.trials), 'trial')}; {best['why'][:1].lower()}{best['why'][1:]}: {quality}")
             write_text(self.folder / KNEE, found.recipe_text)
         return found
+
+    @property
+    def _trials(self) -> int:
+        """The most that a search tries."""
+        return _TRIALS * self.model.num_layers
 
     def _search_folder(self) -> Path:
         """Another one where the scan has grown, by which a search goes from its first trial on."""
@@ -388,6 +395,9 @@ class _Exploring:
             why="" if found is None else str(found.record["best"]["why"]),
             depth=math.nan if found is None else _depth(found),
             ranks=most,
+            hardware=self.asked,
+            memory=None if self.memory is None else str(self.memory),
+            can_go_on=self.planned["every"] > 1 or (found is not None and len(found.trials) < self._trials),
             drafts="draft" in drafting and drafting["draft"].works != NO,
             checked=self.checked,
         )

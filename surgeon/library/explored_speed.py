@@ -63,4 +63,4 @@ def fastest(predicted: Predictions) -> str:
     where = f"on {plural(int(best['ranks']), 'rank')} with batch {int(best['batch'])}"
     if compared.empty:
         return f"{number(float(best[by]), 3)} tokens/s {where}"
-    return f"{best['program']}: {number(float(best[by]), 3)} times the tokens/s {where}"
+    return f"{best['program']}: {number(float(best[by]), 3)} times the model's tokens/s {where}"

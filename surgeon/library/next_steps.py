@@ -30,6 +30,9 @@ class Explored:
         depth: its effective depth.
         ranks: as many as there are devices for here.
         drafts: whether the program at the knee can draft for the model.
+        hardware: what was asked for beside what is here.
+        memory: the most that the process may take, if that was said.
+        can_go_on: whether more minutes would find more.
     """
 
     model: str
@@ -46,6 +49,9 @@ class Explored:
     depth: float
     ranks: int
     drafts: bool
+    hardware: Sequence[str]
+    memory: str | None
+    can_go_on: bool
     checked: Check
 
     def steps(self) -> list[NextStep]:
@@ -92,7 +98,8 @@ class Explored:
         )
 
     def _more(self) -> Iterator[NextStep]:
-        model, sizes = quote(self.model), f"--tokens {self.tokens} --window {self.window}"
+        limit = "" if self.memory is None else f" --memory {quote(self.memory)}"
+        model, sizes = quote(self.model), f"--tokens {self.tokens} --window {self.window}{limit}"
         if self.operations:
             same = "".join(f" --operation {name}" for name in self.operations) if self.every > 1 else " --operation all"
             yield NextStep(
@@ -112,11 +119,14 @@ class Explored:
                 f"surgeon search {model} {self._text} {sizes} --budget depth={depth}{using} "
                 f"-o {self._at(f'depth-{depth}')}",
             )
-        yield NextStep(
-            "Explore on",
-            "More minutes make stretches finer and trials more; what is there is kept.",
-            f"surgeon explore {model} {self._text} --minutes {_LONGER * self.minutes:g} -o {quote(str(self.folder))}",
-        )
+        if self.can_go_on:
+            on = "".join(f" --hardware {quote(one)}" for one in self.hardware)
+            yield NextStep(
+                "Explore on",
+                "More minutes make stretches finer and trials more; what is there is kept.",
+                f"surgeon explore {model} {self._text} --minutes {_LONGER * self.minutes:g}{on}{limit} "
+                f"-o {quote(str(self.folder))}",
+            )
 
     @property
     def _text(self) -> str:

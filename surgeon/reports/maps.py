@@ -77,7 +77,7 @@ def legend_figure(scale: Normalize, base: float | None = None, capped: bool = Fa
     bar.outline.set_visible(False)
     axes.tick_params(labelsize=11, labelcolor=SOFT, color=SOFT)
     if capped:
-        axes.text(1.035, -0.62, "beyond", transform=axes.transAxes, fontsize=11, color=SOFT, va="top")
+        axes.text(1.06, -0.62, "beyond", transform=axes.transAxes, fontsize=11, color=SOFT, va="top")
     return figure
 
 

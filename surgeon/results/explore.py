@@ -69,8 +69,9 @@ class ExploreRun(RunResult):
     def __str__(self) -> str:
         """At most 80 columns, but for commands, which are whole."""
         lines = [self.heading, ""]
-        lines += [hanging(f"{step:<12}", did) for step, did in zip(self.steps["step"], self.steps["did"], strict=True)]
-        lines += [hanging(f"{'left out':<12}", line) for line in self.left_out]
+        rows = [*zip(self.steps["step"], self.steps["did"], strict=True), *(("left out", one) for one in self.left_out)]
+        width = max((len(step) for step, _ in rows), default=0) + 2
+        lines += [hanging(f"{step:<{width}}", did) for step, did in rows]
         for number, one in enumerate(self.next_steps, start=1):
             lines += ["", hanging(f"{number}. ", f"{one.what}. {one.why}"), f"   {one.command}"]
         return "\n".join(lines)

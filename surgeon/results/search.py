@@ -22,7 +22,7 @@ from surgeon.results.drawing import COLOURS, SOFT, Chart, chart, finish, layers_
 from surgeon.results.maps import colour_bar, draw_map, label_map
 from surgeon.results.result import RunResult, TableFile
 from surgeon.results.trials import BY, DRAFT_TIME, MOST_DIVERGENCE, SOURCES, TrialTable
-from surgeon.words import MOST_LAYERS, TIMES, known, number, plural
+from surgeon.words import MOST_LAYERS, TIMES, cost, known, number, plural
 
 UNITS = {
     "divergence": "divergence (nats per token)",
@@ -239,7 +239,7 @@ def draw_quality(axes: Axes, quality: pd.DataFrame, log: bool = True) -> None:
 
     def tip(row: Any) -> str:
         value = f"divergence {known(row, 'divergence')}"
-        return f"{row['space']}, {row['along']} {number(row['cost'])}: {value}; {row['edits'] or 'no edits'}"
+        return f"{row['space']}, {row['along']} {cost(row['cost'])}: {value}; {row['edits'] or 'no edits'}"
 
     for place, (space, rows) in enumerate(quality.groupby("space", sort=False)):
         low, high = (
@@ -271,7 +271,7 @@ def mixing_chart(along: str, mixing: pd.DataFrame) -> Chart:
     scale(axes, "y", [*mixing["together"], *mixing["alone"].dropna()], log=True, end=MOST_DIVERGENCE)
     for place, name in enumerate(("together", "alone")):
         rows = mixing[mixing[name].notna()]
-        tips = [f"{along} {number(row['cost'])}: {name} {number(row[name])}" for _, row in rows.iterrows()]
+        tips = [f"{along} {cost(row['cost'])}: {name} {number(row[name])}" for _, row in rows.iterrows()]
         points(axes, rows["cost"], rows[name], tips, place, "all together" if place == 0 else "the best space alone")
     _dearest_left(axes, along, mixing["cost"])
     _label_cost(axes.xaxis, along)
@@ -336,7 +336,7 @@ def draw_front(axes: Axes, front: pd.DataFrame, trials: TrialTable, name: str) -
         tips = [f"trial {int(trial)}" for trial in others["trial"]]
         points(axes, others[name], others[first], tips, _STOPPED, f"trials ({len(others)})", line=False)
     tips = [
-        f"point {row['point']:g}: {name} {number(row[name])}, divergence {number(row['divergence'])}, "
+        f"point {row['point']:g}: {name} {cost(row[name])}, divergence {number(row['divergence'])}, "
         f"trial {row['trial']:g}: {row['edits'] or 'no edits'}"
         for _, row in own.iterrows()
     ]

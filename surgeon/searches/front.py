@@ -114,7 +114,7 @@ class QualityCurve:
         ends = sorted([knee.low, knee.high], reverse=self.along.quantity.upward)
         known = f"95% interval {' to '.join(map(self.along.quantity.show, ends))}" if knee.share else "no interval"
         unsure = f", in {knee.share:.0%} of the resamples" if knee.share < CONFIDENCE else ""
-        looked = f"of what was measured as far as {show(last)} and {MOST_DIVERGENCE:g} nat"
+        looked = f"looked for as far as {show(last)}, within a divergence of {MOST_DIVERGENCE:g} nat"
         return f"{self.name}: the knee is at {show(knee.cost)} of {first} ({known}{unsure}), {looked}"
 
 

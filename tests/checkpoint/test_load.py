@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,12 @@ def test_one_gpu_where_the_model_and_what_an_edit_derives_fit(tmp_path: Path, mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1.3 * own * number, 2 * own))
     assert stored.device_map() == torch.device("cuda", 1)
     assert stored.device_map(factorised) == "auto"
+
+
+def test_what_transformers_warns_of_is_kept_back_from_surgeon_alone(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
+    with caplog.at_level(logging.WARNING, logger.name):
+        eval("warn('ours')", {"__name__": "surgeon.somewhere", "warn": logger.warning})
+        assert caplog.messages == []
+        logger.warning("the user's own")
+    assert caplog.messages == ["the user's own"]

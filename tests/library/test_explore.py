@@ -51,6 +51,9 @@ def explored(**other: Any) -> Explored:
         "depth": 8.0,
         "ranks": 2,
         "drafts": True,
+        "hardware": ["my machine.yaml"],
+        "memory": "2GB",
+        "can_go_on": True,
         "checked": answers,
     }
     return Explored(**given | other)
@@ -63,11 +66,12 @@ def test_commands_are_read_as_they_are_printed() -> None:
     assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
     assert all("--data 'my text.txt' --separator '<|end|>'" in steps[place].command for place in (2, 3, 6, 7, 8))
-    assert "--minutes 15 " in steps[8].command
+    assert steps[8].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
 
 
 def test_commands_are_those_that_work() -> None:
     assert parse(explored(knee=None, depth=math.nan).steps()) == ["scan", "explore"]
+    assert "explore" not in parse(explored(can_go_on=False).steps())
     assert "generate" not in parse(explored(drafts=False).steps())
     untrained = Check.of([Verdict("export", "lp", "part"), Verdict("train", "heal edited", "no")])
     assert parse(explored(checked=untrained).steps())[:3] == ["export", "serve", "eval"]

@@ -358,8 +358,8 @@ def test_a_front_and_a_curve_and_what_mixing_wins(tmp_path: Path) -> None:
     assert "By pair: the knee is at depth 4 of 6." in page.text()
     assert "The front: 1 program" in page.text()
     assert "point 1: latency@cpu-2 1.800, divergence 0.03000, trial 2: pair 3:5" in page.html
-    assert "knee: pair, depth 5.000: divergence 0.03000 (95%: 0.02000 to 0.04000); pair 3:5" in page.html
-    assert "depth 5.000: together 0.03000" in page.html
+    assert "knee: pair, depth 5: divergence 0.03000 (95%: 0.02000 to 0.04000); pair 3:5" in page.html
+    assert "depth 5: together 0.03000" in page.html
     row = page.text()[page.text().index("All spaces together against the best one alone, at equal depth") :]
     for cell in ("0.03000", "drop", "0.06000", "\N{MINUS SIGN}50%", "better"):
         assert cell in row

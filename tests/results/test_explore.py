@@ -17,7 +17,10 @@ STEPS = [
 
 
 def exploration(**more: object) -> ExploreRun:
-    rows = [("scan", "216 cells of shuffle, prune, merge, parallel, 2-parallel, lp, stretches of every 2 layers", 61.2)]
+    rows = [
+        ("scan", "216 cells of shuffle, prune, merge, parallel, 2-parallel, lp, stretches of every 2 layers", 61.2),
+        ("on this-machine", "knee: 1.5 times the tokens/s", 2.0),
+    ]
     record = {"format": FORMAT, "command": "surgeon explore", "model": "tiny", "model_hash": "a" * 64} | more
     record |= {"minutes": 10.0, "spent": 245.0, "data": "a.txt", "plan": {"tokens": 4096}}
     record |= {"left_out": ["search: it has no layers"], "next": [vars(one) for one in STEPS]}
@@ -30,7 +33,7 @@ def test_on_a_terminal_only_commands_are_long() -> None:
     commands = [f"   {one.command}" for one in STEPS]
     assert max(len(line) for line in said.splitlines() if line not in commands) <= 80
     assert all(line in said.splitlines() for line in commands)
-    assert "left out    search: it has no layers" in said
+    assert "on this-machine  knee: 1.5 times the tokens/s\nleft out         search: it has no layers" in said
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_curves_by_space_and_together() -> None:
     assert curves["pair"].points[2].high == pytest.approx(0.03 + half)
     assert curves["pair"].knee.cost == 6
     assert curves["pair"].line().startswith("pair: the knee is at depth 6 of 8 (95% interval")
-    assert curves["pair"].line().endswith("of what was measured as far as depth 5 and 1 nat")
+    assert curves["pair"].line().endswith("looked for as far as depth 5, within a divergence of 1 nat")
     beyond = [*TRIALS, trial(9, pairs(0, 2, 4, 6), [7.0] * 4)]
     far = quality_curves(DEPTH, beyond, ORIGINAL, PRICING, resamples=50)[0]
     assert far.points[-1].cost == 4

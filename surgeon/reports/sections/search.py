@@ -26,7 +26,18 @@ from surgeon.results.search import (
     quality_chart,
 )
 from surgeon.results.trials import DRAFT_TIME, TrialTable
-from surgeon.words import change, first_few, in_words, interval, interval_heads, known, number, plural, with_intervals
+from surgeon.words import (
+    change,
+    cost,
+    first_few,
+    in_words,
+    interval,
+    interval_heads,
+    known,
+    number,
+    plural,
+    with_intervals,
+)
 
 _SHOWN = 10  # rows in a table
 _EDITS_NAMED = 12
@@ -145,7 +156,7 @@ def _best_trials(trials: TrialTable) -> Table:
         trial = trials.table.iloc[row]
         cells.append(
             [str(int(trial["trial"])), trials.short_edits(row), trials.sources[row],
-             *(number(trial[name]) for name in costs), number(trial["perplexity"]),
+             *(cost(trial[name]) for name in costs), number(trial["perplexity"]),
              *with_intervals(trial, ["divergence"])]
         )  # fmt: skip
     head = [
@@ -165,7 +176,7 @@ def _best_trials(trials: TrialTable) -> Table:
 def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
     names, places = objectives_of(front), {int(trial): row for row, trial in enumerate(trials.table["trial"])}
     rows = [
-        [f"{row['point']:g}", *(number(row[name]) for name in names), f"{row['trial']:g}",
+        [f"{row['point']:g}", *(cost(row[name]) for name in names), f"{row['trial']:g}",
          trials.short_edits(places[int(row["trial"])])]
         for _, row in front.iterrows()
     ]  # fmt: skip
@@ -182,7 +193,7 @@ def _what_mixing_wins(mixing: pd.DataFrame) -> Iterator[Block]:
     for along, levels in mixing.groupby("along", sort=False):
         chart = mixing_chart(str(along), levels)
         rows = [
-            [number(row["cost"]), f"{row['trial']:g}", number(row["together"]), row["space"],
+            [cost(row["cost"]), f"{row['trial']:g}", number(row["together"]), row["space"],
              *_apart(row), row["verdict"]]
             for _, row in levels.iterrows()
         ]  # fmt: skip
