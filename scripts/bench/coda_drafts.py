@@ -35,8 +35,8 @@ from transformers.utils import logging
 from scripts.bench.coda_training import demo_with_coda
 from scripts.bench.decoding import prompts_of, write_tables
 from surgeon.language.program import Program
+from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.link import Link, parse_seconds
 from surgeon.runtime.plan.checks import make_plan

@@ -27,15 +27,15 @@ from surgeon.benchmarks.passes import (
 )
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
+from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, UndefinedLogits
-from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
 from surgeon.runtime.kernels.recording import Recording, spanned
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.cuda_graphs import GraphRecorder, T
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
-from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine, WorkAhead
 from surgeon.runtime.model.rank_model import Results

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from surgeon.cost.workload import Workload
 from surgeon.language.execute import Partial, Pending
-from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.recording import spanned
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.layers import Attention, FeedForward, Pass
+from surgeon.runtime.model.layers import Attention, FeedForward
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine, WorkAhead

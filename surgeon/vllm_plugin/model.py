@@ -35,8 +35,9 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import ModelWeights, unit_bounds
 from surgeon.runtime.kernels.triton.functions import Placing
+from surgeon.runtime.model.attending import Pass, Weighting
 from surgeon.runtime.model.ends import Ends, embedded_among, read
-from surgeon.runtime.model.layers import Pass, Weighting, plan_kernels, torch_dtype
+from surgeon.runtime.model.layers import plan_kernels, torch_dtype
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan

@@ -28,7 +28,8 @@ from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model import layers, mixture, products
-from surgeon.runtime.model.layers import Attention, Pass
+from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan

@@ -21,7 +21,7 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.quantised import Compressed, Compression
-from surgeon.runtime.model.layers import Pass
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import LowRankMode

@@ -18,7 +18,7 @@ from surgeon.language.execute import State, land
 from surgeon.language.program import Program
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.model.layers import Pass
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group

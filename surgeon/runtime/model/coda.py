@@ -17,9 +17,10 @@ from torch import Tensor
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.sequence import Row, asked_of
+from surgeon.runtime.model.attending import Pass, Weighting
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.ends import Index, final_norm
-from surgeon.runtime.model.layers import Pass, Rebuild, Weighting
+from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.phase import Phase
 from surgeon.runtime.model.program import RankProgram

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, asked_of
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.ends import Index
-from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.paged_layout import PagedLayout
 from surgeon.runtime.model.rank_model import RankModel, Results, Way

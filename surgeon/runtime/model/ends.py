@@ -18,7 +18,8 @@ from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import triton_kernels_for
-from surgeon.runtime.model.layers import Norm, softcap, torch_dtype
+from surgeon.runtime.model.attending import softcap
+from surgeon.runtime.model.layers import Norm, torch_dtype
 from surgeon.runtime.model.products import OnGpu, Panels, Product, Transposed, laid_out
 from surgeon.runtime.plan.specification import Plan
 

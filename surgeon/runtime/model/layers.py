@@ -7,9 +7,8 @@ the stream's width, R the ranks of k and v together where both are two factors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from surgeon.models.families import SublayerSpec
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
+from surgeon.runtime.model.attending import Pass, Weighting, Window
 from surgeon.runtime.model.linear import LinearMap, count_outputs, second_factor
 from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.rotary import AllAngles, mean_squares, place_
@@ -61,71 +61,6 @@ def plan_kernels(plan: Plan, like: Tensor) -> Kernels | None:
         like: on the same device.
     """
     return kernels_for(like) if torch_dtype(plan) == torch.float32 else None
-
-
-class Window(NamedTuple):
-    """Which tokens an attention looks at, where that is not all up to a token itself.
-
-    Attributes:
-        tokens: how many at most, the token itself the last of them.
-        chunked: whether none before the last position that is a multiple of so many.
-    """
-
-    tokens: int
-    chunked: bool = False
-
-    def first(self, end: int) -> int:
-        """The first position that the last of so many tokens of a text looks at."""
-        return (end - 1) // self.tokens * self.tokens if self.chunked else max(0, end - self.tokens)
-
-    @staticmethod
-    def within(window: Window | None, tokens: int) -> Window | None:
-        """The same, None where texts of so many tokens are no longer than it."""
-        return None if window is None or window.tokens >= tokens else window
-
-
-@dataclass(frozen=True)
-class Weighting:
-    """How an attention makes weights of the products of its queries and keys, besides the softmax.
-
-    Attributes:
-        scale: what products are multiplied by; None for 1 / sqrt(D).
-        window: which tokens a token looks at; None for all up to itself.
-        softcap: the bound c of scores that are c * tanh(score / c); None without one.
-        sinks: one more score of each head, whose weight no value has (gpt-oss), (H,) of float32; None without them.
-    """
-
-    scale: float | None = None
-    window: Window | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = field(default=None, compare=False)
-
-
-# Puts new keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R), into a slot of the cache;
-# queries (T, H, D) to attended values (T, H * D).
-Attend = Callable[[int, Tensor, Tensor, Weighting], Tensor]
-
-# The same of queries, keys and values, (T, H + 2 * K, D), before heads are normed and turned, given H.
-AttendRaw = Callable[[int, Tensor, int, Placing, Weighting], Tensor]
-
-
-@dataclass
-class Pass:
-    """What all sublayers share in one forward pass.
-
-    Attributes:
-        attend: over the sequences of the pass.
-        angles: of its tokens.
-        attend_raw: the same, where kernels norm, turn and keep in one launch.
-        waits: whether the host may wait for the device.
-        parts: of the batch that take turns, of which this is one; while sums of one travel others are computed.
-    """
-
-    attend: Attend
-    angles: AllAngles
-    attend_raw: AttendRaw | None = None
-    waits: bool = True
-    parts: int = 1
 
 
 def gain_of(stored: Tensor, plan: Plan) -> Tensor:
@@ -382,63 +317,3 @@ class FeedForward:
             gate, up = wide.chunk(2, dim=-1)
             return self.down(self.activation(gate) * up)
         return self.down(self.activation(wide))
-
-
-def attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    weighting: Weighting,
-    mask: Tensor | None = None,
-    causal: bool = False,
-) -> Tensor:
-    """Attended values, (B, H, Q, D), of queries (B, H, Q, D) over keys and values (B, K, N, D).
-
-    The heads of a KV group may be given as queries of one head each: (B, K, H / K, D).
-
-    Args:
-        weighting: its window is in the mask, or in which keys are given.
-        mask: (Q, N) or (B, 1, 1, N), true where a query looks at a key, or numbers to add to scores; None for
-            everywhere.
-        causal: in place of a mask: query i looks at keys 0 to i.
-    """
-    kv_heads, head_dim = keys.shape[1], queries.shape[-1]
-    grouped = queries.shape[1] > kv_heads
-    plain = weighting.softcap is None and weighting.sinks is None
-    if plain and grouped and mask is not None and len(queries) == 1:
-        # On GPUs a mask and grouped heads together would leave only the way that keeps all scores: KV heads are texts.
-        alone = Weighting(weighting.scale)
-        keys, values = (one[0][:, None].expand(-1, queries.shape[1] // kv_heads, -1, -1) for one in (keys, values))
-        return attention(queries[0].unflatten(0, (kv_heads, -1)), keys, values, alone, mask).flatten(0, 1)[None]
-    if plain:
-        return F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=causal, scale=weighting.scale, enable_gqa=grouped
-        )
-    scale = head_dim**-0.5 if weighting.scale is None else weighting.scale
-    together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # the heads of a KV group as if they were queries
-    scores = (together @ keys.transpose(-1, -2)) * scale
-    scores = scores if weighting.softcap is None else softcap(scores, weighting.softcap)
-    scores = scores.unflatten(2, (-1, queries.shape[2]))
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        mask = mask.unsqueeze(-3)  # the same for all heads of a KV group
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    if weighting.sinks is not None:
-        per_head = weighting.sinks.numel() == queries.shape[1]  # else heads of a KV group are given as its queries
-        sinks = weighting.sinks.view(kv_heads, -1, 1 if per_head else queries.shape[2], 1).to(scores.dtype)
-        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-    weights = weights[..., : keys.shape[2]]
-    attended: Tensor = (weights.flatten(2, 3) @ values).unflatten(2, (-1, queries.shape[2])).flatten(1, 2)
-    return attended
-
-
-def softcap(numbers: Tensor, bound: float) -> Tensor:
-    """Numbers, (T, any), pressed between -bound and bound (Gemma2), perhaps in place: bound * tanh(numbers / bound)."""
-    kernels = kernels_for(numbers)
-    if kernels is not None and numbers.dim() == 2 and numbers.is_contiguous():
-        kernels.softcap_(numbers, bound)
-        return numbers
-    capped: Tensor = (numbers / bound).tanh_().mul_(bound)
-    return capped

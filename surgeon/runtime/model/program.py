@@ -18,7 +18,8 @@ from surgeon.language.execute import Branch, Machine, Partial, Pending, State, i
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import Sublayer
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.model.layers import Attention, Pass, Rebuild
+from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.layers import Attention, Rebuild
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.parts import RankParts
 from surgeon.runtime.plan.placement import Group, Part, Work, assigned_branches, rank_work

@@ -19,8 +19,8 @@ from surgeon.checkpoint.random_weights import open_weights
 from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.model.attending import Attend, AttendRaw, Pass
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary
-from surgeon.runtime.model.layers import Attend, AttendRaw, Pass
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import AllAngles, rotation, turned

@@ -18,10 +18,10 @@ from torch import Tensor
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import Windows, blocks_for
 from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
-from surgeon.runtime.model.layers import Pass
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.phase import Phase
 from surgeon.runtime.model.rank_model import Way

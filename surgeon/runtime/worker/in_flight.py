@@ -18,8 +18,9 @@ from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.in_flight import ChosenToken, Flight, InFlight, Verdicts, latest
+from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request
-from surgeon.runtime.batching.scheduler import Limits, Output
+from surgeon.runtime.batching.scheduler import Output
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
 from surgeon.runtime.comm.ring import Arrived, Ring
 from surgeon.runtime.model.paged_cache import PagedCache

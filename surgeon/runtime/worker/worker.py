@@ -17,8 +17,9 @@ from operator import eq
 
 from surgeon.processes.watchdog import Pulse
 from surgeon.runtime.batching.blocks import BlockPool
+from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Choice, Request
-from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
+from surgeon.runtime.batching.scheduler import Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import Figures, RankEngine

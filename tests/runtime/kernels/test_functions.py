@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from surgeon.models.routing import Routed, Routing, route
 from surgeon.runtime.kernels.functions import Kernels, PackedExperts, Runs, TextKeys, kernels, kernels_for
-from surgeon.runtime.model.layers import Weighting
+from surgeon.runtime.model.attending import Weighting
 from surgeon.runtime.model.rotary import rotate_
 
 DRAWS = 25

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from surgeon.language.program import Program
 from surgeon.runtime.batching.halves import LEAST, halves_of
+from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
 from surgeon.runtime.model.engine import RankEngine

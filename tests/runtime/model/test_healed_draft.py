@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.drafts import HealedDraft
+from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.adapted import Adapted
 from surgeon.runtime.model.engine import RankEngine

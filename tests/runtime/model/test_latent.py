@@ -15,8 +15,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from surgeon.models.families import FAMILIES
 from surgeon.models.latent import Latent
+from surgeon.runtime.model.attending import Pass, Weighting, attention
 from surgeon.runtime.model.latent import LatentMaps
-from surgeon.runtime.model.layers import Attention, Pass, Weighting, attention
+from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan, Rotary

@@ -23,16 +23,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from surgeon.benchmarks.timing import TimedEngine
 from surgeon.language.program import Program
 from surgeon.runtime.batching.blocks import BlockTable
+from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits, Output
+from surgeon.runtime.batching.scheduler import Output
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions
+from surgeon.runtime.model.attending import Weighting, Window
 from surgeon.runtime.model.cuda_graphs import WARM_UPS, CudaRecorder
 from surgeon.runtime.model.engine import Figures, RankEngine
-from surgeon.runtime.model.layers import Weighting, Window
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.static_decode import (
     Outputs,

@@ -28,7 +28,7 @@ from surgeon.language.execute import State, land
 from surgeon.models.families import FAMILIES
 from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.model.layers import Pass
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import LowRankMode, Plan
