@@ -145,13 +145,17 @@ def three_digits(value: float) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Lines of cells as columns for a terminal, of which some stand on the left and the others on the right."""
+    """Lines of cells as columns for a terminal, of which some stand on the left and the others on the right.
+
+    Two spaces are between them, one where the terminal would be too narrow for two.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
 
     def place(cell: str, column: int) -> str:
         return cell.ljust(widths[column]) if column in left else cell.rjust(widths[column])
 
-    return "\n".join("  ".join(map(place, line, range(len(widths)))).rstrip() for line in lines)
+    return "\n".join(gap.join(map(place, line, range(len(widths)))).rstrip() for line in lines)
 
 
 def hanging(start: str, text: str) -> str:

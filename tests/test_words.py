@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from surgeon.words import change, interval, layer_list, listed, number, plural, stretch, tick
+from surgeon.words import WIDTH, aligned, change, interval, layer_list, listed, number, plural, stretch, tick
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,12 @@ def test_lists_counts_and_intervals() -> None:
     assert interval(1.0, 2.5) == "1.000 to 2.500"
     assert interval(None, 2.5) == interval(1.0, math.nan) == ""
     assert (tick(0.5), tick(20.0), tick(1000.0)) == ("0.5", "20", "1,000")
+
+
+def test_columns_move_together_where_two_spaces_are_too_many() -> None:
+    """Rows of 79 columns with two spaces between cells, of 87, which one space makes 79 again."""
+    for width, gap in ((79, "  "), (87, " ")):
+        lines = [["program", *["1"] * 8], ["x" * (width - 8 - 2 * 8), *["2"] * 8]]
+        first, second = aligned(lines).splitlines()
+        assert len(first) == len(second) == 79 < WIDTH
+        assert second.endswith(gap.join(["x", *["2"] * 8]))

@@ -287,8 +287,8 @@ def predict(
 
     Nothing runs, and no weights are needed: shapes come from the configuration, what ranks compute and exchange from
     the runtime's own rules, times from the hardware's figures. Every kernel takes as long as what it computes or what
-    it moves, every collective as its latency and bandwidth say, and the program is run on clocks, so that what is
-    hidden behind what follows from the executor's rule.
+    it moves, every collective as its latency and bandwidth say, and the program is run on clocks, by the executor that
+    runs it on ranks: so what is hidden needs no formula.
 
     First token: until every text has one. Per token: a decoding pass, the mean over the new tokens. Tokens/s: new
     tokens of all texts. Comm.: the time in which ranks wait for collectives, of all the time; hidden: time of

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surgeon.language.operations.variants import HALVES, UPPER_BOUND, is_variant, variant_of
+from surgeon.checkpoint.read import DEMO
+from surgeon.errors import did_you_mean
+from surgeon.language.operations.variants import HALVES, UPPER_BOUND, is_variant, variant_names, variant_of
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
-from surgeon.named import is_program, is_recipe
+from surgeon.named import is_program, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.plan.specification import HalvesMode
 
@@ -63,6 +65,9 @@ def open_candidates(
             found.append(_variant(text, first, layers))
         elif is_program(text):
             found.append(_fixed(text, first.model, Program.parse(text)))
+        elif not (is_recipe(text) or "/" in text or text == DEMO or on_disk(text)):
+            missing = f"there is no model folder {text}, nor a variant of a model;"
+            raise FileNotFoundError(f"{missing} {did_you_mean(text, variant_names())}")
         else:
             found.append(_open(text, weights))
     names = apart([one.name for one in found])

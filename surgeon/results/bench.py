@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from surgeon.memory import show_size
 from surgeon.results.drawing import bars, finish
 from surgeon.results.result import RunResult, TableFile
-from surgeon.words import aligned, three_digits, times
+from surgeon.words import aligned, hanging, three_digits, times
 
 COLUMNS = ("first_token_ms", "prefill_ms", "decode_ms", "per_token_ms", "tokens_per_second")
 RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
@@ -39,9 +39,12 @@ class BenchSpeeds(RunResult):
     def __str__(self) -> str:
         """Tables of at most 80 columns."""
         table = self.speeds
-        kernels = f"kernels: {self.record['kernels']}\n" if "kernels" in self.record else ""  # not in older records
-        experts = "".join(f"{name}: {line}\n" for name, line in self.record.get("experts", {}).items())
-        parts = [f"{self.heading}\n{kernels}{experts}", "Latency, medians over rounds", self._latency()]
+        parts = [hanging("", self.heading)]
+        parts += (
+            [hanging("kernels: ", self.record["kernels"])] if "kernels" in self.record else []
+        )  # not in older records
+        parts += [hanging(f"{name}: ", line) for name, line in self.record.get("experts", {}).items()]
+        parts += ["", "Latency, medians over rounds", self._latency()]
         parts += ["", "One pass, on the rank that waits most", self._passes()]
         if "decode_launching_ms" in table:
             lines = [["program", "batch", "launched", "pass"], ["", "", "ms", "ms"]]

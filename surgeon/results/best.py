@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from surgeon.language.operations.variants import DENSE
 from surgeon.results.result import RunResult, TableFile
-from surgeon.words import aligned
+from surgeon.words import aligned, hanging
 
 _SPEEDUP = "_speedup"  # what the columns of programs end in
 _NOTHING, _DENSE = "#ffffff", "#d5dadf"
@@ -40,7 +40,7 @@ class BestRun(RunResult):
 
     def __str__(self) -> str:
         """One table for each link: batches down, ranks across, each with its winner and what it wins."""
-        parts = [f"{self.heading}\n\nFastest, and times as fast as the dense model\n"]
+        parts = [hanging("", self.heading), "", "Fastest, and times as fast as the dense model", ""]
         for link, here in self.winners.groupby("link", sort=False):
             cells = here.assign(text=[_words(one) for one in here.itertuples()])
             table = cells.pivot(index="batch", columns="ranks", values="text").fillna("-")

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from surgeon.results.result import RunResult, TableFile
-from surgeon.words import aligned, three_digits
+from surgeon.words import aligned, hanging, three_digits
 
 DRAFT_COLUMNS = (
     *("ranks", "batch", "prompt", "new", "acceptance", "ahead", "draft_ms", "verify_ms", "per_token_ms"),
@@ -50,7 +50,8 @@ class DraftRun(RunResult):
             spent = [three_digits(row[name]) for name in ("draft_ms", "verify_ms", "drafted", "dense")]
             speedups = [f"{row[name]:.2f}" for name in ("speedup", "alone_speedup")]
             lines.append([*begin, *spent, *speedups])
-        return "\n".join([self.heading, "", aligned(lines, ()), *(f"refused: {reason}" for reason in self.refused)])
+        refused = [hanging("refused: ", reason) for reason in self.refused]
+        return "\n".join([hanging("", self.heading), "", aligned(lines, ()), *refused])
 
     def pictures(self) -> dict[str, Figure]:
         """`drafts`: a map for each acceptance, and one of the draft alone; none where all was refused."""

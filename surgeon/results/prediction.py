@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from surgeon.memory import show_size
 from surgeon.results.drawing import bars, finish
 from surgeon.results.result import RunResult, TableFile
-from surgeon.words import aligned, plural, three_digits, times
+from surgeon.words import aligned, hanging, plural, three_digits, times
 
 AXES = ("ranks", "batch", "prompt", "new")
 PARTS = ("compute", "launches", "exposed")  # of a pass's time
@@ -58,9 +58,10 @@ class PredictRun(RunResult):
 
     def _tables(self) -> str:
         if self.swept:
-            return f"{self.heading}\n\n{self._sweep()}"
+            return f"{hanging('', self.heading)}\n\n{self._sweep()}"
         table = self.speeds
-        parts = [f"{self.heading}\n", "Latency, throughput, and memory of the rank that needs most", self._latency()]
+        parts = [hanging("", self.heading), ""]
+        parts += ["Latency, throughput, and memory of the rank that needs most", self._latency()]
         parts += ["", "Where the time of a pass goes", self._passes()]
         if table["program"].nunique() > 1:
             lines = [["program", "batch", "first token", "per token", "tokens/s"]]
@@ -85,7 +86,7 @@ class PredictRun(RunResult):
         if not table["fits"].all() and (table["refused"] == TOO_LARGE).any():
             notes.append(f"!: does not fit into the {show_size(table['there_bytes'].max())} that there are for it.")
         refused = table[table["first_token_ms"].isna()]
-        notes += [f"refused: {reason}" for reason in refused["refused"].drop_duplicates()]
+        notes += [hanging("refused: ", reason) for reason in refused["refused"].drop_duplicates()]
         return "\n".join([aligned(lines), "", *notes]).rstrip()
 
     def _latency(self) -> str:

@@ -100,7 +100,10 @@ def test_ranks_that_are_not_connected(tiny_checkpoint: Path, capfd: pytest.Captu
         (["--compress", "int8", "--data", "no-such-file.txt"], "no-such-file.txt"),
         (["--compress", "int7"], "there is no compression 'int7'; did you mean 'int"),
         (["--collectives", "none", "--link-delay", "1ms"], "collectives none send nothing"),
-        (["--compare", "ladders"], "there is no model folder ladders"),
+        (
+            ["--compare", "ladders"],
+            "there is no model folder ladders, nor a variant of a model; did you mean 'ladder'?",
+        ),
         (["--compare", "lp"], "the model has 4 layers, and variants leave the first and last 2 alone"),
         (["--prompt", "2000"], "shorten the prompt or ask for fewer tokens"),
         (["--trace", "."], "the trace . must be a file in a folder that exists"),
