@@ -57,7 +57,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
         ValueError: if the architecture is not supported, or config.json is not what its architecture needs.
     """
     path, entries = checkpoint.folder / CONFIG, checkpoint.config
-    stored = str(entries.get("model_type"))
+    stored = _model_type(entries, path)
     name = stored if stored == FUSED.model_type else stored.removeprefix(PROGRAM_PREFIX)
     if name != stored and PROGRAM_KEY not in entries:
         raise ValueError(f"{path} has the model_type {PROGRAM_PREFIX}{name}, and so needs {PROGRAM_KEY}, the program")
@@ -89,7 +89,7 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
     """
     path = find_config(what)
     entries = uniform(text_entries(read_json(path))).entries
-    model_type = str(entries.get("model_type"))
+    model_type = _model_type(entries, path)
     if model_type == FUSED.model_type:
         return _of_source(path)
     family = family_named(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
@@ -107,6 +107,17 @@ def dense_config(config: Any) -> Any:
     """A configuration without what it says of quantised weights, which is a matter of the files alone."""
     vars(config).pop(QUANTIZATION, None)
     return config
+
+
+def _model_type(entries: dict[str, Any], path: Path) -> str:
+    """The architecture that a config.json names.
+
+    Raises:
+        Unsupported: if it names none.
+    """
+    if not (named := entries.get("model_type")):
+        raise Unsupported(f"{path} has no model_type, which says what architecture it is of")
+    return str(named)
 
 
 def _of_source(path: Path) -> tuple[Any, Program]:

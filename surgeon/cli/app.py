@@ -197,7 +197,8 @@ def _fail_usage(error: Any, arguments: list[str]) -> int:
         _say(error.format_message())
     else:
         near = getattr(error, "possibilities", None)
-        message = f"{error.message}. Did you mean {min(near)}?" if near else error.format_message().rstrip(".")
+        said = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's of what typer raised
+        message = f"{error.message}. Did you mean {min(near)}?" if near else said
         if type(error).__name__ == "MissingParameter":
             message += f"; write {_completed(error, arguments)}"
         path = error.ctx.command_path if error.ctx else "surgeon"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from surgeon.cli.options import MemoryOption, ResultsOption
+from surgeon.cli.options import ResultsOption
 
 
 def export(
@@ -43,7 +43,10 @@ def export(
             "beside the output, which is removed once the checkpoint is written."
         ),
     ] = None,
-    memory: MemoryOption = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="The most memory that making such factors may take, model included, such as 512MB or 2GB."),
+    ] = None,
 ) -> None:
     """Write the recipe's model as a checkpoint that other software loads.
 

@@ -15,7 +15,8 @@ def families(
     """Say which architectures surgeon knows, and what works with the default configuration of each.
 
     A row for each family: how many maps of a scan, spaces of a search, and programs on ranks work, the form that LP
-    pairs are exported in, and what runs that on vLLM. Of one model, surgeon check says it, with reasons and memory.
+    pairs are exported in (either: fused or program, by the layers), and what runs that, and low ranks, on vLLM: itself,
+    or surgeon's plugin. Of one model, surgeon check says it, with reasons and memory.
     """
     from surgeon.library.families import families as known_families
 

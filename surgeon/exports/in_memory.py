@@ -82,6 +82,11 @@ def export(
     check_target(target, overwrite)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; use {', '.join(DTYPES)}")
+    if model.config.model_type == FUSED.model_type:
+        raise ValueError(
+            "the model is in the fused form, which is not edited again; model.save_pretrained(folder) writes it as it "
+            "is, and another edit is one of the original model"
+        )
     with scratch(target) as source:
         stock = stock_layers_of(model)
         with stock_model(model, stock):

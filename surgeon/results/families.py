@@ -60,7 +60,8 @@ class FamilyRow(NamedTuple):
         forms = said.get(("export", PAIRS), "")
         vllm = (said.get(("vllm", what), "") for what in (PAIRS, FACTORS))
         runs = (("itself" if how.startswith("Unmodified") else "plugin") if how else "no" for how in vllm)
-        pairs = " or ".join(re.findall(r"(\w+) form", forms)) or "no"
+        in_forms = re.findall(r"(\w+) form", forms)
+        pairs = "either" if briefly and len(in_forms) > 1 else " or ".join(in_forms) or "no"
         return [self.name, self.model_type, scan, search, ranks, pairs, *runs]
 
     @property
@@ -81,7 +82,7 @@ def _in_words(verdicts: Sequence[Verdict], briefly: bool) -> str:
     if not lacking:
         return "all"
     if briefly:
-        return f"{len(verdicts) - len(lacking)} of {len(verdicts)}"
+        return f"{len(verdicts) - len(lacking)}/{len(verdicts)}"
     return f"not {', '.join(lacking)}" if len(lacking) < len(verdicts) else "none"
 
 

@@ -85,7 +85,7 @@ def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) 
     ("entries", "said"),
     [
         ({"model_type": "bloom"}, "'bloom' is not supported"),
-        ({"model_type": None}, "'None' is not supported"),
+        ({"model_type": None}, "config.json has no model_type"),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"hidden_size": "wide"}, "config.json is not a valid configuration: .*hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, not 0"),

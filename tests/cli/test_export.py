@@ -87,7 +87,7 @@ def test_form_dtype_and_model_can_be_given(
         ("- prune: {layer: '3:4'}", (), "prune needs layers"),
         ("- ladder: {layers: '0:4'}", ("--form", "fused"), "cannot be written in the fused form"),
         ("- prune: {layers: '1:2'}", ("--model", "/no/such/folder"), "there is no model folder /no/such/folder"),
-        ("- prune: {layers: '1:2'}", ("--form", "fuse"), "is not one of 'auto', 'plain', 'fused', 'program'"),
+        ("- prune: {layers: '1:2'}", ("--form", "fuse"), "'--form': 'fuse' is not one of 'auto', 'plain',"),
     ],
 )
 def test_mistakes_get_one_line_and_write_nothing(

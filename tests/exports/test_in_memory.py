@@ -97,6 +97,18 @@ def test_saved_models_load_everywhere(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(again), expected)
 
 
+def test_a_fused_model_is_saved_with_its_file_and_not_exported_again(tmp_path: Path) -> None:
+    surgeon.export(edit(tiny_model("llama"), PAIRED), tmp_path / "fused")
+    model = surgeon.load(tmp_path / "fused")
+    with pytest.raises(ValueError, match=r"fused form, which is not edited again; model.save_pretrained\(folder\)"):
+        surgeon.export(model, tmp_path / "again")
+    model.save_pretrained(tmp_path / "saved")
+    for load in (surgeon.load, loaded_by_others):
+        assert torch.equal(logits_of(load(tmp_path / "saved")), logits_of(model))
+    auto_maps = [json.loads((tmp_path / name / "config.json").read_text())["auto_map"] for name in ("fused", "saved")]
+    assert auto_maps[0] == auto_maps[1]  # with AutoModel, by which vLLM loads it
+
+
 def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
     """As trainers that shard or average weights give it: of derived sublayers, too."""
     averaged, live = trained("llama", SLICED), edit(tiny_model("llama", 4, dropout=0.0), SLICED)

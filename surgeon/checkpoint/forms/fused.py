@@ -103,7 +103,9 @@ class Fused(Form):
         return config.get("model_type") in (own, PROGRAM_PREFIX + own)  # the latter was edited again and saved
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        return config_beside(checkpoint.config, self.shipped.model_class(family.model_type).config_class)
+        config = config_beside(checkpoint.config, self.shipped.model_class(family.model_type).config_class)
+        config.auto_map = self.shipped.auto_map(family.model_type)
+        return config
 
     def own_program(self, config: Any) -> Program | None:
         skipped = [getattr(layer, "skip", []) for layer in config.per_layer_config]
@@ -117,7 +119,9 @@ class Fused(Form):
         return Program(tuple(found))
 
     def model_class(self, stored: StoredModel) -> Any:
-        return self.shipped.model_class(stored.config.model_type)
+        found = self.shipped.model_class(stored.config.model_type)
+        found.register_for_auto_class("AutoModelForCausalLM")  # so that save_pretrained writes the modeling file, too
+        return found
 
 
 FUSED = Fused()

@@ -25,7 +25,7 @@ def family_named(model_type: str) -> Family:
     if model_type == FUSED.model_type:
         return FUSED
     if model_type not in FAMILIES:
-        known = ", ".join(sorted(family.name for family in FAMILIES.values()))
+        known = ", ".join(sorted((family.name for family in FAMILIES.values()), key=str.lower))
         raise Unsupported(
             f"architecture {model_type!r} is not supported (supported: {known}); "
             'docs/extending.md, "Adding a family", shows how to add one in a short file'
