@@ -103,7 +103,7 @@ def load_for_analysis(model: Model, memory: int | None = None, device: str | Non
     if size + _LEAST_ROOM <= room:
         return load(model, device_map=None if device == "cpu" else device)
     warnings.warn(
-        f"the model's weights ({show_size(size)}) do not fit into the memory that is left ({show_size(room)}): "
+        f"the model's weights ({show_size(size)}) do not fit into the memory that is left ({show_size(max(0, room))}): "
         "they are read layer by layer",
         stacklevel=2,
     )

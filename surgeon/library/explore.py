@@ -21,7 +21,7 @@ from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.library.calibrate import calibrate
 from surgeon.library.check import RANKS, check
-from surgeon.library.explored_speed import CALIBRATED, HERE, PASSES, STARTING, fastest, known_here, predict_on
+from surgeon.library.explored_speed import CALIBRATED, HERE, PASSES, STARTING, fastest, known_here, lengths, predict_on
 from surgeon.library.exploring import UnderWay
 from surgeon.library.next_steps import Explored
 from surgeon.library.opening import as_list
@@ -127,7 +127,7 @@ def explore(
         OSError: if the folder cannot be written to.
     """
     if not 0 < minutes < math.inf:
-        raise ValueError(f"minutes must be more than 0, not {minutes:g}; an exploration takes about 10")
+        raise ValueError(f"minutes must be a number above 0, not {minutes:g}; an exploration takes about 10")
     opened, begun = open_model(model), time.monotonic()
     source = _text(opened, data)
     asked = [load_hardware(one) for one in as_list(hardware)]
@@ -378,8 +378,8 @@ class _Exploring:
         """What is worth doing next, as far as it works with this model."""
         knee = None if found is None else self.folder / KNEE
         devices = torch.cuda.device_count() or usable_cores()
-        ranks = [count for count in RANKS if count <= devices and self._works("ranks", [plural(count, "rank")])]
-        most = max(ranks, default=1)
+        able = [count for count in RANKS if self._works("ranks", [plural(count, "rank")])]
+        most = max((count for count in able if count <= devices), default=1)
         drafting = {} if knee is None else check(self.model, ranks=[most], draft=knee).of_area("ranks")
         explored = Explored(
             model=self.model.name,
@@ -395,6 +395,8 @@ class _Exploring:
             why="" if found is None else str(found.record["best"]["why"]),
             depth=math.nan if found is None else _depth(found),
             ranks=most,
+            able=max(able, default=1),
+            lengths=lengths(self.model),
             hardware=self.asked,
             memory=None if self.memory is None else str(self.memory),
             can_go_on=self.planned["every"] > 1 or (found is not None and len(found.trials) < self._trials),

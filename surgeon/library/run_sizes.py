@@ -114,9 +114,9 @@ def choose_sizes(
     wanted += [(TOKENS[-1], every) for every in others]
     found = next((one for one in wanted if needed(*one) <= seconds), None)
     if found is None:
-        least, run = needed(*wanted[-1]), TOKENS[-1] * pace.own
+        least, run, left = needed(*wanted[-1]), TOKENS[-1] * pace.own, max(0.0, seconds) / 60
         raise ValueError(
-            f"{seconds / 60:.3g} minutes are too few here: one run of {name} over {TOKENS[-1]:,} tokens takes "
+            f"{left:.3g} minutes are too few here: one run of {name} over {TOKENS[-1]:,} tokens takes "
             f"{number(run, 3)} s, and the least exploration {number(least / 60, 2)} minutes; give "
             f"{math.ceil(least / 6) / 10:g} minutes, or explore where it runs faster"
         )

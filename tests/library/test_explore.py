@@ -50,6 +50,8 @@ def explored(**other: Any) -> Explored:
         "why": "The best",
         "depth": 8.0,
         "ranks": 2,
+        "able": 4,
+        "lengths": (256, 128),
         "drafts": True,
         "hardware": ["my machine.yaml"],
         "memory": "2GB",
@@ -66,6 +68,7 @@ def test_commands_are_read_as_they_are_printed() -> None:
     assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
     assert all("--data 'my text.txt' --separator '<|end|>'" in steps[place].command for place in (2, 3, 6, 7, 8))
+    assert "--prompt 256 --new 128 --sweep ranks=1..4,batch=1..64" in steps[5].command
     assert steps[8].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
 
 
@@ -87,7 +90,7 @@ def test_commands_are_those_that_work() -> None:
 def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no text was given to explore .*; give one of the kind that the model is for"):
         explore(tiny_checkpoint, output=tmp_path / "out")
-    with pytest.raises(ValueError, match="minutes must be more than 0, not -1; an exploration takes about 10"):
+    with pytest.raises(ValueError, match="minutes must be a number above 0, not -1; an exploration takes about 10"):
         explore(tiny_checkpoint, "demo", tmp_path / "out", minutes=-1)
     with pytest.raises(ValueError, match="there is no hardware 'h1000'"):
         explore(tiny_checkpoint, "demo", tmp_path / "out", hardware="h1000")
