@@ -94,10 +94,12 @@ def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path
         explore(tiny_checkpoint, "demo", tmp_path / "out", minutes=-1)
     with pytest.raises(ValueError, match="there is no hardware 'h1000'"):
         explore(tiny_checkpoint, "demo", tmp_path / "out", hardware="h1000")
-    for path in tiny_checkpoint.glob("tokenizer*"):
-        path.unlink()
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
+    with pytest.raises(ValueError, match=r"short.txt has \d+ tokens, and exploring takes 2,048 at least"):
+        explore(tiny_checkpoint, short, tmp_path / "short")
+    for path in tiny_checkpoint.glob("tokenizer*"):
+        path.unlink()
     with pytest.raises(ValueError, match="has no tokenizer"):
         explore(tiny_checkpoint, short, tmp_path / "out")
 
