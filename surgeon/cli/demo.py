@@ -62,7 +62,9 @@ def demo(
             "--output", "-o", help="Folder for everything the demo makes. Default: quick or full, in demo-output."
         ),
     ] = None,
-    depth: Annotated[int, typer.Option(help="Effective depth to search for; the demo model has 16 layers.")] = 12,
+    depth: Annotated[
+        int, typer.Option(min=8, max=15, help="Effective depth to search for; the demo model has 16 layers.")
+    ] = 12,
     tokens: Annotated[
         int | None, typer.Option(help=f"Tokens to measure on. Default: {QUICK.tokens}, or {FULL.tokens} with --full.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DataOption, ModelArgument, OutputOption, TextArguments
+from surgeon.cli.options import DataOption, DefaultOutputOption, ModelArgument, TextArguments
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class CalibrationArguments:
 def spectrum(
     model: ModelArgument,
     data: DataOption,
-    output: OutputOption,
+    output: DefaultOutputOption = "runs/spectrum",
     *,
     matrices: MatrixArguments,
     ranks: ShareArguments,

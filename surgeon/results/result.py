@@ -246,7 +246,9 @@ class RunResult:
             ValueError: if there is no such picture.
         """
         found = self.pictures()
-        name = name or next(iter(found), "")
+        if not found:
+            raise ValueError(f"there are no pictures of this {self.COMMAND}")
+        name = name or next(iter(found))
         if name not in found:
             raise ValueError(f"there is no picture {name!r} of this {self.COMMAND}; {did_you_mean(name, found)}")
         return found[name]

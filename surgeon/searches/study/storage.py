@@ -162,7 +162,7 @@ def open_storage(address: str | None, output: Path, pace: Pace | None = None) ->
         return _open_journal(Path(rest), pace)
     if kind not in ("sqlite", "postgres", "postgresql") and not kind.startswith("postgresql+"):
         known = did_you_mean(kind, ["postgresql", "sqlite", "journal"])
-        raise ValueError(f"{without_password(address)!r} is no storage; {known} It should be {KINDS}")
+        raise ValueError(f"{without_password(address)!r} is no storage; {known} (write {KINDS})")
     try:
         url = make_url(address)
     except (exc.ArgumentError, ValueError) as error:
