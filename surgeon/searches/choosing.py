@@ -15,6 +15,8 @@ from surgeon.searches.question import Question
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import Measured
 
+KEPT = 1.10  # of the unedited model's perplexity, where no knee says what is enough
+
 
 def choose(question: Question, trials: Sequence[Trial], curves: Sequence[QualityCurve]) -> tuple[list[Trial], str]:
     """The winner and its runners-up, the best first, with what it is the best of.
@@ -86,16 +88,22 @@ def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
 def _at_the_knee(
     question: Question, trials: Sequence[Trial], curves: Sequence[QualityCurve]
 ) -> tuple[list[Trial], str]:
-    """The best by quality among those that cost as little as the knee of all that was found, along the first cost."""
+    """The best by quality among those that cost as little as the knee of all that was found, along the first cost.
+
+    Where there is no knee, the cheapest that keep perplexity; if none does, the best by quality of all.
+    """
     along = question.along[0]
     knee = [curve.knee.cost for curve in curves if curve.along == along][-1]
     prices = {trial.number: question.price(along, trial) for trial in trials}
-    if knee is None:
-        least = min(prices.values())
-        cheap = [trial for trial in trials if prices[trial.number] <= least]
-        return _as_dear(question, ranked(question, cheap)), f"The best at the least {along} (there is no knee)"
-    cheap = [trial for trial in trials if prices[trial.number] <= knee * (1 + 1e-9)]
-    return _as_dear(question, ranked(question, cheap)), f"The best at the knee, {along.show(knee)}"
+    most = KEPT * question.original.perplexity
+    if knee is not None:
+        words = f"The best at the knee, {along.show(knee)}"
+    elif kept := [prices[trial.number] for trial in trials if trial.measured.perplexity <= most]:
+        knee, words = min(kept), f"The best at the least {along} that keeps perplexity within 10% (there is no knee)"
+    else:
+        knee, words = math.inf, "The least changed (there is no knee, and none keeps perplexity within 10%)"
+    cheap = [trial for trial in trials if prices[trial.number] <= knee + 1e-9 * abs(knee)]
+    return _as_dear(question, ranked(question, cheap)), words
 
 
 def _nearest(question: Question, trials: Sequence[Trial]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from surgeon.searches.choosing import choose, ranked
+from surgeon.searches.front import Knee, QualityCurve
 from surgeon.searches.trial import Proposal, Trial
 from surgeon.searches.trying import try_programs
 from tests.searches.made_up_search import search
@@ -19,6 +20,26 @@ def test_quality_that_nothing_has_says_the_nearest() -> None:
     least = min(trial.measured.divergence for trial in trials)
     with pytest.raises(ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"):
         choose(searching.question, trials, [])
+
+
+def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -> None:
+    searching, evaluator = search("pair", None)
+    question, edits = searching.question, searching.question.mixture.edits
+
+    def chosen(*perplexities: float) -> tuple[list[int], str]:
+        trials = [
+            Trial(row, Proposal(str(question.mixture.program(edits[: 2 * row + 1 : 2])), "window", ()),
+                  replace(evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity))
+            for row, times in enumerate(perplexities)
+        ]  # fmt: skip
+        curve = QualityCurve(question.along[0], "pair", (), Knee(None, math.nan, math.nan, 0.0))
+        best, why = choose(question, trials, [curve])
+        return [one.number for one in best], why
+
+    assert chosen(1.01, 1.05, 1.2) == (
+        [1], "The best at the least depth that keeps perplexity within 10% (there is no knee)"
+    )  # fmt: skip
+    assert chosen(1.3, 1.5) == ([0], "The least changed (there is no knee, and none keeps perplexity within 10%)")
 
 
 def test_two_objectives_give_the_middle_of_their_front() -> None:
