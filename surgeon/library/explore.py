@@ -330,8 +330,7 @@ class _Exploring:
 
     def search(self) -> SearchRun | None:
         """The knee, by as many trials as there is time for."""
-        spaces = [SPACES[name] for name in self._works("search", [*SPACES])]
-        if not spaces:
+        if not self._spaces:
             self.under_way.leave_out("search: layers can neither be paired nor left out (surgeon check says why)")
             return None
         folder, layers = self._search_folder(), self.model.num_layers
@@ -343,13 +342,18 @@ class _Exploring:
         passes = [self.folder / name for name in (*of_edits, "similarity") if (self.folder / name).is_dir()]
         what = f"the depth at which quality breaks off, {clock(max(0.0, seconds))} for trials"
         with self.under_way.step("search", what) as did:
-            given: dict[str, Any] = {"space": spaces, "using": passes, "minutes": max(seconds, 1.0) / 60}
+            given: dict[str, Any] = {"space": self._spaces, "using": passes, "minutes": max(seconds, 1.0) / 60}
             found = search(self.model, self.data, folder, self._trials, **given, **self.text)
             best = found.record["best"]
             quality = f"divergence {known(best, 'divergence')}, perplexity {number(best['perplexity'])}"
             did.append(f"{plural(len(found.trials), 'trial')}; {best['why'][:1].lower()}{best['why'][1:]}: {quality}")
             write_text(self.folder / KNEE, found.recipe_text)
         return found
+
+    @property
+    def _spaces(self) -> list[str]:
+        """Those that work with the model."""
+        return [SPACES[name] for name in self._works("search", [*SPACES])]
 
     @property
     def _trials(self) -> int:
@@ -392,6 +396,7 @@ class _Exploring:
             operations=self.maps,
             every=self.planned["every"],
             knee=knee,
+            spaces=self._spaces,
             why="" if found is None else str(found.record["best"]["why"]),
             depth=math.nan if found is None else _depth(found),
             ranks=most,

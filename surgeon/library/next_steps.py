@@ -26,6 +26,7 @@ class Explored:
         operations: the maps of the scan; none if there is none.
         every: the grid of its stretches.
         knee: the recipe of the program at the knee, if one was found.
+        spaces: what it was looked for in.
         why: what it is the best of.
         depth: its effective depth.
         ranks: as many as there are devices for here.
@@ -47,6 +48,7 @@ class Explored:
     operations: Sequence[str]
     every: int
     knee: Path | None
+    spaces: Sequence[str]
     why: str
     depth: float
     ranks: int
@@ -122,8 +124,8 @@ class Explored:
             yield NextStep(
                 "Search for the best program of that depth",
                 "All trials go to one depth, and what was measured so far is used.",
-                f"surgeon search {model} {self._text} {sizes} --budget depth={depth}{using} "
-                f"-o {self._at(f'depth-{depth}')}",
+                f"surgeon search {model} {self._text} {sizes} --space {','.join(self.spaces)} "
+                f"--budget depth={depth}{using} -o {self._at(f'depth-{depth}')}",
             )
         if self.can_go_on:
             on = "".join(f" --hardware {quote(one)}" for one in self.hardware)

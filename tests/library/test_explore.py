@@ -48,6 +48,7 @@ def explored(**other: Any) -> Explored:
     given |= {
         "knee": Path("out of it/knee.yaml"),
         "why": "The best",
+        "spaces": ["pair", "drop:layers"],
         "depth": 8.0,
         "ranks": 2,
         "able": 4,
@@ -68,6 +69,7 @@ def test_commands_are_read_as_they_are_printed() -> None:
     assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
     assert all("--data 'my text.txt' --separator '<|end|>'" in steps[place].command for place in (2, 3, 6, 7, 8))
+    assert "--space pair,drop:layers --budget depth=8 " in steps[7].command
     assert "--prompt 256 --new 128 --sweep ranks=1..4,batch=1..64" in steps[5].command
     assert steps[8].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
 
