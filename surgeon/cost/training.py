@@ -27,7 +27,8 @@ STATES = 16  # bytes of a parameter with its gradient and AdamW's two moments
 UPDATE = 28  # bytes that AdamW reads and writes of them
 WORKING, GRADIENT, NUMBER = 2, 4, 4  # bytes of a weight in bfloat16, of a gradient, of the stream
 MOVED = 3  # times: what waits for the backward pass is written, read by what comes next, and read once more there
-LOGITS = 10  # bytes of a logit with its gradient: in bfloat16 and 32 bits
+LOGITS = 10  # bytes that are written of a logit with its gradient: in bfloat16 and 32 bits
+CHUNK, LEAST_ROWS, BLOCK = 512 << 20, 256, 256 << 20  # of logits on a GPU: training/head_loss.py, quality/head.py
 DAY = 86400
 
 
@@ -76,19 +77,44 @@ class TrainingLoad:
         looked_at = 2 * attentions * shapes.heads * shapes.head_dim * self.window
         return 2 * (self.program.active_parameters(shapes.layer_shapes) + self.head) + looked_at
 
-    def activations(self, tokens: int, recomputed: bool) -> int:
-        """Bytes that wait for the backward pass of so many tokens, with the logits.
+    @property
+    def activations(self) -> int:
+        """Bytes of a token that wait for the backward pass, by layer.
 
-        Of each sublayer the stream and its norm in 32 bits, and in bfloat16 what its matrices read and give; recomputed
-        ones keep the stream alone, and one layer's at a time.
+        Of each sublayer the stream and its norm in 32 bits, and in bfloat16 what its matrices read, each a copy of its
+        own, and give, with what comes between them.
         """
         shapes = self.shapes
         heads = 2 * (shapes.heads + shapes.kv_heads) * shapes.head_dim
-        attention = 2 * NUMBER * shapes.hidden + WORKING * heads
-        feed_forward = 2 * NUMBER * shapes.hidden + WORKING * 3 * shapes.neurons
-        layer, layers = attention + feed_forward, len(list(self.program.sublayers())) / 2
-        kept = layer + layers * NUMBER * shapes.hidden if recomputed else layers * layer
-        return int(tokens * (kept + LOGITS * shapes.vocabulary))
+        attention = 2 * NUMBER * shapes.hidden + WORKING * (3 * shapes.hidden + heads)
+        feed_forward = 2 * NUMBER * shapes.hidden + WORKING * (2 * shapes.hidden + 4 * shapes.neurons)
+        return attention + feed_forward
+
+    @property
+    def num_layers(self) -> float:
+        """Layers that run."""
+        return len(list(self.program.sublayers())) / 2
+
+    def logits(self, tokens: int) -> int:
+        """Bytes of logits, which are made of some of these tokens at a time.
+
+        In bfloat16, beside a product for the gradient of the head's matrix, or a block of them twice in 32 bits.
+        """
+        vocabulary = self.shapes.vocabulary
+        rows = min(tokens, max(LEAST_ROWS, CHUNK // (WORKING * vocabulary)))
+        block = min(rows, max(1, BLOCK // (NUMBER * vocabulary)))
+        return WORKING * rows * vocabulary + max(WORKING * self.head, 2 * NUMBER * block * vocabulary)
+
+    def held(self, tokens: int, recomputed: bool) -> int:
+        """Bytes of activations and logits of so many tokens, where they are most.
+
+        At the head, which has the stream, its norm and its gradient in 32 bits; recomputed layers keep the stream
+        alone, and are most there or where one of them is computed again.
+        """
+        stream = NUMBER * self.shapes.hidden * tokens
+        layer, logits = self.activations * tokens, self.logits(tokens)
+        most = self.num_layers * stream + max(layer, logits) if recomputed else self.num_layers * layer + logits
+        return int(3 * stream + most)
 
 
 @dataclass(frozen=True)
@@ -141,7 +167,8 @@ def _step(load: TrainingLoad, hardware: Hardware, devices: int, sharded: bool, r
     flops = device.peak("bfloat16") * device.shares.flops.at(tokens)
     forward = load.forward_flops * tokens / flops
     backward = (BACKWARD + recomputed) * forward
-    moved = (MOVED + recomputed) * load.activations(tokens, recomputed=False)
+    moved = (MOVED + recomputed) * load.num_layers * load.activations * tokens
+    moved += MOVED * LOGITS * load.shapes.vocabulary * tokens
     moving = moved / (device.bandwidth * device.shares.bandwidth.at(moved))
     held = load.parameters / devices if sharded else load.parameters
     if sharded:
@@ -150,10 +177,13 @@ def _step(load: TrainingLoad, hardware: Hardware, devices: int, sharded: bool, r
         working = (WORKING + GRADIENT) * (2 * load.layer + load.ends)  # two layers and the ends at a time
     else:
         waiting = max(0.0, _summing(load, hardware, devices) - backward)
-        working = WORKING * load.parameters
+        # In bfloat16 all layers, or the one that is computed again; the head, and its gradient until it is added.
+        layers = load.layer if recomputed else load.parameters - load.ends
+        working = WORKING * (layers + load.head) + GRADIENT * load.head
+        working += GRADIENT * load.parameters if devices > 1 else 0  # what DDP sums, beside the gradients
     updating = UPDATE * held / (device.bandwidth * device.shares.bandwidth.at(UPDATE * held))
     computing = passes * (forward + backward + moving)
-    memory = int(STATES * held + working + load.activations(tokens, recomputed))
+    memory = int(STATES * held + working + load.held(tokens, recomputed))
     how = ("fsdp" if sharded else "ddp") + (", recomputed" if recomputed else "")
     seconds, fits = computing + waiting + updating, memory <= USABLE * device.memory
     return TrainingStep(how, seconds, computing, waiting, updating, memory, fits, load.batch * load.window)

@@ -99,8 +99,22 @@ def remove_partial(folder: Path) -> None:
             path.unlink()
 
 
-def others_have_ended(error: RuntimeError) -> bool:
-    """Whether an error of processes that train together says that another one of them is there no more."""
+@contextmanager
+def beside_others() -> Iterator[None]:
+    """Say it where another process of the run is there no more, of which one hears by a connection that broke.
+
+    Raises:
+        OSError: in the place of that error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _have_ended(error):
+            raise
+        raise OSError(OTHERS_ENDED) from error
+
+
+def _have_ended(error: BaseException) -> bool:
     return isinstance(error, DistNetworkError) or any(words in str(error) for words in _OTHERS_ENDED_WORDS)
 
 
@@ -249,10 +263,16 @@ def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def readable(checkpoint: str | None) -> Iterator[None]:
-    """Say which checkpoint cannot be read. Its pickles are never loaded but with `weights_only`, which refuses code."""
+    """Say which checkpoint cannot be read.
+
+    Its pickles are never loaded but with `weights_only`, which refuses code; except for the list of what lies where in
+    shares of FSDP (`.metadata`), of which PyTorch knows no other way.
+    """
     try:
         yield
     except (OSError, EOFError, KeyError, RuntimeError, ValueError, UnpicklingError, SafetensorError) as error:
+        if _have_ended(error):
+            raise
         raise ValueError(
             f"{checkpoint} cannot be read ({first_line(error)}); remove it, and the same command goes on from the one "
             "before it"

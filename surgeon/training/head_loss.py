@@ -195,4 +195,5 @@ def _gradients(
             of_weight += logits.T @ some
         if of_bias is not None:
             of_bias += logits.sum(0)
+        del logits  # else there were two chunks, as the next one is made
     return sums, [None if own is None else own.to(one) for own, one in zip(gradients, inputs, strict=True)]

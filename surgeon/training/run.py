@@ -22,7 +22,7 @@ from surgeon.models.weights.store import Compact
 from surgeon.progress import progress
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
-from surgeon.training.checkpoints import EarlyEnd, step_of
+from surgeon.training.checkpoints import EarlyEnd, beside_others, step_of
 from surgeon.training.distill.distiller import Distiller
 from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
 from surgeon.training.held_out import HeldOutQuality, Measure
@@ -139,12 +139,13 @@ def train(
 
     Raises:
         ValueError: if settings, text and model do not fit, or the folder has another run.
-        OSError: if the folder cannot be written, is another run's at the moment, or the disk is too full.
+        OSError: if the folder cannot be written, is another run's at the moment, or the disk is too full; or if another
+            process of the run has ended.
     """
     if task is not None and settings.distillation is not None:
         raise ValueError("a model with a task of its own is not distilled as well; leave the distillation out")
     text = texts.training
-    with alone(folder, device):
+    with alone(folder, device), beside_others():
         steps = settings.steps_on(len(text))
         processes, _ = join_processes(device)
         share = share_of_batch(settings, processes.num_processes)

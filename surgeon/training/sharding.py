@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from surgeon.language.program import Program
 from surgeon.models.edited_layers import EditedLayers
 
 LAUNCHED, ON_ONE = "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"  # what accelerate launch says of FSDP
+_SHARES, _WHOLE_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"  # of a checkpoint, as accelerate writes it
 _TAKEN = {"version", "reshard_after_forward", "cpu_offload", "state_dict_type"}
 
 
@@ -154,6 +156,29 @@ def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool
     state.fsdp_plugin = plugin
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     return True
+
+
+def go_on_as(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Have a run write its checkpoints as the one that it goes on from is written, whole or in shares.
+
+    Raises:
+        ValueError: if one of the two has its parameters shared out, and the other one has not.
+    """
+    kinds = {
+        "SHARDED_STATE_DICT": (checkpoint / _SHARES).is_dir(),
+        "FULL_STATE_DICT": (checkpoint / _WHOLE_FILE).is_file(),
+    }
+    there = [kind for kind, is_there in kinds.items() if is_there]
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded != bool(there):
+        was, now = ("with", "without") if there else ("without", "with")
+        raise ValueError(
+            f"{checkpoint} is of a run {was} FSDP, and this one is {now}; go on {was} it, or choose another output"
+        )
+    if sharded:
+        plugin = accelerator.state.fsdp_plugin
+        plugin.state_dict_config = plugin.optim_state_dict_config = None  # what goes with the kind that was asked for
+        plugin.set_state_dict_type(there[0])
 
 
 def _check_version(version: Any) -> None:

@@ -26,10 +26,8 @@ from surgeon.processes.files import show_bytes
 from surgeon.quality.text import TextQuality
 from surgeon.training.balance import ExpertBalance
 from surgeon.training.checkpoints import (
-    OTHERS_ENDED,
     RunCheckpoints,
     checkpoint_bytes,
-    others_have_ended,
     readable,
     trained_parameters,
     write_trained,
@@ -37,7 +35,7 @@ from surgeon.training.checkpoints import (
 from surgeon.training.head_loss import text_loss
 from surgeon.training.held_out import Measure
 from surgeon.training.packing import IGNORED, attends_across
-from surgeon.training.sharding import share_out
+from surgeon.training.sharding import go_on_as, share_out
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
 from surgeon.words import first_few
 
@@ -119,17 +117,14 @@ class ModelTrainer(Trainer):
         """As Trainer's.
 
         Raises:
-            OSError: if the disk has no room for the run's checkpoints, or another process of the run has ended.
+            OSError: if the disk has no room for the run's checkpoints.
             ValueError: if those that are there are of something else.
         """
         if self.args.should_save:
             self.checkpoints.require_room(self.model, self._saves_frozen)
-        try:
-            return super().train(resume_from_checkpoint, *others, **options)
-        except RuntimeError as error:
-            if self.args.world_size == 1 or not others_have_ended(error):
-                raise
-            raise OSError(OTHERS_ENDED) from error
+        if isinstance(resume_from_checkpoint, str):
+            go_on_as(self.accelerator, Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *others, **options)
 
     @property
     def _saves_frozen(self) -> bool:

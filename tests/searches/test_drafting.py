@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import interval
 from surgeon.quality.text import VERIFIED
+from surgeon.results.edit import Edit
 from surgeon.results.result import RunResult
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
@@ -244,6 +246,18 @@ def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
     said = iter(["layer 1 is late", "it is odd", "layer 2 is late", "layer 10 is late"])
     refused = Mixture(parse_spaces("drop:layers", 2), model, 2, lambda *_: next(said)).refused
     assert refused == {"drop": {"layer 1 is late": 3, "it is odd": 1}}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_edits_that_draft_alone_draft_together(ranks: int) -> None:
+    """So that a search leaves no trial out for it, which nobody would count."""
+    model, choose = small_model(layers=6, num_attention_heads=4, num_key_value_heads=2), Random(ranks)
+    mixture = replace(SearchSettings("pair,drop,ladder,order,rank", None, "draft@cpu-2"), ranks=ranks).mixture(model)
+    for _ in range(20):
+        chosen: list[Edit] = []
+        for one in choose.sample(mixture.edits, len(mixture.edits)):
+            chosen += [one] if mixture.is_free(chosen, one) else []
+        assert DraftObstacles(model, ranks)(mixture.recipe(chosen, ""), mixture.program(chosen)) == ""
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ import pandas as pd
 import pytest
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch import nn
 
 import surgeon
 from surgeon.models.edit import edit
 from surgeon.training.settings import TrainSettings
-from surgeon.training.sharding import gathered_together, share_out
+from surgeon.training.sharding import gathered_together, go_on_as, share_out
 from tests.processes.test_torchrun import free_port
 from tests.processes.together import REPOSITORY, together
 from tests.selection import case
@@ -121,6 +121,26 @@ def test_what_accelerate_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator.parallelism_config = object()
     with pytest.raises(ValueError, match="share parameters out by FSDP2 alone"):
         share_out(accelerator, None)
+
+
+@pytest.mark.parametrize(("there", "kind"), [("_0/x", "SHARDED"), (".bin", "FULL")])
+def test_a_run_goes_on_as_its_checkpoint_is_written(there: str, kind: str, tmp_path: Path) -> None:
+    file = tmp_path / f"pytorch_model_fsdp{there}"
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    for asked in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=asked)
+        sharded: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin))
+        go_on_as(sharded, tmp_path)
+        assert plugin.state_dict_type.name == f"{kind}_STATE_DICT"
+        assert kind.title() in type(plugin.state_dict_config).__name__
+    whole: Any = SimpleNamespace(distributed_type=DistributedType.NO)
+    with pytest.raises(ValueError, match="is of a run with FSDP, and this one is without; go on with it, or choose"):
+        go_on_as(whole, tmp_path)
+    (tmp_path / "empty").mkdir()
+    go_on_as(whole, tmp_path / "empty")
+    with pytest.raises(ValueError, match="is of a run without FSDP, and this one is with; go on without it"):
+        go_on_as(sharded, tmp_path / "empty")
 
 
 @pytest.mark.long

@@ -35,7 +35,7 @@ from transformers import TrainerCallback
 
 from surgeon.errors import Diverged, first_line
 from surgeon.processes.children import when_parent_ends
-from surgeon.training.checkpoints import OTHERS_ENDED, others_have_ended
+from surgeon.training.checkpoints import beside_others
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.averaging import CodaAveraging, parse_averaging
 from surgeon.training.racks.meeting import Meeting, RackKeeper, RackPlace
@@ -130,15 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     replica = int(os.environ.get("RANK", "0"))
     try:
-        run_rack(given.run, given.rack, RackPlace.of_replica(replica, given.listen, dict(given.peer)))
+        with beside_others():
+            run_rack(given.run, given.rack, RackPlace.of_replica(replica, given.listen, dict(given.peer)))
     except Diverged as error:
         _fail(given.rack, first_line(error), DIVERGED)
     except (ValueError, OSError) as error:
         _fail(given.rack, first_line(error))
-    except RuntimeError as error:
-        if not others_have_ended(error):
-            raise
-        _fail(given.rack, OTHERS_ENDED)
 
 
 def _fail(rack: int, said: str, status: int = FAILED) -> NoReturn:
