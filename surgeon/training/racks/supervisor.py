@@ -69,6 +69,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
 
     Raises:
         RackFailed: if one could not go on; the run can, once that is mended.
+        Diverged: if the loss of one is not finite any more.
         ValueError: if settings, text and racks do not fit, or the folder has another run; or if there are several
             processes already.
         OSError: if the folder cannot be written, or another process works on it.

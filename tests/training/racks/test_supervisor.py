@@ -18,12 +18,13 @@ import psutil
 import pytest
 import torch
 
+from surgeon.errors import Diverged
 from surgeon.models.edit import edit
 from surgeon.training.racks import supervisor
 from surgeon.training.racks.in_turn import train_in_turn
 from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, rack_folder
 from surgeon.training.racks.subject import RacksToTrain
-from surgeon.training.racks.supervisor import RackFailed, _Supervisor, train_in_processes
+from surgeon.training.racks.supervisor import _Supervisor, train_in_processes
 from surgeon.training.racks.trained import RacksTrained, finish_racks, gather
 from tests import warm
 from tests.selection import case
@@ -202,7 +203,7 @@ def test_the_supervisor_ends_and_no_rack_is_left(tmp_path: Path, expected: tuple
 
 def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
-        RackFailed, match=r"rack \d: the (loss is|gradient's norm is) .* step .* use a lower learning rate"
+        Diverged, match=r"rack \d: the (loss is|gradient's norm is) .* step .* use a lower learning rate"
     ) as error:
         in_processes(tmp_path, replace(SETTINGS, learning_rate=1e30))
     assert "\n" not in str(error.value)
