@@ -141,7 +141,7 @@ def explore(
     scanned = exploring.scan()
     similar = exploring.similarity()
     here = exploring.hardware(_SHARE)
-    found = exploring.search()
+    found = exploring.search(scanned)
     if not here and not any(line.startswith("this machine") for line in under_way.record["left_out"]):
         here = exploring.hardware(_LAST_SHARE)
     predictions = exploring.predict({one.name: one for one in (*here, *asked)}.values(), found)
@@ -328,17 +328,19 @@ class _Exploring:
             self.under_way.leave_out(f"this machine: {why}")
         return []
 
-    def search(self) -> SearchRun | None:
+    def search(self, scanned: Scan | None) -> SearchRun | None:
         """The knee, by as many trials as there is time for."""
         if not self._spaces:
             self.under_way.leave_out("search: layers can neither be paired nor left out (surgeon check says why)")
             return None
-        folder, layers = self._search_folder(), self.model.num_layers
+        used = scanned if self.planned["every"] <= _OF_EDITS else None
+        folder, layers = self._search_folder(used), self.model.num_layers
         last = (_LAST + _LAST_LAYER * layers) * self.run_seconds + self.under_way.drawing(_LAST_DRAWING)
         seconds = self.under_way.left - last
-        if (folder / SearchRun.RECORD).is_file() and seconds < self.run_seconds * BATCH:
-            return SearchRun.read(folder, self.model.hash)
-        of_edits = ["scan"] if self.planned["every"] <= _OF_EDITS else []
+        there = [one for one in self._search_folders if (one / SearchRun.RECORD).is_file()]
+        if there and seconds < self.run_seconds * BATCH:
+            return SearchRun.read(there[-1], self.model.hash)
+        of_edits = [] if used is None else ["scan"]
         passes = [self.folder / name for name in (*of_edits, "similarity") if (self.folder / name).is_dir()]
         what = f"the depth at which quality breaks off, {clock(max(0.0, seconds))} for trials"
         with self.under_way.step("search", what) as did:
@@ -360,11 +362,16 @@ class _Exploring:
         """The most that a search tries."""
         return _TRIALS * self.model.num_layers
 
-    def _search_folder(self) -> Path:
+    def _search_folder(self, used: Scan | None) -> Path:
         """Another one where the scan has grown, by which a search goes from its first trial on."""
-        searched, scanned = self.planned.setdefault("searched", {}), str(self.planned.get("scanned", 0))
-        name: str = searched.setdefault(scanned, f"search-{len(searched) + 1}" if searched else "search")
+        searched, cells = self.planned.setdefault("searched", {}), str(0 if used is None else len(used.cells))
+        name: str = searched.setdefault(cells, f"search-{len(searched) + 1}" if searched else "search")
         return self.folder / name
+
+    @property
+    def _search_folders(self) -> list[Path]:
+        """Of all searches so far, the last one last."""
+        return [self.folder / name for name in self.planned.get("searched", {}).values()]
 
     def predict(self, machines: Iterable[Hardware], found: SearchRun | None) -> list[Predictions]:
         """What the model and the program at the knee would cost on each machine."""

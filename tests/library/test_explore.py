@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,26 @@ def test_a_machine_is_measured_where_that_fits_into_the_time(
         "this machine: other work takes much of it",
         "this machine: its ranks do not run this model",
     ]
+
+
+def test_a_search_begins_anew_where_its_scan_has_grown(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, searched = surgeon.open(tiny_checkpoint), list[tuple[str, list[str]]]()
+
+    def search(_: Any, __: str, folder: Path, *___: Any, using: Sequence[Path], **____: Any) -> Any:
+        searched.append((folder.name, [one.name for one in using]))
+        best = {"divergence": 0.1, "perplexity": 9.0, "why": "The best"}
+        return SimpleNamespace(record={"best": best}, trials=[], recipe_text="surgeon: 1\n")
+
+    monkeypatch.setattr(module, "search", search)
+    under_way = UnderWay.in_folder(tmp_path / "out", model, "a", None, 60, time.monotonic(), list[str]().append)
+    under_way.record["plan"] = {"tokens": 1024, "window": 64, "run": 0.01, "every": 1}
+    (tmp_path / "out" / "scan").mkdir()
+    exploring = module._Exploring(model, "a", None, None, Check.of([Verdict("search", "pair", "yes")]), under_way)
+    for cells in (10, 10, 25):
+        exploring.search(SimpleNamespace(cells=range(cells)))  # type: ignore[arg-type]
+    assert searched == [("search", ["scan"]), ("search", ["scan"]), ("search-2", ["scan"])]
 
 
 @pytest.mark.alone
