@@ -14,7 +14,7 @@ import pytest
 
 from surgeon.reports.page import write_page
 from surgeon.reports.sections import KINDS
-from tests.reports.read_page import page_of, render
+from tests.reports.read_page import Page, page_of, render
 from tests.reports.run_folders import (
     ALL,
     BASE,
@@ -32,9 +32,18 @@ from tests.reports.run_folders import (
 BAD = "<script>alert('x')</script><img src=http://evil.example/a onerror=\"boom()\">&amp;\"'"
 
 
-def test_a_section_for_every_run(tmp_path: Path) -> None:
-    folders = everything(tmp_path)
-    page = page_of(*folders)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """One of every kind of run, to be read only."""
+    return everything(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def page(folders: list[Path]) -> Page:
+    return page_of(*folders)
+
+
+def test_a_section_for_every_run(folders: list[Path], page: Page) -> None:
     sections = [a for tag, a in page.tags if tag == "section" and a.get("class") == "run"]
     assert len(sections) == len(folders) == len([kind for kind in KINDS if kind.of_surgery])
     headings = page.text("h2")
@@ -46,8 +55,7 @@ def test_a_section_for_every_run(tmp_path: Path) -> None:
         assert value in provenance
 
 
-def test_ids_are_unique_and_links_lead_to_them(tmp_path: Path) -> None:
-    page = page_of(*everything(tmp_path))
+def test_ids_are_unique_and_links_lead_to_them(page: Page) -> None:
     ids = page.ids()
     assert len(ids) == len(set(ids))
     links = [str(attributes["href"]) for tag, attributes in page.tags if tag in ("a", "use")]
@@ -117,8 +125,7 @@ def test_results_of_lm_eval_itself(tmp_path: Path) -> None:
     assert "arc acc 0.2500 ± 0.010" in page_of(path).text()
 
 
-def test_nothing_is_fetched(tmp_path: Path) -> None:
-    page = page_of(*everything(tmp_path))
+def test_nothing_is_fetched(page: Page) -> None:
     for tag, attributes in page.tags:
         assert tag not in {"link", "img", "iframe", "object", "embed", "base"}
         assert not {"src", "srcset", "xlink:href", "style"} & set(attributes)
@@ -127,7 +134,7 @@ def test_nothing_is_fetched(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|https?://|fetch\(|XMLHttpRequest|import\(", page.html)
 
 
-def test_what_files_say_is_text(tmp_path: Path) -> None:
+def test_what_files_say_is_text(page: Page, tmp_path: Path) -> None:
     folders = everything(tmp_path, model=BAD, data=BAD, command=BAD)
     recipe = tmp_path / "search" / "recipe.yaml"
     recipe.write_text(f"# </code></pre></script>{BAD}")
@@ -140,19 +147,16 @@ def test_what_files_say_is_text(tmp_path: Path) -> None:
         for row in rows[: len(rows) // 2]:
             row[column] = BAD
         write_csv(tmp_path / name, rows)  # type: ignore[arg-type]
-    (tmp_path / "clean").mkdir()
-    clean = page_of(*everything(tmp_path / "clean"))
-    page = page_of(*folders)
-    assert page.count("img") == 0
-    own = page.count("script") - len(page.data)
-    assert own == clean.count("script") - len(clean.data) == 1
-    assert not [tag for tag, attributes in page.tags if any(name.startswith("on") for name in attributes)]
-    assert BAD in page.text()
-    assert "alert('x')" not in re.sub(r"<script type=.*?</script>", "", page.html), "no bare quotes either"
+    bad = page_of(*folders)
+    assert bad.count("img") == 0
+    own = bad.count("script") - len(bad.data)
+    assert own == page.count("script") - len(page.data) == 1
+    assert not [tag for tag, attributes in bad.tags if any(name.startswith("on") for name in attributes)]
+    assert BAD in bad.text()
+    assert "alert('x')" not in re.sub(r"<script type=.*?</script>", "", bad.html), "no bare quotes either"
 
 
-def test_headings_tables_and_drawings_can_be_read_out(tmp_path: Path) -> None:
-    page = page_of(*everything(tmp_path))
+def test_headings_tables_and_drawings_can_be_read_out(page: Page) -> None:
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
@@ -166,15 +170,14 @@ def test_headings_tables_and_drawings_can_be_read_out(tmp_path: Path) -> None:
     assert ("html", {"lang": "en"}) in page.tags
 
 
-@pytest.mark.parametrize(("num_layers", "megabytes"), [(32, 1.5), (80, 5.0)])
+@pytest.mark.parametrize(("num_layers", "megabytes"), [pytest.param(32, 1.5, marks=pytest.mark.thorough), (80, 5.0)])
 def test_size(num_layers: int, megabytes: float, tmp_path: Path) -> None:
     folder = make_scan(tmp_path / "scan", ALL, num_layers, steps_per_layer=2)
     assert len(render([folder]).encode()) < megabytes * 1e6
 
 
-def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:
-    folders = everything(tmp_path)
-    assert render(folders) == render(folders)
+def test_the_same_runs_give_the_same_page(folders: list[Path], page: Page) -> None:
+    assert render(folders) == page.html
 
 
 def test_a_page_is_made_of_files_alone() -> None:
