@@ -201,7 +201,6 @@ class EditedModel:
 
     @property
     def program(self) -> Program:
-        """What runs."""
         return self.asked or self.model.program
 
     def load(self, device: str = "auto", packed: bool = False) -> PreTrainedModel:

@@ -44,7 +44,6 @@ class Cell:
 
     @property
     def layers(self) -> range:
-        """The stretch."""
         return range(self.first, self.last + 1)
 
     @property
@@ -93,7 +92,6 @@ class Selection:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Selection:
-        """The inverse of `to_json`."""
         first, _, end = values["layers"].partition(":")
         layers = range(int(first), int(end))
         return cls(**values | {"operations": tuple(values["operations"]), "layers": layers})

@@ -109,7 +109,6 @@ class SpectrumJournal(SpectrumFindings, Journal):
         self.keep(_named(matrix) | about | values)
 
     def add_damage(self, truncation: Truncation, quality: WindowQuality) -> None:
-        """Keep what a truncation does."""
         numbers = {"nll": quality.nll.tolist(), "divergence": quality.divergence.tolist()}
         self.keep(_named(truncation.matrix) | {"method": truncation.method, "rank": truncation.rank} | numbers)
 

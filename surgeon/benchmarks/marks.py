@@ -62,7 +62,6 @@ class HostClock(PassClock):
         return now()
 
     def read(self, mark: Mark) -> float:
-        """The same."""
         return float(mark)
 
 

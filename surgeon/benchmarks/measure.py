@@ -109,7 +109,6 @@ class RankBench:
 
     @classmethod
     def load(cls, ranks: Ranks, plans: Mapping[str, Plan], unconnected: Collection[str] = ()) -> RankBench:
-        """Have the ranks load every program."""
         times = {name: ranks.call(load_timed, plan, name, name not in unconnected)[0] for name, plan in plans.items()}
         experts = {name: one.line(A_MIXTURE) for name, one in times.items() if one is not None}
         return cls(ranks, plans, unconnected, experts=experts)

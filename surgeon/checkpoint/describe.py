@@ -43,7 +43,6 @@ class Surgery:
 
     @property
     def steps_per_layer(self) -> int:
-        """Of the architecture."""
         return self.stored.family.steps_per_layer
 
     @property

@@ -117,7 +117,6 @@ class DraftChanges:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all of them."""
         factors = (factor for one in self.adapters.values() for factor in one)
         return sum(tensor.nbytes for tensor in (*self.norms.values(), *factors))
 

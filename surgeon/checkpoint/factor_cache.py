@@ -63,7 +63,6 @@ class FactorCache:
             return Factors(*map(file.get_tensor, Factors._fields))
 
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
-        """As the source has it, if it does."""
         return unit_source(self.source).order(kind, layer, weights)
 
 

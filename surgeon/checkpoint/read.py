@@ -245,7 +245,6 @@ class Checkpoint(TensorFiles):
         return name in self.quantised or (name in self.files and name not in self._owner)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return self.quantised[name].shape if name in self.quantised else super().shape(name)
 
     def dtype(self, name: str) -> torch.dtype:

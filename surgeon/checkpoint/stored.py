@@ -64,7 +64,6 @@ class StoredModel:
 
     @cached_property
     def family(self) -> Family:
-        """Its architecture."""
         return family_of(self.config)
 
     @property

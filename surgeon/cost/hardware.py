@@ -61,7 +61,6 @@ class Figure:
         return Figure(tuple((size, factor * number) for size, number in self.points))
 
     def at(self, size: float) -> float:
-        """The number for this size."""
         sizes = [each for each, _ in self.points]
         place = bisect_left(sizes, size)
         if place == 0:

@@ -35,7 +35,6 @@ class Room:
 
     @property
     def needed(self) -> int:
-        """All of it."""
         return self.weights + self.cache + self.activations
 
     @property

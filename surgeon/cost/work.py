@@ -45,7 +45,6 @@ class Forward:
 
     @property
     def tokens(self) -> int:
-        """Of the pass."""
         return self.texts * self.new
 
     @property
@@ -136,7 +135,6 @@ class RankWork:
         return Numbers(self.plan.dtype_bytes)
 
     def items(self, work: Work, forward: Forward) -> list[Item]:
-        """Of a step."""
         return [item for part in work.parts for item in self.part(work, part, forward)]
 
     def part(self, work: Work, part: Part, forward: Forward) -> list[Item]:

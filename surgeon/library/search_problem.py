@@ -131,6 +131,5 @@ class SearchProblem(Search):
         return Program.parse(self.proposal(trial.params).key)
 
     def recipe(self, trial: FrozenTrial | optuna.Trial) -> Recipe:
-        """The recipe of it."""
         choice = self.proposal(trial.params).choice
         return self.question.mixture.recipe(choice, self.opened.reference, self.opened.hash)

@@ -150,7 +150,6 @@ class EditedLayers(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def layer(self, index: int) -> nn.Module:
-        """The original layer."""
         module = self._modules[str(index)]
         assert module is not None
         return module

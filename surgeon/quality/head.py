@@ -50,7 +50,6 @@ class Quality:
 
     @property
     def numbers(self) -> dict[str, Tensor]:
-        """All that there are, by name."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -68,7 +68,6 @@ class TextQuality:
         return pd.DataFrame(rows)
 
     def line(self) -> str:
-        """For people, in one line."""
         text = f"perplexity {self.perplexity:.4g}{_in_brackets(self.perplexity_interval, 4)}"
         if self.divergence is not None:
             text += f", divergence {self.divergence:.3g}{_in_brackets(self.divergence_interval, 3)}"
@@ -84,7 +83,6 @@ class TextQuality:
         return f"as a draft: acceptance {greedy} greedy, {sampled} sampled{by}"
 
     def to_json(self) -> dict[str, object]:
-        """As JSON values."""
         return asdict(self)
 
     @classmethod

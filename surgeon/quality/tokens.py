@@ -61,7 +61,6 @@ class _Coded:
     encoding: Any
 
     def placed(self, first: int, end: int | None = None) -> _Placed:
-        """Some of its tokens."""
         return [(self.ids[token], *self.encoding.token_to_chars(token)) for token in range(len(self.ids))[first:end]]
 
     def token_at(self, character: int) -> int:

@@ -57,7 +57,6 @@ class Check(RunResult):
 
     @classmethod
     def of(cls, answers: Iterable[Verdict], **record: object) -> Check:
-        """That of some answers."""
         return cls(pd.DataFrame([*answers], columns=Verdict._fields), record=record)
 
     @property

@@ -51,7 +51,6 @@ class Edit:
 
     @property
     def layers(self) -> range:
-        """The layers that it changes."""
         return range(self.first, self.stop)
 
 

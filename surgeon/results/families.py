@@ -112,7 +112,6 @@ class FamilyTable(RunResult):
 
     @property
     def rows(self) -> list[FamilyRow]:
-        """A row for each family."""
         words = ["family", "model_type", "summary"]
         found = []
         for names, some in self.verdicts.groupby(words, sort=False):

@@ -58,7 +58,6 @@ class ScanTable:
         return list(dict.fromkeys(self.cells["operation"]))
 
     def of_operation(self, name: str) -> pd.DataFrame:
-        """The cells of one operation."""
         return self.cells[self.cells["operation"] == name]
 
     def depth(self, operation: str, changed: int) -> float | None:

@@ -162,7 +162,6 @@ class FoundDraft:
     why_own: str = ""
 
     def lines(self) -> list[str]:
-        """In sentences."""
         one, kind = self.predicted[-1], self.by.partition("_")[0]
         whose = "the model's" if self.keys == VERIFIED else "its own"
         names = "on the text of the search, by its own keys", f"on held-out text, by {whose} keys"

@@ -106,7 +106,6 @@ class QualityCurve:
         return next((point for point in self.points if point.trial and point.cost <= most), None)
 
     def line(self) -> str:
-        """What it says, in one line."""
         show, knee, first = self.along.show, self.knee, self.along.quantity.show(self.points[0].cost)
         last = min(point.cost for point in self.points if point.divergence <= MOST_DIVERGENCE)
         if knee.cost is None:

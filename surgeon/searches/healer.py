@@ -177,7 +177,6 @@ class CandidateHealer:
 
     @property
     def how(self) -> str:
-        """What it does, for people."""
         settings, text = self.settings, self.texts.training
         tokens = settings.steps_on(len(text)) * settings.batch * text.window
         return f"healed for {settings.steps:,} steps ({settings.method}) on {tokens:,} tokens of {text.source}"

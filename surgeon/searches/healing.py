@@ -59,7 +59,6 @@ class HealedPrograms(Journal):
             self.found[program] = HealedProgram(measured, int(healed["tokens"]), float(healed["seconds"]))
 
     def add(self, program: Program, healed: HealedProgram) -> None:
-        """Keep what a program was after its healing."""
         self.keep({"key": self.key, "program": str(program), "healed": asdict(healed)})
 
 

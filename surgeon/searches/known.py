@@ -92,7 +92,6 @@ class KnownPass:
 
     @property
     def digest(self) -> str:
-        """Of what it knows."""
         ranks = None if self.ranks is None else [sorted(map(str, self.ranks.ranks.items())), self.ranks.parameters]
         orders = [sorted(self.missed.items()), [[*key, value] for key, value in sorted(self.removed.items())]]
         found = [self.name, sorted(self.divergence.items()), sorted(self.programs), ranks, orders]

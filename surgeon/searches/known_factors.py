@@ -34,7 +34,6 @@ class NestedFactors:
     highest: Mapping[tuple[int, str], int]
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """As `FactorSource`."""
         rank, (layer,) = sublayer.rank(role), sublayer.layers
         whole = replace(sublayer, ranks=((role, self.highest[layer, role]),))
         first, second = self.source.factors(whole, role, matrix)

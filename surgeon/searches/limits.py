@@ -132,7 +132,6 @@ class SearchBudget:
 
     @cached_property
     def of_quality(self) -> tuple[Limit, ...]:
-        """Limits on what is measured."""
         return tuple(limit for limit in self.limits if not limit.aspect.is_priced)
 
     def dense(self, limit: Limit) -> float:

@@ -40,7 +40,6 @@ class MixedLevel:
 
     @property
     def programs(self) -> list[Program]:
-        """Of both."""
         return [trial.program for trial in (self.together, self.alone) if trial is not None]
 
 
@@ -92,7 +91,6 @@ class MixingGain:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
         level = self.level
         return {
             "along": str(level.along),

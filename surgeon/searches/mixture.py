@@ -103,7 +103,6 @@ class Mixture:
 
     @property
     def single_edits(self) -> list[Program]:
-        """The program of each edit alone."""
         return [self.program((edit,)) for edit in self.edits]
 
     def require_edits(self) -> None:

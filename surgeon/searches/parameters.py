@@ -52,7 +52,6 @@ class EditParameters:
         return {name: IntDistribution(0, len(edits)) for name, edits in self.edits.items()}
 
     def values(self, choice: Choice) -> dict[str, str]:
-        """The values that say a choice."""
         wanted = set(choice)
         return {name: next((str(edit) for edit in edits if edit in wanted), NONE) for name, edits in self.edits.items()}
 

@@ -106,7 +106,6 @@ class Pricing:
         return any(price < dense for price, dense in zip(self.prices(program), self.dense, strict=True))
 
     def price(self, aspect: Aspect, program: Program) -> float:
-        """One of them."""
         try:
             return self._cost(aspect, program)
         except ValueError:
@@ -125,7 +124,6 @@ class Pricing:
         return math.inf if math.isnan(value) else value
 
     def costs(self, aspects: Sequence[Aspect], trial: Trial) -> tuple[float, ...]:
-        """Those of a trial."""
         program = trial.program
         return tuple(self.cost(aspect, program, trial.measured) for aspect in aspects)
 

@@ -155,7 +155,6 @@ class Aspect:
 
     @property
     def quantity(self) -> Quantity:
-        """What it is."""
         if self.deep:
             return _DEEP
         return _ACCURACY if self.name == ACCURACY else QUANTITIES[self.name]

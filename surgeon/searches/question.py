@@ -86,7 +86,6 @@ class Question:
 
     @property
     def objectives(self) -> tuple[Aspect, ...]:
-        """What is to be small."""
         return self.settings.objectives
 
     def valued(self, program: Program, measured: MeasuredProgram) -> MeasuredProgram:

@@ -262,7 +262,6 @@ class SearchWork:
 
     @property
     def line(self) -> str:
-        """In words."""
         total = self.alone + self.together
         if not self.edits or not total:
             return f"{total:,.0f} sublayers over the text"
@@ -270,7 +269,6 @@ class SearchWork:
         return f"{total:,.0f} sublayers over the text, {self.alone / total:.0%} for {edits}"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
         ran = {"single_edits": round(self.alone, 1), "trials": round(self.together, 1)}
         return {"edits": self.edits, "tokens_of_edits": self.tokens, "sublayers": ran, "sentence": self.line}
 

@@ -66,12 +66,10 @@ class Search:
         return self.known_terms or self.measured_terms()
 
     def measured_terms(self) -> Terms:
-        """The same, measured now."""
         return measure_terms(self.evaluator, self.terms_plan)
 
     @cached_property
     def terms_plan(self) -> TermsPlan:
-        """What that takes."""
         return self.known.plan(self.question)
 
     @cached_property

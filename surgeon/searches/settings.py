@@ -87,12 +87,10 @@ class SearchSettings:
 
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
-        """Of the budget."""
         return () if self.budget is None else parse_limits(self.budget)
 
     @cached_property
     def objectives(self) -> tuple[Aspect, ...]:
-        """What is to be small."""
         found = parse_objectives(self.objective)
         # A model that is destroyed has least of every cost.
         is_of_quality = any(not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits)))

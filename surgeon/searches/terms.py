@@ -63,7 +63,6 @@ class Terms:
         return Damage(alone, cross)
 
     def of(self, numbers: Sequence[int]) -> Terms:
-        """Those of some of the edits."""
         index = list(numbers)
         return Terms(self.divergence[index], self.correlation[np.ix_(index, index)])
 
@@ -79,7 +78,6 @@ class Terms:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Terms:
-        """The inverse of `to_json`."""
         divergence = np.array(values["divergence"], dtype=np.float64)
         upper = np.zeros((len(divergence), len(divergence)))
         upper[np.triu_indices(len(divergence), 1)] = values["correlation"]
@@ -139,7 +137,6 @@ class TermsPlan:
 
     @classmethod
     def whole(cls, mixture: Mixture) -> TermsPlan:
-        """All that there is."""
         programs, original = mixture.single_edits, mixture.model.program
         nothing, every = np.full(len(programs), np.nan), np.ones(len(programs), dtype=bool)
         return cls(programs, nothing, every, nothing, np.zeros(len(programs), dtype=np.int64), original)

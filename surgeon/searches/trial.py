@@ -71,7 +71,6 @@ class MeasuredProgram:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MeasuredProgram:
-        """The inverse of `to_json`."""
         accepted = {name: tuple(own) for name, own in values.get("acceptances", {}).items()}
         read = {name: tuple(values.get(name, ())) for name in _BY_PLACE}
         return cls(**{**values, **read, "acceptances": accepted})
@@ -93,12 +92,10 @@ class Proposal:
     level: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
         return {"key": self.key, "source": self.source, "choice": [*map(str, self.choice)], "level": self.level}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Proposal:
-        """The inverse of `to_json`."""
         return cls(values["key"], values["source"], tuple(map(Edit.parse, values["choice"])), values["level"])
 
 
@@ -116,5 +113,4 @@ class Trial:
 
     @property
     def program(self) -> Program:
-        """What was tried."""
         return Program.parse(self.proposal.key)

@@ -110,7 +110,6 @@ class _OnDemand(EditedLayers):
         self.averages: RunningAverages | None = None
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
-        """As `EditedLayers` does."""
         plain = sublayer.piece is None and not sublayer.ranks and not self.holds_factors
         if len(sublayer.layers) == 1 or not plain or self.streamed is not None:
             return super().derive(sublayer)

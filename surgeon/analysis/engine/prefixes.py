@@ -184,7 +184,6 @@ class PlanStates:
             self._ready = {prefix: cache.take(self._place(prefix)) for prefix in takes}
 
     def take(self, task: Take) -> State:
-        """The state that a task asks for."""
         state = self._ready.pop(task.prefix)
         return land(state) if task.land else state
 

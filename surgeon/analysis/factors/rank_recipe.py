@@ -77,19 +77,16 @@ class RankBudget:
 
     @classmethod
     def keep(cls, share: float) -> RankBudget:
-        """This share of the parameters."""
         return cls("params", share, relative=True)
 
     @property
     def cost(self) -> Cost:
-        """What it counts."""
         if self.quantity == "params":
             return parameters
         numbers = parameters if self.quantity == "weight_bytes" else wire_values
         return lambda curve, rank: self.size * numbers(curve, rank)
 
     def amount(self, curves: Sequence[Curve]) -> float:
-        """How much there may be of it."""
         return self.most * sum(self.cost(curve, None) for curve in curves) if self.relative else self.most
 
 

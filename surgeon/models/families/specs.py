@@ -56,7 +56,6 @@ class Projection:
 
     @property
     def bias(self) -> str:
-        """The path of its bias, if it has one."""
         return f"{self.path}_bias" if self.stacked else f"{self.path}.bias"
 
 

@@ -102,7 +102,6 @@ class Factorised:
 
     @property
     def rank(self) -> int:
-        """Of the factors."""
         rank = self.sublayer.rank(self.role)
         assert rank is not None
         return rank

@@ -61,28 +61,23 @@ class NamedTensors:
         self.tensors = tensors
 
     def names(self) -> Iterable[str]:
-        """All of them."""
         return self.tensors
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return tuple(self.tensor(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
         return self.tensor(name).dtype
 
     def tensor(self, name: str) -> Tensor:
-        """One of them."""
         if name not in self.tensors:
             raise ValueError(f"the state dict has no {name!r}, which its architecture asks for")
         return self.tensors[name]
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """A part of one."""
         return self.tensor(name).narrow(dim, first, end - first)
 
 
@@ -102,19 +97,15 @@ class Replaced:
         return name in self._store
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is the same in both."""
         return self._store.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
         return self._tensors[name].dtype if name in self._tensors else self._store.dtype(name)
 
     def tensor(self, name: str) -> Tensor:
-        """One of them."""
         return self._tensors[name] if name in self._tensors else self._store.tensor(name)
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """A part of one."""
         if name in self._tensors:
             return self._tensors[name].narrow(dim, first, end - first)
         return self._store.part(name, dim, first, end)
@@ -134,18 +125,15 @@ class ModuleStore:
         self.prefix = prefix
 
     def names(self) -> Iterable[str]:
-        """All parameters' names."""
         return [f"{self.prefix}{name}" for name, _ in self.module.named_parameters(remove_duplicate=False)]
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a parameter."""
         return tuple(self._of(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a parameter."""
         return self._of(name).dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -160,7 +148,6 @@ class ModuleStore:
         return fetched
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """A part of a parameter."""
         return self.tensor(name).narrow(dim, first, end - first)
 
     def _of(self, name: str) -> Tensor:

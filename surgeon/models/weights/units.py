@@ -62,7 +62,6 @@ class RandomUnits:
     seed: int = 0
 
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
-        """As `UnitSource` has it."""
         place = 2 * layer + KINDS.index(kind)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + place) % 2**63)
         return torch.randperm(weights.stored_width(kind, layer), generator=generator)
@@ -76,7 +75,6 @@ class Untold:
     """
 
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
-        """As `UnitSource` has it."""
         source = Magnitude() if kind == ATTENTION else RandomUnits()
         return source.order(kind, layer, weights)
 
@@ -88,7 +86,6 @@ class ListedUnits:
     listed: tuple[int, ...]
 
     def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
-        """As `UnitSource` has it."""
         others = Magnitude().order(kind, layer, weights)
         first = torch.tensor(self.listed)
         return torch.cat([first, others[~torch.isin(others, first)]])
@@ -134,7 +131,6 @@ class UnitsByLayer:
         return self.units.get((kind, layer), unit_source(self.source)).order(kind, layer, weights)
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """As the source has them."""
         return self.source.factors(sublayer, role, matrix)
 
 

@@ -293,7 +293,6 @@ class Ahead:
     def _worth(
         self, texts: Several[Hits], most: Several[int], missed: Several[int], further: Several[int]
     ) -> list[int]:
-        """The same, where it is asked."""
         nothing = [0] * len(texts)
         free = ENOUGH * self._plain - self._made_up
         to_make_up, to_lose = free + max(0.0, self._won), self._won + min(0.0, free)

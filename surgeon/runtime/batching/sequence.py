@@ -258,7 +258,6 @@ class ScheduledChunk(NamedTuple):
 
 
 def _apart(row: Row) -> list[Row]:
-    """A row of each of its tokens."""
     return [row._replace(start=row.start + place, tokens=[token]) for place, token in enumerate(row.tokens)]
 
 

@@ -47,7 +47,6 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
         return self.shape[:-1].numel()
 
     @property
@@ -133,7 +132,6 @@ class Compressed(Collectives):
 
     @property
     def exact(self) -> Collectives:
-        """What is wrapped."""
         return self.inner
 
     @property

@@ -101,7 +101,6 @@ def _processor() -> list[str]:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints."""
     return subprocess.run(command, capture_output=True, check=True, timeout=SECONDS, text=True).stdout
 
 

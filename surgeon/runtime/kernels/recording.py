@@ -35,7 +35,6 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def empty(self, shape: Sequence[int]) -> Tensor:

@@ -38,7 +38,6 @@ class RankCoda:
     """
 
     def __init__(self, plan: CodaPlan, model: RankModel) -> None:
-        """Load it, for this model."""
         self.nodes = plan.nodes
         self._slots = len(model.attentions())
         source = ModelWeights(TensorFile(plan.file), plan.plan.family, plan.plan.head_dim)

@@ -59,7 +59,6 @@ class Look(NamedTuple):
 
     @classmethod
     def of(cls, sampling: Sampling, vocabulary: int) -> Look:
-        """That of a text."""
         if not sampling.draws:
             return cls(1, ranked=True)
         if 0 < sampling.top_k < vocabulary:

@@ -309,7 +309,6 @@ class FeedForward:
         return self.of_normed(self.norm(stream))
 
     def of_normed(self, x: Tensor) -> Tensor:
-        """The same of the normed stream."""
         wide = self.up(x)
         if self.gate is not None:
             return self.down(self.gate(wide))

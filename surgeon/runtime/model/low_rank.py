@@ -43,7 +43,6 @@ class Sharing:
 
     @property
     def member(self) -> int:
-        """Which of the ranks this is."""
         collectives = self.collectives()
         return collectives.group.index(collectives.rank)
 
@@ -57,7 +56,6 @@ class Sharing:
         return torch.cat(self.collectives().all_gather(part, self.counts()).unbind(), -1)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over all ranks."""
         return self.collectives().all_reduce(part, self.counts(), at_once=True)()
 
     def mean(self, part: Tensor) -> Tensor:

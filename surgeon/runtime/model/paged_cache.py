@@ -47,7 +47,6 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Memory of both."""
         return self.kept.nbytes + self.rebuilt.nbytes
 
     def reserve(self, tokens: int) -> None:

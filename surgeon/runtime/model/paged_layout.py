@@ -131,7 +131,6 @@ class _Singles:
         self._tables: dict[int, TextBlocks] = {}
 
     def add(self, row: Row) -> None:
-        """Take in the row behind."""
         self._sequences.append(_Cached(row, self._cache, self._angles))
 
     def attend(self, slot: int, queries: Tensor, _: Tensor, weighting: Weighting) -> Tensor:

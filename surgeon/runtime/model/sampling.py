@@ -103,7 +103,6 @@ class SeenTokens:
         return self._free.pop()
 
     def close(self, line: int) -> None:
-        """Have a line back."""
         self._free.append(line)
 
     def of(self, texts: Sequence[SampledText]) -> Tensor:
@@ -140,12 +139,10 @@ class Sampler:
         self._device = device
 
     def add(self, request: Request) -> None:
-        """Take a request."""
         line = None if request.sampling.repetition_penalty == 1 else self._seen.open()
         self._texts[request.id] = SampledText(request, self._vocabulary, line)
 
     def remove(self, request: int) -> None:
-        """Forget a request, if it is one of these."""
         text = self._texts.pop(request, None)
         if text is not None and text.line is not None:
             self._seen.close(text.line)

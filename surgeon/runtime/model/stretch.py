@@ -41,7 +41,6 @@ class StretchEngine(RankEngine):
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
-        """Load it."""
         super().__init__(plan.of_rank(rank)[0], Alone(), device)
         groups = cache_groups(plan)
         self._division = groups.slots[rank], groups.windows

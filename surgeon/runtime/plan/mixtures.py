@@ -78,7 +78,6 @@ class Mixtures:
 
     @classmethod
     def of(cls, size: Callable[[int], MixtureSize | None], layers: int, mode: ExpertsMode = "auto") -> Mixtures:
-        """Those of so many layers."""
         sizes = tuple(map(size, range(layers)))
         return cls(sizes if any(sizes) else (), mode)
 

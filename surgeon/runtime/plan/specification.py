@@ -211,7 +211,6 @@ class Plan:
 
     @property
     def family(self) -> Family:
-        """The architecture."""
         return self.described or FAMILIES[self.model_type]
 
     @property

@@ -56,7 +56,6 @@ class FourBits(Scheme):
 
     @property
     def description(self) -> str:
-        """For people."""
         return f"{self.table.upper()} (bitsandbytes)"
 
     def holds(self, parts: Mapping[str, str], store: Store) -> bool:  # noqa: ARG002
@@ -96,7 +95,6 @@ class Int8(Scheme):
 
     @property
     def description(self) -> str:
-        """For people."""
         return "int8 (bitsandbytes)"
 
     def holds(self, parts: Mapping[str, str], store: Store) -> bool:

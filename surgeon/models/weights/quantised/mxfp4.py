@@ -25,7 +25,6 @@ class Mxfp4(Scheme):
 
     @property
     def description(self) -> str:
-        """For people."""
         return "MXFP4"
 
     def holds(self, parts: Mapping[str, str], store: Store) -> bool:  # noqa: ARG002

@@ -40,7 +40,6 @@ class Gptq(Scheme):
 
     @property
     def description(self) -> str:
-        """For people."""
         return f"GPTQ of {self.bits} bits{'' if self.group < 0 else f' in groups of {self.group}'}"
 
     def holds(self, parts: Mapping[str, str], store: Store) -> bool:  # noqa: ARG002
@@ -96,7 +95,6 @@ class Awq(Scheme):
 
     @property
     def description(self) -> str:
-        """For people."""
         return f"AWQ of 4 bits{'' if self.group < 0 else f' in groups of {self.group}'}"
 
     def holds(self, parts: Mapping[str, str], store: Store) -> bool:  # noqa: ARG002

@@ -39,7 +39,6 @@ class Fp8(Scheme):
 
     @property
     def description(self) -> str:
-        """For people."""
         return f"FP8 in blocks of {self.block[0]} x {self.block[1]}" if any(self.block) else "FP8 with one scale"
 
     def holds(self, parts: Mapping[str, str], store: Store) -> bool:
@@ -83,7 +82,6 @@ class Grouped(Scheme):
 
     @property
     def description(self) -> str:
-        """For people."""
         rows, columns = self.block
         where = f"blocks of {rows} x {columns}" if rows > 1 else f"groups of {columns}" if columns else "rows"
         return f"{self.bits} bits {f'in {where}' if rows else 'with one scale'} (compressed-tensors)"
@@ -115,7 +113,6 @@ class Grouped(Scheme):
         return Arrangement(shape, along)
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
-        """The shape itself."""
         return torch.tensor(shape) if ending == ".weight_shape" else None
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
