@@ -38,12 +38,13 @@ RANK = [sys.executable, "-P", "-m", "surgeon.runtime"]
 RACK = [sys.executable, "-P", "-m", "surgeon.training.racks.process"]
 CODE = [sys.executable, "-c"]
 FOR_RANKS = ("surgeon.runtime.worker.worker",)
-FOR_RACKS = (
+FOR_TRAINING = (
     "surgeon.training.racks.process",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
     "torch.utils.tensorboard",
 )
+FOR_SEARCHES = ("surgeon.searches.study.shared_study",)
 FOR_COMMANDS = (
     "surgeon.cli.app",
     "surgeon.runtime.service",
@@ -210,7 +211,9 @@ def modules_for(code: str) -> tuple[str, ...]:
     """What is imported before a fork, once."""
     if not code:
         return FOR_RANKS
-    return FOR_RACKS if "training.racks" in code else FOR_COMMANDS
+    if "training" in code:
+        return FOR_TRAINING
+    return FOR_SEARCHES if "searches" in code else FOR_COMMANDS
 
 
 def become(request: Request, descriptors: Sequence[int]) -> NoReturn:

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from surgeon.gpus import gpus_in_turn
 from surgeon.processes.children import Child, when_parent_ends
 from surgeon.processes.files import make_folder
@@ -53,6 +51,8 @@ class WorkerProcesses:
 
     def __enter__(self) -> Self:
         if self.count > 1:
+            import torch  # takes a second, which a worker only needs for its model
+
             torch.set_num_threads(threads_per_rank(self.count))
             make_folder(self.folder)
         try:

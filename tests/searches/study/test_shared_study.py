@@ -40,7 +40,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 on_both = pytest.mark.parametrize("address", ADDRESSES, indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """What one worker comes to that is never disturbed."""
     made = study("", tmp_path_factory.mktemp("undisturbed"))
