@@ -213,7 +213,9 @@ def modules_for(code: str) -> tuple[str, ...]:
         return FOR_RANKS
     if "training" in code:
         return FOR_TRAINING
-    return FOR_SEARCHES if "searches" in code else FOR_COMMANDS
+    if "searches" in code:
+        return FOR_SEARCHES
+    return FOR_COMMANDS if any(name in code for name in ("surgeon", "tests", "spawn_main")) else ()
 
 
 def become(request: Request, descriptors: Sequence[int]) -> NoReturn:

@@ -198,7 +198,7 @@ def test_two_costs_are_looked_along_in_one_search() -> None:
     searching, _ = search("pair,rank", None)
     question = searching.question
     assert question.along == (DEPTH, SIZE)
-    trials = [*try_programs(searching, 60)]
+    trials = [*try_programs(searching, 30)]
     curves = {
         (curve.along, curve.name)
         for cost in question.along
