@@ -23,6 +23,7 @@ from surgeon.server.app import make_app
 from surgeon.server.connections import QUEUE, Connection, files_left, full, patience_for, quieten
 from surgeon.server.gate import with_browsers
 from surgeon.server.state import ServerState
+from surgeon.words import plural
 
 KEEP_ALIVE_SECONDS = 30  # that a connection may be idle between requests
 WRITE_SECONDS = 10  # for clients to read their answers to the end, once all are computed
@@ -97,7 +98,8 @@ class _Server(uvicorn.Server):
     def _drain(self) -> None:
         stats = self.state.service.stats()
         open_now = stats.running + stats.waiting
-        print(f"ending; {open_now} requests are finished first", file=sys.stderr, flush=True)
+        first = f"; {plural(open_now, 'open request')} first" if open_now else ""
+        print(f"ending{first}", file=sys.stderr, flush=True)
         with suppress(ValueError, OSError):  # a failure of the service, which is looked at in any case
             self.state.service.drain()
         self._drained.set()

@@ -62,7 +62,7 @@ def test_sigterm_lets_running_requests_finish(chat_model: Path) -> None:
             thread.join()
         assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [400, 400]
         assert server.wait_until_ended() == 0
-        assert server.lines[-1] == "ending; 2 requests are finished first"
+        assert server.lines[-1] == "ending; 2 open requests first"
         assert answers[0].json()["choices"][0]["text"] == answers[1].json()["choices"][0]["text"]
 
 
