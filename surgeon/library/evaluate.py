@@ -26,6 +26,7 @@ from surgeon.processes.files import make_folder, write_json
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
 from surgeon.quality.text import OWN, TextQuality, logits_of, text_quality
 from surgeon.results.tasks import scores, table, write_results
+from surgeon.words import hanging
 
 if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import
     from surgeon.quality.tasks import TaskSettings
@@ -57,7 +58,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         tasks = "" if self.tasks is None else table(scores(self.tasks))
-        text = [] if self.text is None else [self.text.line(), self.text.as_draft()]
+        text = [] if self.text is None else [hanging("", line) for line in (self.text.line(), self.text.as_draft())]
         return "\n".join(filter(None, [*text, tasks]))
 
 

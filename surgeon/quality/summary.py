@@ -49,21 +49,15 @@ def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, flo
     return float(low), float(high)
 
 
-def known_interval(values: Values) -> tuple[float, float] | None:
-    """The same, or None where it cannot be told."""
+def known_interval(values: Values, least: float = -math.inf, most: float = math.inf) -> tuple[float, float] | None:
+    """The same of what is between `least` and `most`, or None where it cannot be told."""
     low, high = interval(values)
-    return (low, high) if math.isfinite(high) else None
-
-
-def known_share(values: Values) -> tuple[float, float] | None:
-    """The same of shares, whose mean is between 0 and 1."""
-    ends = known_interval(values)
-    return None if ends is None else (max(0.0, ends[0]), min(1.0, ends[1]))
+    return (max(least, low), min(most, high)) if math.isfinite(high) else None
 
 
 def perplexity_interval(nll: Values) -> tuple[float, float] | None:
-    """The 95% interval of the perplexity, if it can be told."""
-    ends = known_interval(nll)
+    """The 95% interval of the perplexity, which is at least 1, if it can be told."""
+    ends = known_interval(nll, least=0.0)
     return None if ends is None else (_exp(ends[0]), _exp(ends[1]))
 
 

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lm_eval.evaluator import simple_evaluate
+from lm_eval import evaluator
 from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
 from lm_eval.tasks import TaskManager
 
@@ -55,11 +55,13 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     tracker = GeneralConfigTracker()
     template = lm.chat_template(settings.chat) if settings.chat else None
     tracker.log_experiment_args("hf", {"pretrained": name}, None, template, settings.chat)
-    # lm-eval forks for its bootstrap, which a process with threads in it should not; and it prints to stdout.
+    # lm-eval forks for its bootstrap, which a process with threads in it should not; it prints to stdout; and outside a
+    # repository the git that it asks for a hash complains.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    evaluator.get_git_commit_hash = lambda: None
     seeds = settings.seeds
     with redirect_stdout(io.StringIO()):
-        results: Any = simple_evaluate(
+        results: Any = evaluator.simple_evaluate(
             model=lm,
             model_args={"pretrained": name},
             tasks=tasks.items,
@@ -78,7 +80,6 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
         )
     tracker.log_end_time()
     results["config"]["model"] = "hf"
-    results["git_hash"] = None  # it would be that of the folder that this runs in
     return {**results, **asdict(tracker)}
 
 

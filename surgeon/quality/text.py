@@ -20,7 +20,6 @@ from surgeon.progress import progress
 from surgeon.quality.summary import (
     Values,
     known_interval,
-    known_share,
     mean_divergence,
     perplexity,
     perplexity_interval,
@@ -136,12 +135,12 @@ def text_quality(
     return TextQuality(
         *own,
         mean_divergence(found.divergence),
-        known_interval(found.divergence),
+        known_interval(found.divergence, 0.0),
         tokens,
         float(found.greedy_acceptance.mean()),
-        known_share(found.greedy_acceptance),
+        known_interval(found.greedy_acceptance, 0.0, 1.0),
         float(found.sampled_acceptance.mean()),
-        known_share(found.sampled_acceptance),
+        known_interval(found.sampled_acceptance, 0.0, 1.0),
         None if draft is None else VERIFIED,
     )
 
