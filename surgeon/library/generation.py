@@ -16,7 +16,9 @@ from surgeon.runtime.plan.placement import norm_sums
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.stream import Answer
 from surgeon.runtime.worker.options import RankOptions
-from surgeon.words import plural
+from surgeon.words import hanging, plural
+
+_KEY = 9  # columns of what stands before a line
 
 
 @dataclass(kw_only=True)
@@ -88,8 +90,10 @@ class Generation:
             f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
         ]
         if plan.stretches:
-            return "\n".join(lines + self._pipeline())
-        return "\n".join(lines + (self._drafts() if self.drafts else self._collectives(program)))
+            lines += self._pipeline()
+        else:
+            lines += self._drafts() if self.drafts else self._collectives(program)
+        return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
 
     def _pipeline(self) -> list[str]:
         """Which nodes each rank had, what was in flight, and whether that paid."""
