@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from surgeon.language.operations.variants import DENSE
 from surgeon.results.result import RunResult, TableFile
-from surgeon.words import aligned, hanging
+from surgeon.words import WIDTH, aligned, hanging, plural
 
 _SPEEDUP = "_speedup"  # what the columns of programs end in
 _NOTHING, _DENSE = "#ffffff", "#d5dadf"
@@ -40,14 +40,13 @@ class BestRun(RunResult):
 
     def __str__(self) -> str:
         """One table for each link: batches down, ranks across, each with its winner and what it wins."""
-        parts = [hanging("", self.heading), "", "Fastest, and times as fast as the dense model", ""]
+        unfit = " (-: it does not fit into memory)" if (self.winners["winner"] == "").any() else ""
+        parts = [hanging("", self.heading), "", f"Fastest, and times as fast as the dense model{unfit}", ""]
         for link, here in self.winners.groupby("link", sort=False):
             cells = here.assign(text=[_words(one) for one in here.itertuples()])
             table = cells.pivot(index="batch", columns="ranks", values="text").fillna("-")
             table = table.reindex(index=here["batch"].unique(), columns=here["ranks"].unique())
-            lines = [["batch", *(f"{ranks} ranks" for ranks in table)]]
-            lines += [[str(batch), *texts] for batch, texts in zip(table.index, table.to_numpy(), strict=True)]
-            parts += [str(link) or "no link", aligned(lines), ""]
+            parts += [str(link) or "no link", _across(table), ""]
         return "\n".join(parts).rstrip()
 
     def pictures(self) -> dict[str, Figure]:
@@ -75,6 +74,16 @@ class BestRun(RunResult):
         figure.legend(handles=handles, loc="outside lower center", ncols=ncols, fontsize=8, frameon=False)
         figure.suptitle(self.heading, fontsize=10, wrap=True)
         return {"best": figure}
+
+
+def _across(table: pd.DataFrame) -> str:
+    """Batches down and ranks across; where those are too many for a terminal, the other half of them below."""
+    lines = [["batch", *(plural(int(ranks), "rank") for ranks in table.columns.to_numpy())]]
+    lines += [[str(batch), *texts] for batch, texts in zip(table.index, table.to_numpy(), strict=True)]
+    text, count = aligned(lines), table.shape[1]
+    if count == 1 or max(map(len, text.splitlines())) <= WIDTH:
+        return text
+    return "\n\n".join(map(_across, (table.iloc[:, : count // 2], table.iloc[:, count // 2 :])))
 
 
 def _words(one: Any) -> str:

@@ -34,6 +34,20 @@ def test_lines_name_the_winner_and_what_it_wins() -> None:
     ]
 
 
+def test_ranks_that_a_terminal_has_no_room_for_stand_below() -> None:
+    found = [Choice(ranks, 1, "fast", DENSE, {"ladder-over-lp": 1.5}) for ranks in (1, 2, 4, 8, 16)]
+    text = str(BestRun(choice_table(found), record={"heading": "winners"}))
+    cell = "ladder-over-lp 1.50"
+    assert text.splitlines()[4:] == [
+        "fast",
+        f"batch  {'1 rank':>19}  {'2 ranks':>19}",
+        f"1      {cell}  {cell}",
+        "",
+        f"batch  {'4 ranks':>19}  {'8 ranks':>19}  {'16 ranks':>19}",
+        f"1      {cell}  {cell}  {cell}",
+    ]
+
+
 def test_lines_say_from_where_on_a_program_stops_paying() -> None:
     found = [Extent("lp", "fast", 2, None, 8, False, 1.5), Extent("ladder", "fast", 2, None, None, False, 1.2)]
     found += [Extent("lp", "fast", 4, None, None, True, 1.0), Extent("ladder", "fast", 4, 2, 8, False, 1.1)]
