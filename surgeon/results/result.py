@@ -173,8 +173,9 @@ class RunResult:
             )
         model, its_hash = cls.model_of(record)
         if model_hash is not None and its_hash != model_hash:
+            a = "an" if cls.COMMAND[0] in "aeio" else "a"
             raise ValueError(
-                f"{folder} holds a {cls.COMMAND} of another model: {model} with the hash {its_hash[:SHORT_HASH]}, "
+                f"{folder} holds {a} {cls.COMMAND} of another model: {model} with the hash {its_hash[:SHORT_HASH]}, "
                 f"while this model has {model_hash[:SHORT_HASH]}; give a folder made with the same model"
             )
         found: dict[str, Any] = {}
