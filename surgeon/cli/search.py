@@ -208,6 +208,7 @@ def search(
     question, winner, trial = found.question, found.winner, found.winner.trial
     pricing, measured = question.budget.pricing, trial.measured
     edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)
+    _print("winner", f"{winner.why}: trial {trial.number}")
     _print("program", trial.proposal.key)
     _print("edits", ", ".join(edits) or "none")
     for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):

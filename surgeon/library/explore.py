@@ -24,7 +24,7 @@ from surgeon.library.check import RANKS, check
 from surgeon.library.explored_speed import CALIBRATED, HERE, PASSES, STARTING, fastest, known_here, lengths, predict_on
 from surgeon.library.exploring import UnderWay
 from surgeon.library.next_steps import Explored
-from surgeon.library.opening import as_list
+from surgeon.library.opening import as_folder, as_list
 from surgeon.library.predict import Predictions
 from surgeon.library.report import ReportPage, report
 from surgeon.library.run_sizes import (
@@ -51,7 +51,6 @@ from surgeon.progress import clock
 from surgeon.quality.data import DEMO, load_windows, window_for
 from surgeon.results.check import NO, Check
 from surgeon.results.explore import ExploreRun, NextStep
-from surgeon.results.result import RunResult
 from surgeon.results.scan import Scan
 from surgeon.results.search import SearchRun
 from surgeon.results.similarity import Similarity
@@ -422,12 +421,13 @@ class _Exploring:
     ) -> Exploration:
         """Put all of it on a page, with what to do next."""
         under_way, page = self.under_way, self.folder / PAGE
+        passes = [as_folder(one) for one in (scanned, similar, found, *predicted) if one is not None]
+        under_way.record["passes"] = [str(one.relative_to(self.folder)) for one in passes]
         under_way.record["next"] = [vars(one) for one in self.next(found)]
         with under_way.step("page", "all of it, with what to do next") as did:
             did.append("all of it, with what to do next")
             under_way.keep()
-            passes: list[Path | RunResult] = [self.folder, *filter(None, (scanned, similar, found)), *predicted]
-            written = report(passes, page)
+            written = report(self.folder, page)
         run = under_way.run()
         knee = () if found is None else (self.folder / KNEE,)
         return Exploration(

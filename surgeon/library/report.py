@@ -10,7 +10,8 @@ import pandas as pd
 
 from surgeon.library.opening import as_folder
 from surgeon.reports.page import Chapter, write_page
-from surgeon.results.result import RunResult
+from surgeon.results.explore import ExploreRun
+from surgeon.results.result import RunResult, read_record
 from surgeon.words import plural
 
 
@@ -52,7 +53,7 @@ def report(
 
     Args:
         runs: folders that passes wrote, single records (.json) in them, or what the passes have returned; runs of the
-            same weights go together.
+            same weights go together. The folder of an exploration stands for those of its passes, too.
         output: the page; a file of that name is replaced once the new one is whole.
 
     Raises:
@@ -60,7 +61,13 @@ def report(
         ValueError: if a folder holds no known record, or a file is damaged, naming it.
         OSError: if the page cannot be written.
     """
-    paths = [as_folder(run) for run in ([runs] if isinstance(runs, str | Path | RunResult) else runs)]
+    given = [as_folder(run) for run in ([runs] if isinstance(runs, str | Path | RunResult) else runs)]
+    paths = [*dict.fromkeys(path for one in given for path in _with_its_passes(one))]
     if not paths:
         raise ValueError("there are no runs to report on; give the folders that passes wrote")
     return ReportPage(Path(output), write_page(paths, Path(output)))
+
+
+def _with_its_passes(path: Path) -> list[Path]:
+    record = path / ExploreRun.RECORD
+    return [path, *(path / name for name in read_record(record).get("passes", ()))] if record.is_file() else [path]

@@ -71,7 +71,7 @@ def test_lines_fit_a_terminal(
     said = capsys.readouterr().out.splitlines()
     keys = [line[:12].strip() for line in said if not line.startswith(" ")]
     assert list(dict.fromkeys(keys)) == [
-        *("program", "edits", "cost", "divergence", "perplexity", "measured", "held out", "recipe")
+        *("winner", "program", "edits", "cost", "divergence", "perplexity", "measured", "held out", "recipe")
     ]
     assert all(len(line) <= 80 for line in said if not line.startswith("recipe"))
     assert any(line.startswith(" " * 12) for line in said), "the held-out sentences are longer than a line"

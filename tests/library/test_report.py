@@ -8,6 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 
 import surgeon
+from surgeon.results.explore import ExploreRun
+from surgeon.results.result import read_record
 from surgeon.results.scan import Scan
 from tests.reports.run_folders import make_scan, make_similarity
 
@@ -23,6 +25,16 @@ def test_a_page_of_runs_and_what_it_says(tmp_path: Path) -> None:
     alone = surgeon.report(runs[0], tmp_path / "one.html")
     assert set(alone.table()["about"]) < set(table["about"])
     assert all(text in alone.file.read_text() for text in alone.table()["figure"])
+
+
+def test_the_page_of_an_exploration_has_its_passes(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    scanned = make_scan(tmp_path / "out" / "scan")
+    record = read_record(scanned / "scan.json") | {"minutes": 10, "spent": 90.0, "passes": ["scan"]}
+    ExploreRun(record=record).write(tmp_path / "out")
+    for given in (tmp_path / "out", [tmp_path / "out", scanned]):
+        (chapter,) = surgeon.report(given, tmp_path / "page.html").chapters
+        assert [finding.lead for finding in chapter.summary].count("As it is") == 1
 
 
 def test_a_result_is_read_again_from_its_folder(tmp_path: Path) -> None:
