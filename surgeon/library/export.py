@@ -151,7 +151,7 @@ def export(
     published = None if ready.recipe is None else replace(ready.recipe, model=source.public_name).to_yaml()
     with progress(f"writing and proving {target}", plan.passes * plan.weight_bytes, "bytes") as advance:
         proof = write_export(plan, target, overwrite, published, advance, measured)
-    if ready is not edited and not factors:
+    if ready is not edited and not factors and kept.is_dir():  # choices by weights alone keep nothing there
         shutil.rmtree(kept)
     return Exported.of(target, proof)
 

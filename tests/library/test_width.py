@@ -86,6 +86,12 @@ def test_ranks_run_what_follows_from_the_weights(tiny_checkpoint: Path, tmp_path
         surgeon.generate(surgeon.edit(model, width={"layers": "0:4", "neurons": 9, "by": "random"}), "The fox")
 
 
+def test_what_goes_by_weights_alone_is_exported(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(tiny_checkpoint, 'width: {layers: "1:3", neurons: 10, by: magnitude}')
+    assert str(surgeon.export(recipe, tmp_path / "narrow").program) == "A0 F0 A1 F1#10 A2 F2#10 A3 F3"
+    assert not (tmp_path / "narrow.factors").exists()
+
+
 @pytest.mark.parametrize("racks", [None, RackOptions(("0:2", "2:4"))])
 def test_it_is_healed(tiny_checkpoint: Path, tmp_path: Path, racks: RackOptions | None) -> None:
     text = tmp_path / "long.txt"
