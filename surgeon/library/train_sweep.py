@@ -85,7 +85,7 @@ def train_sweep(
             train(model.config, folder / model.name, form=form, dtype=dtype, overwrite=run.is_dir(), device=device)
         except Diverged as error:  # in every process, at the same step
             if processes.is_main_process:
-                say(f"{model.name} has diverged, and the sweep goes on: {error}")
+                say(f"{model.name} has diverged: {str(error).partition(';')[0]}; the sweep goes on")
                 add_to_record(run, {DIVERGED: str(error), "configuration": model.config.to_yaml(public)})
     if not processes.is_main_process:
         return None

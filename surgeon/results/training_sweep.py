@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from surgeon.results.drawing import chart, points, scale
 from surgeon.results.result import RunResult, TableFile
-from surgeon.words import aligned, known, number
+from surgeon.words import aligned, interval, number
 
 DIVERGED = "diverged"  # of `runs` what happened, empty where nothing did; of `summary` how many seeds
 _LOG_FROM = 2.0  # ratio of the highest to the lowest perplexity from which their axis is logarithmic
@@ -68,11 +68,11 @@ class TrainingSweep(RunResult):
 
     def __str__(self) -> str:
         """The summary, for people."""
-        head = ("program", "learning rate", "seeds", "held-out loss", "perplexity", "minus the first program")
+        head = ("program", "rate", "seeds", "loss (95%)", "perplexity", "minus the first (95%)")
         rows = [
             (
                 *(row["program"], f"{row['learning_rate']:g}", f"{row['seeds']:g}"),
-                *(_loss(row), number(row["perplexity"]), known(row, "difference")),
+                *(_loss(row), number(row["perplexity"]), _mean(row, "difference", 2)),
             )
             for _, row in self.summary.iterrows()
         ]
@@ -113,7 +113,13 @@ def _loss(row: pd.Series) -> str:
     """The mean over seeds, or how many of them have diverged."""
     if diverged := row.get(DIVERGED, 0):
         return DIVERGED if diverged == row["seeds"] else f"{diverged:g} of {row['seeds']:g} {DIVERGED}"
-    return known(row, "nll")
+    return _mean(row, "nll", 4)
+
+
+def _mean(row: pd.Series, name: str, digits: int) -> str:
+    """A mean over seeds, with its 95% interval in brackets if that is known."""
+    ends = interval(row[f"{name}_low"], row[f"{name}_high"], digits)
+    return number(row[name], digits) + (f" ({ends})" if ends else "")
 
 
 def _axes(x: str, y: str, across: Sequence[float], log: bool = False) -> Axes:

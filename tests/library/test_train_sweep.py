@@ -49,7 +49,7 @@ def test_programs_by_seeds(keys: dict[str, Any], tmp_path: Path, capsys: pytest.
     config.write_text(json.dumps(keys))
     assert main(["train", str(config), "--sweep", "-o", str(folder)]) == 0
     out, _ = capsys.readouterr()
-    assert out.splitlines()[0].split()[:3] == ["program", "learning", "rate"]
+    assert out.splitlines()[0].split()[:3] == ["program", "rate", "seeds"]
     assert [Path(line).name for line in out.splitlines()[3:]] == [
         *("summary.csv", "sweep.csv", "curves.csv", "sweep.json", "curves.png")
     ]
@@ -145,7 +145,7 @@ def test_a_rate_that_diverges_does_not_end_the_sweep(
     found = surgeon.train_sweep(keys, tmp_path / "sweep")
     assert found is not None
     assert steps == [2.0, 0.01, 0.01, 0.01]
-    assert "dense-lr2-seed0 has diverged, and the sweep goes on: the loss is nan at step 1" in capsys.readouterr().err
+    assert "dense-lr2-seed0 has diverged: the loss is nan at step 1, made on windows" in capsys.readouterr().err
     lost, kept = (row for _, row in found.runs.iterrows())
     assert (lost["diverged"], kept["diverged"]) == ("the loss is nan at step 1", "")
     assert math.isinf(lost["nll"])
