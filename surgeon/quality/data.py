@@ -102,8 +102,7 @@ def load_windows(
             than one behind those left out), a row of it is damaged or holds something else (a lone surrogate, too), it
             is not clear which column is meant, or the sizes make no sense.
     """
-    if window < 2:
-        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
+    check_window(window)
     if tokens < window:
         raise ValueError(
             f"tokens must be at least one window of {window}, not {tokens}; take more tokens or a smaller window"
@@ -237,6 +236,16 @@ def held_out(
             f"{LEAST_HELD_OUT}; {_HOLD_OUT_ADVICE}"
         )
     return found
+
+
+def check_window(window: int) -> None:
+    """Refuse windows in which nothing is predicted.
+
+    Raises:
+        ValueError: with the rule.
+    """
+    if window < 2:
+        raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
 
 
 def window_for(config: Any, window: int | None) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from surgeon.errors import shown
-from surgeon.quality.data import Windows, digest_of, load_windows, marks_in_text
+from surgeon.quality.data import Windows, check_window, digest_of, load_windows, marks_in_text
 from surgeon.quality.sources import are_apart
 from surgeon.training.packing import Documents
 from surgeon.training.text_source import TextSource
@@ -177,6 +177,7 @@ def load_train_texts(
         ValueError: if it cannot be used, is too short, or both texts are the same.
         OSError: if it cannot be read to the end, or there is no room for its tokens.
     """
+    check_window(window)
     data = check_texts(data)
     several = {data: 1.0} if isinstance(data, str) else data
     measured = None if held_out is None else load_windows(tokenizer, held_out, window, held_out_tokens, separator)

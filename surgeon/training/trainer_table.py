@@ -44,7 +44,7 @@ def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:
 # By name what a user gives in its place.
 DECIDED = _by_name(
     {
-        "the output": "output_dir",
+        "output": "output_dir",
         "steps": "max_steps",
         "epochs": "num_train_epochs",
         "batch and micro_batch": "per_device_train_batch_size gradient_accumulation_steps",
@@ -112,7 +112,7 @@ def check_taken(name: str) -> None:
         ValueError: with what to use in its place, or the reason.
     """
     if name in DECIDED:
-        raise ValueError(f"{name} is decided by the run; use {DECIDED[name]}")
+        raise ValueError(f"{name} is decided by the run; use surgeon's own {DECIDED[name]}")
     if name in IDLE:
         raise ValueError(f"{name} has no effect here: {IDLE[name]}; leave it out")
     if name not in TAKEN:

@@ -39,7 +39,7 @@ def test_values_have_the_types_of_the_arguments() -> None:
     [
         ("bf16", "has no value; write it as NAME=VALUE"),
         ("gradient_checkpoint=1", "did you mean 'gradient_checkpointing'"),
-        ("learning_rate=1", "decided by the run; use learning_rate"),
+        ("learning_rate=1", "decided by the run; use surgeon's own learning_rate"),
         ("save_total_limit=many", "save_total_limit=many cannot be read"),
     ],
 )

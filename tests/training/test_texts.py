@@ -48,6 +48,8 @@ def test_the_end_is_held_out(text: str) -> None:
 def test_too_little_text(text: str) -> None:
     with pytest.raises(ValueError, match="nothing is left to train on; give more text"):
         load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=1 << 20)
+    with pytest.raises(ValueError, match="window must be at least 2 tokens, so that one is predicted, not 1"):
+        load_train_texts(tiny_tokenizer(), text, 1, 1 << 20)
 
 
 def test_nobody_is_judged_by_what_was_trained_on(text: str, tmp_path: Path) -> None:
