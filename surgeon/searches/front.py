@@ -122,14 +122,12 @@ def quality_curves(
     trials: Sequence[Trial],
     original: MeasuredProgram,
     pricing: Pricing,
-    seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> list[QualityCurve]:
     """Quality against a cost: by each space whose edits alone some trials have, and by all of them together, last.
 
     Args:
         original: the unedited model on the same windows.
-        seed: of the resampling.
     """
     dense = pricing.price(along, pricing.model.program)
     prices = {t.number: pricing.price(along, t.program) for t in trials}
@@ -150,7 +148,7 @@ def quality_curves(
             low, high = interval(windows[row])
             trial = None if row == 0 else own[row - 1]
             points.append(CurvePoint(float(costs[row]), trial, float(means[row]), max(0.0, low), high))
-        curves.append(QualityCurve(along, name, tuple(points), bootstrapped_knee(costs, windows, seed, resamples)))
+        curves.append(QualityCurve(along, name, tuple(points), bootstrapped_knee(costs, windows, resamples=resamples)))
     return curves
 
 

@@ -8,7 +8,7 @@ model. Nothing else should run meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -132,13 +132,13 @@ def fast_enough_here(
     model: str | Path,
     ranks: int,
     workload: Workload,
-    say: Callable[[str], None] = say_aside,
 ) -> Sequence[Trial]:
     """A ranking; where time on this machine is limited, of the first few those that are measured to keep the limits.
 
+    A line is said about each that is measured.
+
     Args:
         model, ranks, workload: as `measured_here` takes them.
-        say: gets a line about each that is measured.
 
     Raises:
         ValueError: if none of the first few does.
@@ -152,7 +152,7 @@ def fast_enough_here(
     fast = []
     for trial, program in zip(ranked, programs, strict=False):
         missed = missed_here(limits, program, dense, times)
-        say(f"trial {trial.number}: {missed or f'measured {times[program]}'}")
+        say_aside(f"trial {trial.number}: {missed or f'measured {times[program]}'}")
         fast += [] if missed else [trial]
     if not fast:
         raise ValueError(

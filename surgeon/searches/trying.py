@@ -30,7 +30,6 @@ def try_programs(
     sampler: str = SURGEON,
     seed: int = 0,
     study: SharedStudy | None = None,
-    together: int = BATCH,
     until: float | None = None,
 ) -> Iterator[Trial]:
     """Run a search until its study has so many trials, or nothing is left to try.
@@ -42,7 +41,6 @@ def try_programs(
         seed: of samplers that are random. They are made anew for each batch, so that what they ask follows from the
             study's trials.
         study: by default one in memory.
-        together: how many trials are asked for and measured at once.
         until: when no more are asked for, by `time.monotonic`, once there are some; of the last ones before it as many
             as are likely to be measured by then.
     """
@@ -74,7 +72,7 @@ def try_programs(
 
     objectives = tuple(map(str, search.question.settings.recorded))
     shared = study or SharedStudy(StudyStorage(InMemoryStorage(), "memory"), "search", {}, objectives)
-    yield from map(search.trial, shared.run(ask, measure, trials, together))
+    yield from map(search.trial, shared.run(ask, measure, trials, BATCH))
 
 
 def asked(search: Search, sampler: BaseSampler, stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:

@@ -48,11 +48,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MORE_LAUNCHES = {"gemma2": 11, "gemma3_text": 11, "ministral3": 10, "olmo3": 12}
 PROGRAMS = {
     "dense": "A0 F0 A1 F1",
-    "ladder over LP": "A0 F0 >[A1 A2] >[F1 F2] >A3 >F3 A3 F3",
-    "fork": "A0 F0 {A1 F1 | A2 F2} >A3 >F3",
+    "ladder over LP": "A0 >[A1 A2] >[F1 F2] >F3 A3",
+    "fork": "A0 {A1 F1 | A2 F2} >F3",
     "low rank": "A0@q4,k4,v4,o4 F0 A1 F1",
 }
 CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
+# What kernels compute of these they compute of others, too.
+ALIKE = [("llama", "dense"), ("smollm3", "dense"), ("gemma3_text", "dense"), ("llama4_text", "dense")]
 LENGTHS = (3, 17)  # the second has two blocks
 TEXTS = torch.randint(2, VOCABULARY, (len(LENGTHS), 40), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -99,7 +101,7 @@ def error_between(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("family", "program"), [case(*one, default=one[0] != "llama4_text") for one in CASES])
+@pytest.mark.parametrize(("family", "program"), [case(*one, default=one not in ALIKE) for one in CASES])
 def test_logits_are_those_of_pytorch(family: str, program: str, checkpoints: dict[str, Path]) -> None:
     folder, text = checkpoints[family], PROGRAMS[program]
     with as_on_gpus():
