@@ -203,7 +203,7 @@ def test_the_page_has_the_same_colours(operations: tuple[str, ...], worst: float
     assert ("beyond" in said) == ("beyond" in figure.axes[-1].get_ylabel())
 
 
-@pytest.mark.parametrize("num_layers", [1, 16, 32, 80])
+@pytest.mark.parametrize("num_layers", [1, pytest.param(16, marks=pytest.mark.thorough), 32, 80])
 def test_labels_do_not_overlap(num_layers: int) -> None:
     figures = pictures(table(num_layers, ("prune", "merge", "shuffle")))
     for figure in figures:
