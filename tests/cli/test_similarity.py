@@ -35,7 +35,7 @@ def test_tables_and_pictures(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_predicts_a_scan(run: Run, tmp_path: Path) -> None:
-    operations = ("prune", "2-parallel", "merge", "parallel", "shuffle")
+    operations = ("prune", "2-parallel", "merge")
     assert run("scan", "scan", *[f"--operation={name}" for name in operations])[0] == 0
     assert run("sensitivity", "pairs", "--windows-for-jacobians", "1")[0] == 0
     inputs = ("--scan", str(tmp_path / "scan"), "--sensitivity", str(tmp_path / "pairs"))

@@ -22,6 +22,7 @@ def test_cores_are_bound_and_the_rest_is_as_given(monkeypatch: pytest.MonkeyPatc
     assert found == [{"A": "b", "VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": one} for one in bound]
 
 
+@pytest.mark.thorough  # importing a benchmark takes seconds
 def test_what_a_benchmark_sets_for_itself_is_not_given() -> None:
     code = f"import os; from scripts.bench import engines; print(*[name in engines.AS_FOUND for name in {SET}])"
     code += f"; print(*[os.environ.get(name) for name in {SET}])"
