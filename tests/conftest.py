@@ -58,7 +58,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that take long begin first, so that no worker is left with one when the others have ended."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    if not config.getoption("--thorough"):
+    if not (config.getoption("--thorough") or config.getoption("--cases")):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
