@@ -103,8 +103,15 @@ def test_workers_are_killed_and_others_go_on(address: str, tmp_path: Path) -> No
     assert len({program for _, program, _, _ in rows(made)}) == TRIALS == len(rows(made)) == len(made.trials())
 
 
-@on_both
-@pytest.mark.parametrize("moment", ["asked", "taken", "told"])
+@pytest.mark.parametrize(
+    ("address", "moment"),
+    [
+        case(kind, moment, default=kind == "journal" or moment == "told")
+        for kind in ADDRESSES
+        for moment in ("asked", "taken", "told")
+    ],
+    indirect=["address"],
+)
 def test_killed_anywhere_one_worker_ends_with_the_same_result(
     address: str, moment: str, tmp_path: Path, expected: Rows
 ) -> None:
