@@ -24,10 +24,10 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(chat_model: Path) -> Iterator[Server]:
-    """It on two ranks, started as a user does."""
+    """It on two ranks; what test_connections.py floods is started as a user does."""
     from tests.server.servers import serving
 
-    with serving(str(chat_model), "--tp", "2", "--max-batch", "4", "--max-waiting", "8", cold=True) as started:
+    with serving(str(chat_model), "--tp", "2", "--max-batch", "4", "--max-waiting", "8") as started:
         yield started
 
 
