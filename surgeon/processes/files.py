@@ -23,7 +23,7 @@ HALF_WRITTEN = ".*.part"  # what a killed process may have left beside a file
 def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
     """A path beside the wanted one to write to; it is renamed at the end, or removed if writing it fails.
 
-    What was there before stays until then. An error of a full disk names the wanted file (`naming`).
+    What was there before stays until then. Errors name the wanted file, one of a full disk, too (`naming`).
 
     Args:
         durable: wait until the file is on the disk. Without that, a machine that loses its power may keep the name and
@@ -36,6 +36,10 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
             if durable:
                 sync(beside)
             beside.replace(path)
+    except OSError as error:
+        if error.filename == str(beside):
+            error.filename = str(path)
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

@@ -151,9 +151,10 @@ def _sides(row: Sequence[Item]) -> list[int]:
 
 def _draw_row(axes: Axes, row: Sequence[Item], y: float, first: bool, last: bool) -> None:
     end = _draw_nodes(axes, row, 0.0, y)
-    for x, text in ((-0.18, "in" if first else "..."), (end + 0.2, "out" if last else "...")):
+    for x, text in ((-0.32, "in" if first else "..."), (end + 0.2, "out" if last else "...")):
         axes.text(x, y, text, ha="center", va="center", fontsize=8, color=_STREAM)
-    axes.plot([0.0, end], [y, y], color=_STREAM, linewidth=1.6, zorder=1)
+    start = -0.15  # left of where a late step that begins the row reads
+    axes.plot([start, end], [y, y], color=_STREAM, linewidth=1.6, zorder=1)
 
 
 def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:

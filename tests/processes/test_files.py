@@ -23,6 +23,11 @@ def test_files_are_whole_or_what_they_were(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"missing/record\.json'$"):
+        write_text(tmp_path / "missing" / "record.json", "{}")
+
+
 def test_a_table_is_written_as_csv(tmp_path: Path) -> None:
     table = pd.DataFrame({"first": [0, 1], "value": [1 / 3, math.nan], "last": [math.inf, 2e-7]})
     write_table(tmp_path / "nine.csv", table)
