@@ -121,6 +121,8 @@ def _joined(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
 
 def _divided_dim(key: str) -> int | None:
     """The dimension along which slices have parts of a tensor of a sublayer; None for what all of them have."""
+    if key == "sinks":  # a number for each head
+        return 0
     role, _, what = key.partition(".")
     if role not in ROLES[ATTENTION] + ROLES[FEED_FORWARD] + SHARED:
         return None

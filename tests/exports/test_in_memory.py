@@ -97,6 +97,12 @@ def test_saved_models_load_everywhere(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(again), expected)
 
 
+def test_slices_have_the_sinks_of_their_heads(tmp_path: Path) -> None:
+    model = edit(tiny_model("gpt_oss", 2), "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1 F1")
+    surgeon.export(model, tmp_path / "target")
+    assert relative_error(logits_of(surgeon.load(tmp_path / "target")), logits_of(model)) < 1e-5
+
+
 def test_a_fused_model_is_saved_with_its_file_and_not_exported_again(tmp_path: Path) -> None:
     surgeon.export(edit(tiny_model("llama"), PAIRED), tmp_path / "fused")
     model = surgeon.load(tmp_path / "fused")
