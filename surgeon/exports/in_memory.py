@@ -20,7 +20,7 @@ from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.companions import Companions, companions_at
 from surgeon.checkpoint.config import CONFIG
-from surgeon.checkpoint.forms import PROGRAM, Layout
+from surgeon.checkpoint.forms import PROGRAM, Layout, lay_out
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
@@ -103,6 +103,17 @@ def export(
         plan = plan_export(original, stock.program, form, dtype, companions=companions, wrapped=around)
         alive = partial(logits_of, model)
         return write_export(plan, target, overwrite, alive=alive, training=training, complete=complete)
+
+
+def check_form(model: PreTrainedModel, form: str) -> None:
+    """Refuse a form that `export` could not write a model in, before it is trained.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    stock = stock_layers_of(model)
+    with stock_model(model, stock):
+        lay_out(stock.program, family_of(model.config), model.config, form)
 
 
 def export_with_codas(

@@ -11,6 +11,7 @@ from surgeon.errors import shown
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.exports.drafts import export_draft
 from surgeon.exports.export import DTYPES
+from surgeon.exports.in_memory import check_form
 from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
 from surgeon.language.program import Program
@@ -138,6 +139,8 @@ def heal(
         check_adapter(student, settings, runs)
     if as_draft:
         check_draft(edited, student, settings)
+    elif not keep_adapter and form != "auto":
+        check_form(student, form)
     found = train_model(
         student,
         texts,

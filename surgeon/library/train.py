@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.training import Training, no_source
 from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
@@ -76,6 +77,8 @@ def train(
         read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
     texts_given = {"tokenizer": tokenizer, "data": data, "eval_data": eval_data}
     plan = blueprint(as_asked(read, texts_given, scale, steps=steps, seed=seed, arguments=arguments or {}))
+    if form != "auto":
+        lay_out(plan.program, plan.family, plan.architecture, form)  # refuses what could not be written, untrained
     processes, where = join_processes(device)
     texts = plan.texts()
     announce(processes, where, _in_words(plan), texts)

@@ -13,6 +13,7 @@ from surgeon.errors import did_you_mean
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.token_store import ALL_TOKENS
 from surgeon.training.trainer_table import check_trainer_arguments
+from surgeon.words import plural
 
 SCOPES = ("edited", "all", "norms", "edited-norms", "routers")
 ROUTERS = ("trained", "frozen")
@@ -146,8 +147,8 @@ class TrainSettings:
         """
         if windows < self.batch:
             raise ValueError(
-                f"the training text has {windows} windows, fewer than one batch of {self.batch}; give more text, or a "
-                "smaller batch or window"
+                f"the training text has {plural(windows, 'window')}, fewer than one batch of {self.batch}; give more "
+                "text, or a smaller batch or window"
             )
         if self.steps is not None:
             return self.steps

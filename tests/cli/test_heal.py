@@ -396,3 +396,10 @@ def test_what_cannot_go_along_is_refused_before_it_is_trained(heal: Any, tiny_ch
     assert code == 1
     assert "LICENSE is a symbolic link out of the folder" in err
     assert "trained on" not in err
+
+
+def test_a_form_that_cannot_be_written_is_refused_before_training(heal: Any, tmp_path: Path) -> None:
+    code, _, err = heal('pair: {layers: "1:3"}', "--steps", 1, "--form", "plain")
+    assert code == 1
+    assert "error: this program cannot be written in the plain form" in err
+    assert not (tmp_path / "healed.run").exists()
