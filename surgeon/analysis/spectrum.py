@@ -58,7 +58,6 @@ class SpectrumRequest:
     method: Method
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in `spectrum.json`."""
         ranks = [str(rank) for rank in self.ranks]
         return vars(self) | {"layers": show_range(self.layers), "weights": list(self.weights), "ranks": ranks}
 

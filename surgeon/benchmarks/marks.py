@@ -85,7 +85,6 @@ class DeviceClock(PassClock):
         return cls(lambda: torch.cuda.Event(enable_timing=True, external=True), lambda: torch.cuda.synchronize(device))
 
     def begin(self) -> None:
-        """Read both clocks."""
         self._first = self._make()
         self._first.record()
         self._began = now()

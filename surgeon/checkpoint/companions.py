@@ -78,7 +78,6 @@ class Companions:
             shutil.copyfile(path, folder / name)
 
     def to_json(self) -> dict[str, Any]:
-        """As surgeon.json keeps it."""
         return {"carried": sorted(self.files), "model_code": sorted(self.model_code), "left_behind": self.left}
 
 

@@ -72,7 +72,6 @@ class HealedDraft:
         return cls(folder, program, entries["model"], entries["model_hash"], entries.get("trained") or {})
 
     def to_json(self) -> dict[str, Any]:
-        """The entries of the file."""
         own = {"program": str(self.program), "model": self.model, "model_hash": self.model_hash}
         return {"surgeon": FORMAT, **own, "trained": self.record}
 

@@ -36,7 +36,6 @@ class Inherited:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As it is kept in surgeon.json."""
         return {"metadata": self.metadata, "notes": list(self.notes)}
 
     @classmethod

@@ -30,7 +30,6 @@ class SizeDifference:
 
     @property
     def where(self) -> str:
-        """The layers in words."""
         return layers_text([(layer, 0) for layer in self.layers])
 
 

@@ -59,7 +59,6 @@ class StoredModel:
 
     @property
     def folder(self) -> Path:
-        """Where its files lie."""
         return self.checkpoint.folder
 
     @cached_property

@@ -138,7 +138,6 @@ class RankClock:
     communication: float = 0.0
 
     def spend(self, burst: Burst | None) -> None:
-        """Compute something."""
         if burst is None:
             return
         seconds, (until, share) = burst.seconds, self.busy
@@ -166,7 +165,6 @@ class RankClock:
         self.spend(transfer.after)
 
     def wait(self, when: float) -> None:
-        """Do nothing until then."""
         self.exposed += max(0.0, when - self.now)
         self.now = max(self.now, when)
 

@@ -39,7 +39,6 @@ class Room:
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much."""
         return self.needed <= self.there
 
 

@@ -59,7 +59,6 @@ class SearchResult(SearchRun):
 
     @property
     def program(self) -> Program:
-        """The winner's."""
         return self.winner.trial.program
 
     @property

@@ -54,7 +54,6 @@ class Quality:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def cpu(self) -> Quality:
-        """The same in main memory."""
         return Quality(**{name: tensor.cpu() for name, tensor in self.numbers.items()})
 
     @classmethod

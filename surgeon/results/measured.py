@@ -194,7 +194,6 @@ def _files(path: Path) -> list[Path]:
 
 
 def _kind(file: Path, record: dict[str, Any]) -> str:
-    """The command that wrote it."""
     results = record.get("results")
     if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
         return "eval --tasks"

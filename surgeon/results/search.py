@@ -81,7 +81,6 @@ class SearchRun(RunResult):
 
     @property
     def recipe(self) -> Recipe:
-        """The winner's."""
         return parse_recipe(self.recipe_text, self.TEXTS["recipe_text"])
 
     @property

@@ -82,7 +82,6 @@ class TaskRun(RunResult):
         return str(record.get("model_name") or "a model without a name"), ""
 
     def table(self) -> pd.DataFrame:
-        """One row per score."""
         return pd.DataFrame(map(asdict, self.scores), columns=list(Score.__dataclass_fields__))
 
     def __str__(self) -> str:

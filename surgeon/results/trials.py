@@ -50,7 +50,6 @@ class EditEffect:
 
     @property
     def excludes_one(self) -> bool:
-        """Whether the interval excludes 1."""
         return self.low > 1 or self.high < 1
 
 
@@ -97,7 +96,6 @@ class TrialTable:
 
     @cached_property
     def sources(self) -> list[str]:
-        """Where each comes from, in words."""
         return [SOURCES.get(name, name) for name in self._words("source")]
 
     @cached_property
@@ -121,7 +119,6 @@ class TrialTable:
         return len(set(self.levels.tolist())) > 1
 
     def tip(self, row: int) -> str:
-        """A trial in a line."""
         trial = self.table.iloc[row]
         value = f"{self.by} {self.values[row]:.4g}" + ("" if self.whole[row] else " (estimate, stopped early)")
         return f"trial {int(trial['trial'])}, depth {trial['depth']:g}, {value}: {trial['edits'] or 'no edits'}"

@@ -256,7 +256,6 @@ class Proposer:
         return [self._number[edit] for edit in choice]
 
     def knows(self, choice: Choice) -> bool:
-        """Whether all edits of a choice are its own."""
         return all(edit in self._number for edit in choice)
 
     @property
@@ -282,7 +281,6 @@ class Proposer:
         return replace(self, goals=tuple(kept))
 
     def in_order(self, proposals: Iterable[Proposal], promise: Promise) -> list[Proposal]:
-        """Proposals by what they promise, the best first."""
         return sorted(proposals, key=lambda one: self._promised(one.choice, promise))
 
     def _promised(self, choice: Choice, promise: Promise) -> float:

@@ -200,7 +200,6 @@ class Question:
         return self.budget.pricing.price(aspect, trial.program)
 
     def lacks_of_quality(self, measured: MeasuredProgram) -> tuple[float, ...]:
-        """As `SearchBudget.quality_shortfalls`."""
         return self.budget.quality_shortfalls(measured, self.original)
 
     def is_met(self, trial: Trial) -> bool:

@@ -62,7 +62,6 @@ class Search:
 
     @cached_property
     def terms(self) -> Terms:
-        """What edits do alone."""
         return self.known_terms or self.measured_terms()
 
     def measured_terms(self) -> Terms:

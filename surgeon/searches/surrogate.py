@@ -63,7 +63,6 @@ class Surrogate:
 
     @cached_property
     def corrected(self) -> Damage:
-        """The terms as the trials correct them."""
         if not len(self.measured):
             return self.prior
         scale = self._scale

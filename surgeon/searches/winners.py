@@ -64,7 +64,6 @@ class RunnerUp(Finalist):
 
     @property
     def verdict(self) -> Literal["better", "not told apart", "worse"]:
-        """What the winner is, compared with this one."""
         if self.high < 0:
             return "better"
         return "worse" if self.low > 0 else "not told apart"

@@ -97,7 +97,6 @@ class SharedPlan:
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> SharedPlan:
-        """The plan of these tasks, in this order."""
         read_later: set[int] = set()
         frees: list[tuple[int, ...]] = []
         for task in reversed(tasks):
@@ -125,7 +124,6 @@ class SharedPlan:
 
     @property
     def total_sublayers(self) -> int:
-        """How many sublayers run in all."""
         return sum(self.sublayers.values())
 
     def only(self, programs: Collection[Program]) -> SharedPlan:

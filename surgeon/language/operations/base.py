@@ -55,7 +55,6 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """As recipes write it."""
         return self.function.__name__
 
     @property

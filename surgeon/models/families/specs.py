@@ -51,7 +51,6 @@ class Projection:
 
     @property
     def weight(self) -> str:
-        """The path of the parameter."""
         return self.path if self.stacked else f"{self.path}.weight"
 
     @property

@@ -90,7 +90,6 @@ class Replaced:
         self.where = store.where
 
     def names(self) -> Iterable[str]:
-        """All of the other store's."""
         return self._store.names()
 
     def __contains__(self, name: str) -> bool:

@@ -161,9 +161,7 @@ class Verdicts:
         return bool(row.wanted) and row.start + len(row.tokens) > place
 
     def choose(self, answer: ChosenToken) -> None:
-        """Note what has been chosen."""
         self._newest[answer.request] = answer.place, answer.choice[0]
 
     def end(self, request: int) -> None:
-        """Forget a text."""
         self._newest.pop(request, None)

@@ -204,7 +204,6 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        """Of the last token."""
         return self.sequence.wanted if self.completes else Wanted.NOTHING
 
     @property

@@ -79,7 +79,6 @@ class Library:
         self._recorded = {name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE}
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function, and note it where calls are."""
         self._functions[name](*arguments)
         if (notes := NOTES.get()) is not None:
             notes.note(name, *arguments)

@@ -29,7 +29,6 @@ class DynamicPasses(Way):
         return True
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass, which extends the cache."""
         places, wanted = asked_of(rows)
         stream = self.stream(rows, cache, places)
         last, predicting = stream.split([len(wanted), len(places) - len(wanted)])

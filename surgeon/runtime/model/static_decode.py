@@ -279,7 +279,6 @@ class StaticDecode(Way):
                 end *= 2
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass, which extends the cache."""
         best, own = self._outputs(rows, cache)
         full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
         tokens = best.tolist()  # the one time in a pass that this process waits for a GPU

@@ -158,7 +158,6 @@ class FlightLeader:
         self._ring.send((TrialAsked(message, self._most, self._longest), None))
 
     def end(self) -> None:
-        """Have all other ranks end their work."""
         self._ring.send((None, None))
 
 

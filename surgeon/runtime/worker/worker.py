@@ -203,7 +203,6 @@ class Leader:
             yield Recorded(done, len(passes))
 
     def submit(self, request: Request) -> None:
-        """Take a request, as `Scheduler.submit` does."""
         self.scheduler.submit(request)
         if not request.sampling.greedy:
             self._sampler.add(request)
@@ -319,7 +318,6 @@ class Leader:
         self._sender.send(message)
 
     def end(self) -> None:
-        """Have all other ranks end their work."""
         self._sender.send(None)
 
 
