@@ -38,6 +38,7 @@ from surgeon.errors import did_you_mean
 from surgeon.models.families import FAMILIES
 
 WORKER = Path(__file__).with_name("greedy.py")
+REFUSED = "surgeon: "  # begins what it says of checkpoints that it does not write
 REASON = 240  # characters of a reason below the table
 PROMPTS, NEW_TOKENS = (9, 14), 16  # longer than the tiny models' attention windows
 Found = dict[str, Any]
@@ -51,12 +52,17 @@ def main() -> int:
         cases = [case for name in options.only for case in prepare(name, folder / "models", options)]
         if not cases:
             sys.exit(f"none of these models has any of --forms {','.join(options.forms)}; the table of all names them")
-        expected = run("transformers", cases, folder, options.python)
+        written = [case for case in cases if case.refused is None]
+        expected = run("transformers", written, folder, options.python)
         verdicts: dict[tuple[str, str, int], str] = {}
         for ranks in options.ranks:
-            found = run(str(ranks), cases, folder, options.python)
+            found = run(str(ranks), written, folder, options.python)
             for case in cases:
-                verdicts[case.model, case.form, ranks] = verdict(expected[case.folder], found[case.folder])
+                verdicts[case.model, case.form, ranks] = (
+                    verdict(expected[case.folder], found[case.folder])
+                    if case.refused is None
+                    else f"{REFUSED}{case.refused}"
+                )
     failed = [key for key in verdicts if is_failure(key, verdicts)]
     print("\n".join(table(verdicts, failed)))
     if failed:
@@ -178,10 +184,11 @@ def verdict(expected: Found, found: Found) -> str:
 
 
 def is_failure(key: tuple[str, str, int], verdicts: dict[tuple[str, str, int], str]) -> bool:
-    """Whether surgeon has to answer for it: not for what vLLM says of the unedited model, too."""
+    """Whether surgeon has to answer for it: not for what it refuses, or vLLM says of the unedited model, too."""
     model, _, ranks = key
     said, of_dense = verdicts[key], verdicts.get((model, "dense", ranks))
-    return said != "ok" and not (said == of_dense and said.startswith("vLLM: "))
+    refused = said.startswith(REFUSED) or (said == of_dense and said.startswith("vLLM: "))
+    return said != "ok" and not refused
 
 
 def table(verdicts: dict[tuple[str, str, int], str], failed: Sequence[tuple[str, str, int]]) -> list[str]:

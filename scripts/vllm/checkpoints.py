@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from surgeon.checkpoint.forms.program import needs_plugin
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
-from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, repeat, tracks, width
+from surgeon.language.operations import experts, ladder, lowrank, pair, parallel, prune, repeat, tracks, width
 from surgeon.language.program import Program
-from surgeon.language.sublayer import Sublayer
-from surgeon.models.families import Family, family_of
+from surgeon.language.sublayer import ROLES, Sublayer
+from surgeon.models.families import family_of
 from surgeon.opened import Model, open_model
 from surgeon.training.scratch.tracks import narrow
 from tests.tiny_models import disturb, tiny_model
@@ -41,6 +41,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 NARROWEST = 32  # features of a head that vLLM's attention on CPUs has code for
 
 
+Programs = dict[str, Callable[[], Program]]  # by the name of a form; ValueError where surgeon knows that there is none
+
+
 @dataclass(frozen=True)
 class Case:
     """One checkpoint to be tried.
@@ -49,12 +52,14 @@ class Case:
         model: what it was made of.
         form: "dense" for the model itself, the form of the edited checkpoint, or what the program form holds.
         plugin: whether it needs surgeon's plugin; without it, vLLM runs where there is no surgeon.
+        refused: why surgeon writes no such checkpoint, where it says that there is none.
     """
 
     model: str
     form: str
     folder: Path
     plugin: bool = False
+    refused: str | None = None
 
 
 def random_source(folder: Path, model_type: str) -> Path:
@@ -68,39 +73,50 @@ def cases_of(
 ) -> Iterator[Case]:
     """Write a model's checkpoints into a folder: pruned, fused where it can be, narrow, of low rank, and the plugin's.
 
-    Low-rank ones are for the plugin, too, where unmodified vLLM does not run them.
+    What the model cannot have is a case that says so.
 
     Args:
         forms: only these, by their names; by default all that the model can have.
-
-    Raises:
-        ValueError: if one of them cannot be exported.
     """
-    original = open_model(source)
-    layers = int(original.config.num_hidden_layers)
-    dense = Program.dense(layers, original.family.steps_per_layer)
-
-    def exported(programs: dict[str, Program], plugin: bool, form: str | None = "auto") -> Iterator[Case]:
-        for named, program in programs.items():
-            if forms is None or named in forms:
-                write_export(plan_export(original, program, form or named.split()[-1]), folder / named)
-                yield Case(name, named, folder / named, plugin)
-
     if forms is None or "dense" in forms:
         yield Case(name, "dense", source)
-    programs = {"plain": prune(dense, range(layers // 2, layers // 2 + 1))}
-    if original.family.attention.post_norm is None:
-        programs["fused"] = pair(dense, range(1, layers - 1))
-    yield from exported(programs | narrow_programs(dense, original), plugin=False, form=None)  # that of its name
-    plugin = needs_plugin(dense, original.family, original.config, layers) is not None
-    if with_plugin or not plugin:
-        yield from exported(low_rank_programs(dense, original), plugin)
+    for form, plugin, write in checkpoints_of(source, with_plugin):
+        if forms is None or form in forms:
+            case = Case(name, form, folder / form, plugin)
+            try:
+                write(case.folder)
+            except ValueError as error:
+                case = replace(case, refused=str(error))
+            yield case
+
+
+def checkpoints_of(source: Path, with_plugin: bool) -> Iterator[tuple[str, bool, Callable[[Path], Any]]]:
+    """The form of each checkpoint, whether it is for the plugin, and what writes it.
+
+    Low-rank ones are for the plugin, too, where unmodified vLLM does not run them.
+    """
+    original = open_model(source)
+    family, layers = original.family, int(original.config.num_hidden_layers)
+    dense = Program.dense(layers, family.steps_per_layer)
+
+    def export(made: Callable[[], Program], form: str) -> Callable[[Path], Any]:
+        return lambda folder: write_export(plan_export(original, made(), form), folder)
+
+    programs: Programs = {"plain": lambda: prune(dense, range(layers // 2, layers // 2 + 1))}
+    programs["fused"] = lambda: pair(dense, range(1, layers - 1))
+    for named, made in (programs | narrow_programs(dense, original)).items():
+        yield named, False, export(made, named.split()[-1])
+    for_plugin = needs_plugin(dense, family, original.config, layers) is not None
+    if with_plugin or not for_plugin:
+        for named, made in low_rank_programs(dense, original).items():
+            yield named, for_plugin, export(made, "auto")
     if with_plugin:
-        yield from exported(plugin_programs(dense, layers, original.family), plugin=True, form="program")
+        for named, made in plugin_programs(dense, original).items():
+            yield named, True, export(made, "program")
         # Where heads fill the stream they would get a width that vLLM has not.
-        for form in ("native", "one head") if not original.family.heads_fill_stream else ():
-            if forms is None or form in forms:
-                yield Case(name, form, native_tracks(folder / form, original.config, form == "one head"), plugin=True)
+        if not family.heads_fill_stream:
+            yield "native", True, lambda to: native_tracks(to, original.config)
+            yield "one head", True, lambda to: native_tracks(to, original.config, single=True)
 
 
 def native_tracks(folder: Path, config: Any, single: bool = False) -> Path:
@@ -121,45 +137,58 @@ def native_tracks(folder: Path, config: Any, single: bool = False) -> Path:
     return folder
 
 
-def low_rank_programs(dense: Program, original: Model) -> dict[str, Program]:
+def low_rank_programs(dense: Program, original: Model) -> Programs:
     """Every matrix at a share of its parameters; and in some of them a rank that two ranks cannot divide."""
     family, config = original.family, original.config
 
     def odd(sublayer: Sublayer) -> Sublayer:
-        roles = [projection.role for projection in family.spec(sublayer.kind).projections]
+        there = {projection.role for projection in family.spec(sublayer.kind).projections}
+        roles = [role for role in ROLES[sublayer.kind] if role in there]
         some = [[], roles, roles[-1:], roles[:-1]][sublayer.layers[0] % 4]  # the first layer is whole
         return replace(sublayer, ranks=tuple((role, 7) for role in some))
 
-    kept = lowrank(dense, range(int(config.num_hidden_layers)), family.layer_shapes(config), keep=0.6)
-    return {"keep 0.6": kept, "odd ranks": dense.renamed(odd)}
+    layers, shapes = range(int(config.num_hidden_layers)), family.layer_shapes(config)
+    return {"keep 0.6": lambda: lowrank(dense, layers, shapes, keep=0.6), "odd ranks": lambda: dense.renamed(odd)}
 
 
-def narrow_programs(dense: Program, original: Model) -> dict[str, Program]:
-    """Half the neurons everywhere, and one KV group where config.json can say it; and in some layers only."""
+def narrow_programs(dense: Program, original: Model) -> Programs:
+    """Half the neurons everywhere, and one KV group where config.json can say it; and in some layers only.
+
+    A mixture keeps the neurons of its experts, and two experts in place of all.
+    """
     family, layers = original.family, int(original.config.num_hidden_layers)
-    shapes = family.layer_shapes(original.config)
-    heads = None if family.heads_fill_stream else 1
-    found = {"narrow plain": width(dense, range(layers), shapes, heads=heads, neurons=0.5)}
-    if family.attention.post_norm is None:
-        found["narrow fused"] = width(dense, range(1, layers - 1), shapes, neurons=0.5)
-    return found
-
-
-def plugin_programs(dense: Program, layers: int, family: Family) -> dict[str, Program]:
-    """What cannot be fused: late steps, and branches that ranks run apart, also with other numbers of attentions."""
-    inner = range(1, layers - 1)
-    found = {
-        "ladder": ladder(dense, range(1, layers)),
-        "ladder+LP": ladder(pair(dense, inner), range(1, layers)),
-        "fork": parallel(dense, inner),
-        "uneven": Program.parse("{A0 F0 A1 | F1 F0} A0 F1"),
-        "narrow": Program.parse("A0 F0#20 >[A1#1 A2#1] >F1#8 F2#20"),
-        "repeat": ladder(repeat(dense, inner), range(1, 2)),
-        "low rank": Program.parse("A0@q16,k8,v8,o16 F0@up24,down24 >A1@o12 >F1"),
+    shapes, heads, inner = (
+        family.layer_shapes(original.config),
+        None if family.heads_fill_stream else 1,
+        range(1, layers - 1),
+    )
+    if family.mixture is not None:
+        return {
+            "narrow plain": lambda: width(dense, range(layers), shapes, heads=heads),
+            "experts plain": lambda: experts(dense, range(layers), shapes, keep=[0, 1]),
+        }
+    return {
+        "narrow plain": lambda: width(dense, range(layers), shapes, heads=heads, neurons=0.5),
+        "narrow fused": lambda: width(dense, inner, shapes, neurons=0.5),
     }
-    if family.attention.post_norm is None:
-        found["tracks"] = tracks(dense, inner, count=2, depth=2)
-    return found
+
+
+def plugin_programs(dense: Program, original: Model) -> Programs:
+    """What cannot be fused: late steps, and branches that ranks run apart, also with other numbers of attentions."""
+    layers, mixture = int(original.config.num_hidden_layers), original.family.mixture is not None
+    inner = range(1, layers - 1)
+    narrow = "A0 F0 >[A1#1 A2#1] >F1!e1 F3!e0" if mixture else "A0 F0#20 >[A1#1 A2#1] >F1#8 F2#20"
+    ranked = "A0@q16,k8,v8,o16 F0@up8,down8 >A1@o12 >F1" if mixture else "A0@q16,k8,v8,o16 F0@up24,down24 >A1@o12 >F1"
+    return {
+        "ladder": lambda: ladder(dense, range(1, layers)),
+        "ladder+LP": lambda: ladder(pair(dense, inner), range(1, layers)),
+        "fork": lambda: parallel(dense, inner),
+        "uneven": lambda: Program.parse("{A0 F0 A1 | F1 F0} A0 F1"),
+        "narrow": lambda: Program.parse(narrow),
+        "repeat": lambda: ladder(repeat(dense, inner), range(1, 2)),
+        "low rank": lambda: Program.parse(ranked),
+        "tracks": lambda: tracks(dense, inner, count=2, depth=2),
+    }
 
 
 def with_wide_heads(source: Path, target: Path) -> Path:
