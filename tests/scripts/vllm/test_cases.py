@@ -71,6 +71,17 @@ def test_factors_that_vllm_cannot_divide_are_for_the_plugin(tmp_path: Path, monk
     assert ranked == [[], [True, True]]
 
 
+def test_what_a_model_cannot_have_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_checkpoint(tmp_path / "source", "mixtral", num_layers=4)
+    monkeypatch.setattr(checkpoints, "write_export", lambda *_: None)
+    forms = ["fused", "experts plain", "narrow", "low rank"]
+    fused, *others = script.cases_of("mine", source, tmp_path, True, forms)
+    assert fused.refused is not None and "mixtures" in fused.refused
+    assert [(case.form, case.refused) for case in others] == [(form, None) for form in forms[1:]]
+    refused = {("mine", "fused", 1): f"{script.REFUSED}{fused.refused}"}
+    assert not script.is_failure(("mine", "fused", 1), refused)
+
+
 def test_native_tracks_are_for_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_checkpoint(tmp_path / "source", num_layers=3)
     monkeypatch.setattr(checkpoints, "write_export", lambda *_: None)
