@@ -13,7 +13,6 @@ from surgeon.cli.grouped import grouped
 from surgeon.cli.options import (
     BatchesOption,
     CompressOption,
-    NewTokensOption,
     ProgramOption,
     VariantLayersOption,
     parse_batches,
@@ -53,8 +52,14 @@ class PredictedLoad:
     """What is asked of the model, in the user's words; a group of options (see grouped.py)."""
 
     batch: BatchesOption = "1"
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024
-    new: NewTokensOption = 512
+    prompt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each prompt. Default: 1024, or half of the model's positions."),
+    ] = None
+    new: Annotated[
+        int | None,
+        typer.Option("--new", min=1, help="Tokens to add to each. Default: 512, or a quarter of the positions."),
+    ] = None
 
 
 @dataclass(frozen=True)

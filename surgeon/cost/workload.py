@@ -30,6 +30,12 @@ class Workload:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
+    @classmethod
+    def within(cls, positions: int, batch: int = 1, prompt: int | None = None, new: int | None = None) -> Workload:
+        """Texts that a model of so many positions takes, where it is not said how long they are."""
+        usual = min(cls.prompt, positions // 2), max(2, min(cls.new, positions // 4))
+        return cls(batch, prompt or usual[0], new or usual[1])
+
     @property
     def length(self) -> int:
         """Tokens of a prompt and its output together."""

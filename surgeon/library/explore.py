@@ -21,7 +21,7 @@ from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.library.calibrate import calibrate
 from surgeon.library.check import RANKS, check
-from surgeon.library.explored_speed import CALIBRATED, HERE, PASSES, STARTING, fastest, known_here, lengths, predict_on
+from surgeon.library.explored_speed import CALIBRATED, HERE, PASSES, STARTING, fastest, known_here, predict_on
 from surgeon.library.exploring import UnderWay
 from surgeon.library.next_steps import Explored
 from surgeon.library.opening import as_folder, as_list
@@ -407,7 +407,6 @@ class _Exploring:
             depth=math.nan if found is None else _depth(found),
             ranks=most,
             able=max(able, default=1),
-            lengths=lengths(self.model),
             hardware=self.asked,
             memory=None if self.memory is None else str(self.memory),
             can_go_on=self.planned["every"] > 1 or (found is not None and len(found.trials) < self._trials),

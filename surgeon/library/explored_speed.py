@@ -32,11 +32,6 @@ def known_here(measured: Path) -> Hardware | None:
     return load_hardware(measured) if measured.is_file() else None
 
 
-def lengths(model: Model) -> tuple[int, int]:
-    """Tokens of a prompt and of what is added to it, of texts that the model has positions for."""
-    return min(1024, model.positions // 2), max(2, min(512, model.positions // 4))
-
-
 def predict_on(machine: Hardware, model: Model, knee: Path | None, folder: Path) -> Predictions:
     """What a model, and the program of a recipe over it, would cost on a machine.
 
@@ -48,9 +43,8 @@ def predict_on(machine: Hardware, model: Model, knee: Path | None, folder: Path)
     """
     most = CALIBRATED[-1] if machine.name == Path(HERE).stem else machine.devices
     axes = {"ranks": [count for count in RANKS if count <= most], "batch": BATCHES}
-    prompt, new = lengths(model)
     compare = [] if knee is None else [knee]
-    made = predict(model, machine, compare=compare, sweep=axes, prompt=prompt, new=new, output=folder)
+    made = predict(model, machine, compare=compare, sweep=axes, output=folder)
     # Predictions read no weights; here they are known, and the page has it with what was measured of them.
     made = replace(made, record=made.record | {"model_hash": model.hash})
     made.write(folder)

@@ -31,7 +31,6 @@ class Explored:
         depth: its effective depth.
         ranks: as many as there are devices for here.
         able: the most ranks that the model can be shared by.
-        lengths: tokens of a prompt, and new ones, to predict for.
         drafts: whether the program at the knee can draft for the model.
         hardware: what was asked for beside what is here.
         memory: the most that the process may take, if that was said.
@@ -53,7 +52,6 @@ class Explored:
     depth: float
     ranks: int
     able: int
-    lengths: tuple[int, int]
     drafts: bool
     hardware: Sequence[str]
     memory: str | None
@@ -97,11 +95,10 @@ class Explored:
                 "The text stays the model's own: the edited program writes ahead, and the model verifies.",
                 f"surgeon generate {quote(self.model)} --draft {knee}{on} --prompt 'Once upon a time'",
             )
-        prompt, new = self.lengths
         yield NextStep(
             "Predict it on other hardware",
             "By its shapes alone, on what surgeon predict knows by name or surgeon calibrate has measured.",
-            f"surgeon predict {quote(self.model)} --hardware h100-sxm --compare {knee} --prompt {prompt} --new {new} "
+            f"surgeon predict {quote(self.model)} --hardware h100-sxm --compare {knee} "
             f"--sweep ranks=1..{self.able},batch=1..64",
         )
 

@@ -67,15 +67,16 @@ class Asked(TypedDict, total=False):
 
     Keys:
         layers: that variants change; "4:30" is layers 4 to 29. All but the first and last two by default.
-        prompt, new: tokens of each prompt, and to add to each; 1024 and 512 by default.
+        prompt, new: tokens of each prompt, and to add to each; by default 1024 and 512, or a half and a quarter of the
+            model's positions.
         ranks: tensor-parallel ranks that share the model, or all of how it is spread over the hardware; one by default.
         sweep: all combinations of these, as "ranks=1..64,batch=1..256" (doubling), or as values by axis.
         output: folder for a table, its record and a picture.
     """
 
     layers: range | str | None
-    prompt: int
-    new: int
+    prompt: int | None
+    new: int | None
     ranks: int | Deployment
     sweep: str | Mapping[str, Sequence[int]] | None
     output: str | Path | None
@@ -101,7 +102,8 @@ class _Question:
         ranks, sweep, output = asked.get("ranks", 1), asked.get("sweep"), asked.get("output")
         deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
         dtype = deployment.dtype or machine.dtype(candidates[0].model.shapes.dtype)  # as its weights have it
-        workload = Workload(1, asked.get("prompt", 1024), asked.get("new", 512))
+        positions = min(candidate.model.positions for candidate in candidates)
+        workload = Workload.within(positions, 1, asked.get("prompt"), asked.get("new"))
         axes = {**_axes({"batch": batch}), **_axes(sweep)}
         if (folder := None if output is None else Path(output)) is not None:
             make_folder(folder)

@@ -153,8 +153,7 @@ class SearchSettings:
 
     def workload(self, positions: int) -> Workload:
         """What is asked of a model of so many positions."""
-        prompt, new = self.prompt or min(1024, positions // 2), self.new or max(2, min(512, positions // 4))
-        return Workload(self.batch, prompt, new)
+        return Workload.within(positions, self.batch, self.prompt, self.new)
 
     def mixture(self, model: Model) -> Mixture:
         """The spaces on a model, of which only the configuration has to be there.

@@ -53,7 +53,6 @@ def explored(**other: Any) -> Explored:
         "depth": 8.0,
         "ranks": 2,
         "able": 4,
-        "lengths": (256, 128),
         "drafts": True,
         "hardware": ["my machine.yaml"],
         "memory": "2GB",
@@ -71,7 +70,7 @@ def test_commands_are_read_as_they_are_printed() -> None:
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
     assert all("--data 'my text.txt' --separator '<|end|>'" in steps[place].command for place in (2, 3, 6, 7, 8))
     assert "--space pair,drop:layers --budget depth=8 " in steps[7].command
-    assert "--prompt 256 --new 128 --sweep ranks=1..4,batch=1..64" in steps[5].command
+    assert "--sweep ranks=1..4,batch=1..64" in steps[5].command
     assert steps[8].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
 
 

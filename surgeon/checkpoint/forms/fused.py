@@ -77,7 +77,7 @@ class Fused(Form):
         narrow = sum(layer.is_single and not layer.has_stock_width for layer in layers)
         partial = sum(bool(layer.lacks) for layer in layers)
         others = narrow or partial
-        what = [f"{wide} of {len(layers)} layers hold several layers side by side"] if wide or not others else []
+        what = [f"{wide} of {len(layers)} stored layers hold several side by side"] if wide or not others else []
         what += [f"{partial} of {len(layers)} layers have no attention or no MLP"] if partial else []
         what += [f"{narrow} of {len(layers)} layers are narrower than the model's"] if narrow else []
         reason = (

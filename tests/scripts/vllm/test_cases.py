@@ -76,7 +76,8 @@ def test_what_a_model_cannot_have_is_a_row(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoints, "write_export", lambda *_: None)
     forms = ["fused", "experts plain", "narrow", "low rank"]
     fused, *others = script.cases_of("mine", source, tmp_path, True, forms)
-    assert fused.refused is not None and "mixtures" in fused.refused
+    assert fused.refused is not None
+    assert "mixtures" in fused.refused
     assert [(case.form, case.refused) for case in others] == [(form, None) for form in forms[1:]]
     refused = {("mine", "fused", 1): f"{script.REFUSED}{fused.refused}"}
     assert not script.is_failure(("mine", "fused", 1), refused)
