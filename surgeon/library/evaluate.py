@@ -26,14 +26,14 @@ from surgeon.processes.files import make_folder, write_json
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
 from surgeon.quality.text import OWN, TextQuality, logits_of, text_quality
 from surgeon.results.tasks import scores, table, write_results
-from surgeon.words import hanging
+from surgeon.words import hanging, plural
 
 if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import
     from surgeon.quality.tasks import TaskSettings
     from surgeon.quality.tasks_load import Tasks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """What was measured of a model.
 
@@ -52,6 +52,9 @@ class Evaluation:
         found = [] if self.tasks is None else scores(self.tasks)
         text = [] if self.text is None else self.text.table().assign(task="text").to_dict("records")
         return pd.DataFrame([*text, *map(asdict, found)])
+
+    def __repr__(self) -> str:
+        return f"<Evaluation: {plural(len(self.table()), 'number')}>"
 
     def _repr_html_(self) -> str:
         return self.table().to_html(index=False)
