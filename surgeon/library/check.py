@@ -93,11 +93,12 @@ def _facts(model: Model) -> dict[str, str]:
     shapes = model.shapes
     stored = str(model.dtype).removeprefix("torch.")
     rope = getattr(model.config, "rope_parameters", None)
+    digits = 1 if model.parameters < 1e7 else 0
     facts = {
         "model": f"{model.label}: {shapes.family.name}, {plural(shapes.layers, 'layer')} {shapes.hidden} wide, "
         f"{plural(shapes.heads, 'head')} of {shapes.head_dim} over {plural(shapes.kv_heads, 'KV head')}, "
         f"{shapes.neurons} neurons, vocabulary {shapes.vocabulary}, {'tied to' if shapes.tied else 'with'} the head",
-        "weights": f"{model.parameters / 1e6:,.0f}M parameters, {show_size(model.size)}, {stored}",
+        "weights": f"{model.parameters / 1e6:,.{digits}f}M parameters, {show_size(model.size)}, {stored}",
         "positions": f"{model.positions:,}, {_listed(rope) if rope else 'learned'}",
     }
     if windows := [window for window in shapes.windows if window is not None]:
