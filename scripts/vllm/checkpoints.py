@@ -26,9 +26,16 @@ from tests.tiny_models import disturb, tiny_model
 
 # Heads of a width that vLLM's attention on CPUs has; tied random embeddings would only ever repeat the last token.
 TINY = {"hidden_size": 128, "num_attention_heads": 4, "tie_word_embeddings": False}
+LATENT = {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},  # vLLM's own Qwen2 has a window in all layers or none
-    "qwen3": {"head_dim": 64},
+    **dict.fromkeys(("qwen3", "qwen3_moe"), {"head_dim": 64}),
+    # vLLM's own knows these positions only.
+    "gpt_oss": {"head_dim": 64, "rope_parameters": YARN},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT | {"topk_method": "noaux_tc"},  # as all that were published have it
     # vLLM's own Gemma2 and Gemma3 have a tied head, whose large logits a low cap would make equal.
     "gemma2": {"head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": 1e3},
     "gemma3_text": {"head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": 1e3},
