@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import sys
 import threading
@@ -29,6 +30,7 @@ import torch
 
 from scripts.bench.goals import missed
 from surgeon.demo import demo_training_data
+from surgeon.processes.children import when_parent_ends
 from surgeon.processes.files import whole_file
 from surgeon.quality.data import Windows, digest_of
 from surgeon.quality.tokens import Tokens
@@ -130,6 +132,7 @@ class Watch(threading.Thread):
 
 def work(folder: Path, text: Path, documents: Documents, steps: int, drawn: float, which: str) -> None:
     """Train, in a process of its own, and say what it took."""
+    when_parent_ends(lambda: os._exit(1))
     watch = Watch()
     watch.look()
     watch.start()

@@ -31,7 +31,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},  # vLLM's own Qwen2 has a window in all layers or none
-    **dict.fromkeys(("qwen3", "qwen3_moe"), {"head_dim": 64}),
+    **{name: {"head_dim": 64} for name in ("qwen3", "qwen3_moe")},
     # vLLM's own knows these positions only.
     "gpt_oss": {"head_dim": 64, "rope_parameters": YARN},
     "deepseek_v2": LATENT,
