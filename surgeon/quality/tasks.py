@@ -7,6 +7,7 @@ import os
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from lm_eval import evaluator
 from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
@@ -58,9 +59,8 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     # lm-eval forks for its bootstrap, which a process with threads in it should not; it prints to stdout; and outside a
     # repository the git that it asks for a hash complains.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    evaluator.get_git_commit_hash = lambda: None
     seeds = settings.seeds
-    with redirect_stdout(io.StringIO()):
+    with redirect_stdout(io.StringIO()), patch.object(evaluator, "get_git_commit_hash", return_value=None):
         results: Any = evaluator.simple_evaluate(
             model=lm,
             model_args={"pretrained": name},

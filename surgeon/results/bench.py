@@ -40,9 +40,8 @@ class BenchSpeeds(RunResult):
         """Tables of at most 80 columns."""
         table = self.speeds
         parts = [hanging("", self.heading)]
-        parts += (
-            [hanging("kernels: ", self.record["kernels"])] if "kernels" in self.record else []
-        )  # not in older records
+        if "kernels" in self.record:  # not in older ones
+            parts.append(hanging("kernels: ", self.record["kernels"]))
         parts += [hanging(f"{name}: ", line) for name, line in self.record.get("experts", {}).items()]
         parts += ["", "Latency, medians over rounds", self._latency()]
         parts += ["", "One pass, on the rank that waits most", self._passes()]
