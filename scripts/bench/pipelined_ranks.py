@@ -90,8 +90,8 @@ class Rank:
         self.own = folder / f"rank-{rank}"
         self.own.mkdir(exist_ok=True)
         ranks, config = self.job.ranks, self.job.config
-        store = f"file://{folder / STORE}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        store = dist.FileStore(str(folder / STORE), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         self.trace = Trace()
         self.traffic = Traffic(rank, ranks, self.job.link, folder / SHARED, self.trace)
         self.traffic.install()

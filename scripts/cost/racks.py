@@ -14,7 +14,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import yaml
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
@@ -22,29 +24,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.cost.racks import RackTraining, local, pipelined
 
-# Layers, hidden size, parameters of a layer in millions, vocabulary: Llama's shapes of the article's sizes.
-SIZES = {
-    "1B": (16, 2048, 67, 50257),
-    "3B": (32, 2560, 79, 50257),
-    "7B": (32, 4096, 202, 50257),
-    "13B": (40, 5120, 317, 50257),
-}
+RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers"
+SIZES = {"1B": "racks-1b", "3B": "racks-2.8b", "7B": "racks-7b", "13B": "racks-13b"}  # the article's, by recipe
 TOKENS = 4 * 2048  # of a microbatch
 EACH_WAY, RECEIVED = 540e9, 38e9  # bytes: what the article counts for a pipeline, and for local training
 RACKS = (2, 4, 8, 16, 32)
 
 
+def model_entries(size: str) -> dict[str, Any]:
+    """Read a size's Llama configuration from its recipe."""
+    return dict(yaml.safe_load((RECIPES / f"{SIZES[size]}.yaml").read_text(encoding="utf-8"))["model"])
+
+
 def case(size: str, racks: int, microbatches: int, coda: int) -> RackTraining:
     """A model on racks of eight H100 each, with eight ports of InfiniBand between them; layers stretch to the racks."""
     hardware = load_hardware("h100-sxm")
-    layers, hidden, millions, vocabulary = SIZES[size]
+    model = model_entries(size)
+    layers = model["num_hidden_layers"]
+    hidden = model["hidden_size"]
     device, network = hardware.device, hardware.network()
     reached = device.shares.flops.at(TOKENS / hardware.devices)
     return RackTraining(
         layers=-(-layers // racks) * racks,
-        layer_parameters=millions * 10**6,
+        layer_parameters=4 * hidden**2 + 3 * hidden * model["intermediate_size"],
         hidden=hidden,
-        vocabulary=vocabulary,
+        vocabulary=model["vocab_size"],
         racks=racks,
         microbatches=microbatches,
         tokens=TOKENS,

@@ -29,20 +29,22 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from scripts.bench.pipelined_ranks import finish
 from scripts.bench.rack_model import Rack, Stretch, cut, next_token_loss
+from scripts.cost.racks import SIZES, model_entries
 from surgeon.benchmarks.marks import DeviceClock, HostClock, PassClock, now
 from surgeon.checkpoint.read import read_json
 from surgeon.memory import show_size
 
 PIPELINE, LOCAL = "pipeline", "local"
-PRINTED_RACKS, HEAD_DIM, RATE = 4, 128, 1e-4
-# Layers, hidden size, neurons, vocabulary of the article's sizes, as scripts/cost/racks.py reads them.
-SIZES = {
-    "1B": (16, 2048, 8192, 50304),
-    "3B": (32, 2560, 6912, 50304),
-    "7B": (32, 4096, 11008, 50304),
-    "13B": (40, 5120, 13824, 50304),
+PRINTED_RACKS, RATE = 4, 1e-4
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
 }
-SMALL = (4, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,8 @@ class RackJob:
     @property
     def config(self) -> LlamaConfig:
         """Of the whole model."""
-        layers, hidden, neurons, vocabulary = SMALL if self.small else SIZES[self.size]
-        heads = 4 if self.small else hidden // HEAD_DIM
-        return LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=neurons,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=self.window,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
+        entries = SMALL if self.small else model_entries(self.size)
+        return LlamaConfig(**entries | {"max_position_embeddings": self.window, "use_cache": False})
 
 
 def jobs(racks: int, device: str, small: bool) -> list[tuple[RackJob, RackJob]]:
@@ -226,7 +217,8 @@ def be_rank(job: RackJob, rank: int, folder: Path) -> None:
     if job.device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if job.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=job.racks)
+    store = dist.FileStore(str(folder / "store"), job.racks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=job.racks)
     record = RackRank(job, rank).train()
     (folder / f"rank{rank}.json").write_text(json.dumps(record), encoding="utf-8")
     dist.barrier()

@@ -79,7 +79,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="only with so many ranks")
     parser.add_argument("--plugin", action="store_true", help="the program form, too")
     options = parser.parse_args()
-    options.sources = {"demo": locate("demo")} | {Path(model).resolve().name: Path(model) for model in options.model}
+    models = [Path(model).resolve() for model in options.model]  # vLLM runs in another folder
+    options.sources = {"demo": locate("demo")} | {model.name: model for model in models}
     names = [*options.sources, *FAMILIES]
     options.only = options.only.split(",") if options.only else names
     for name in options.only:
