@@ -21,6 +21,7 @@ from surgeon.library.predict import predict_drafts
 from surgeon.opened import open_model
 from surgeon.results.drafts import draw_drafts
 
+SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9, 0.95)
 SWEEP = "ranks=2..64,batch=1..64"
 HALF = "half"
@@ -34,7 +35,7 @@ def half(layers: int) -> str:
 def main() -> None:
     """Predict, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="docs/shapes/llama-70b-64kv.json")
+    parser.add_argument("--shapes", default=str(SHAPES / "llama-70b-64kv.json"))
     parser.add_argument("--hardware", default="h200-sxm")
     parser.add_argument("--drafts", default="ladder-over-lp,half", help="variants of the model, or half of its layers")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the picture")

@@ -19,7 +19,7 @@ FOLDER (by default runs/papers-PAPER) is what to send back: a file for each meas
 once it is measured, table.md, rows.csv, rows.json and machine.json. Killed, the same command goes on.
 
 --small takes tiny shapes of the same kind and small loads on two CPU ranks: it shows that the script works, and its
-figures mean nothing. Nothing of this has been run on a GPU yet.
+figures mean nothing. None of it has run on a GPU yet.
 """
 
 from __future__ import annotations
