@@ -195,12 +195,11 @@ def search(
 
     Every change is measured alone first, but for what passes have found (--using); then whole programs are proposed
     from that, measured, and learnt from. Writes recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json
-    and pictures; where there is a front, a recipe for each of its points, the front of each space alone, and what
-    mixing them wins. Winners are measured again on text that the search did not see, and with --heal once more when
-    they are healed. Interrupted, the same command goes on where it was; with more --trials it adds to them.
+    and pictures; where there is a front, a recipe for each of its points, and the front of each space alone. Winners
+    are measured again on text that the search did not see, and with --heal once more when they are healed.
+    Interrupted, the same command goes on where it was; with more --trials it adds to them.
     """
     from surgeon.library.search import search as run_search
-    from surgeon.searches.mixing import gains_in_words
     from surgeon.words import plural
 
     options = vars(asked) | vars(use) | vars(last) | vars(work) | vars(text)
@@ -223,8 +222,6 @@ def search(
         _print("refused", f"{plural(refused['edits'], 'edit')} of {refused['space']}: {refused['reason']}")
     for curve in found.curves:
         _print("knee", curve.line())
-    for line in gains_in_words(found.gains):
-        _print("mixing", line)
     if "experts" in found.record:
         _print("experts", found.record["experts"])
     for line in winner.comparison.lines() if winner.comparison else []:

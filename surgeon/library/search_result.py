@@ -21,14 +21,12 @@ from surgeon.searches.front import QualityCurve, quality_curves
 from surgeon.searches.healer import CandidateHealer
 from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import drafts_here, fast_enough_here
-from surgeon.searches.mixing import MixingGain, mixed_levels, mixing_gains
 from surgeon.searches.question import Question
 from surgeon.searches.results import (
     SearchWork,
     Winner,
     commented,
     found_json,
-    mixing_table,
     quality_table,
     write_front,
 )
@@ -47,7 +45,6 @@ class SearchResult(SearchRun):
         winner: the best trial, with what is known of it and of its runners-up on held-out text.
         work: what all workers have run for it, in all of its commands.
         curves: quality against each cost that was looked along: of each space alone, and of all together.
-        gains: what mixing the spaces wins, at the levels of these costs.
     """
 
     _: KW_ONLY
@@ -55,7 +52,6 @@ class SearchResult(SearchRun):
     winner: Winner
     work: SearchWork
     curves: Sequence[QualityCurve]
-    gains: Sequence[MixingGain]
 
     @property
     def program(self) -> Program:
@@ -96,8 +92,7 @@ def end_search(
     ranked, why = choose(question, trials, curves)
     workload = settings.workload(opened.positions)
     first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
-    winner, levels = Winner(first, why), mixed_levels(curves, question.levels)
-    gains = mixing_gains(levels)
+    winner = Winner(first, why)
     chosen = first.proposal.choice
     salient = question.mixture.program(question.mixture.with_most_salient(chosen))
     measured, text_of = {trial.program: trial.measured for trial in trials if trial.measured.whole}, "the search's text"
@@ -107,14 +102,12 @@ def end_search(
     why_own = ""
     if unseen is not None:
         finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
-        programs = dict.fromkeys([*finalists, salient, *(program for level in levels for program in level.programs)])
         text_of = "held-out text"
         evaluator = setup.evaluator(output, unseen)
-        on_unseen: Mapping[Program, MeasuredProgram] = evaluator.measure([*programs])
+        on_unseen: Mapping[Program, MeasuredProgram] = evaluator.measure([*dict.fromkeys([*finalists, salient])])
         if settings.draft is not None:
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
         measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
-        gains = mixing_gains(levels, measured)
         by = compared_by(question.objectives)
         compared = remeasure(first, runners_up, opened.program, lambda _: measured, by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
@@ -134,14 +127,12 @@ def end_search(
         tables.get("terms", pd.DataFrame()),
         tables.get("front", pd.DataFrame()),
         quality=quality_table(curves),
-        mixing=mixing_table(gains),
         recipe_text=text,
-        record=record | found_json(question, winner, curves, gains),
+        record=record | found_json(question, winner, curves),
         question=question,
         winner=winner,
         work=work,
         curves=curves,
-        gains=gains,
     )
     recipe_file = output / SearchRun.TEXTS["recipe_text"]
     write_text(recipe_file, text)

@@ -49,7 +49,6 @@ class SearchRun(RunResult):
         front: the programs that no other is better than, as in `front.csv`; empty with one objective.
         quality: the least divergence at every cost that was looked along, of each space alone and of all together, as
             in `quality.csv`; empty unless there was one.
-        mixing: what all spaces together win over the best one alone, as in `mixing.csv`; empty with one space.
         recipe_text: the winner's recipe, with what was measured in comments.
     """
 
@@ -66,9 +65,6 @@ class SearchRun(RunResult):
         "quality": TableFile(
             "quality.csv", ("cost", "divergence"), ("along", "space", "edits"), optional=True, missing=""
         ),
-        "mixing": TableFile(
-            "mixing.csv", ("cost", "together", "alone"), ("along", "space", "verdict"), optional=True, missing=""
-        ),
     }
     TEXTS: ClassVar = {"recipe_text": "recipe.yaml"}
 
@@ -76,7 +72,6 @@ class SearchRun(RunResult):
     terms: pd.DataFrame = field(default_factory=pd.DataFrame)
     front: pd.DataFrame = field(default_factory=pd.DataFrame)
     quality: pd.DataFrame = field(default_factory=pd.DataFrame)
-    mixing: pd.DataFrame = field(default_factory=pd.DataFrame)
     recipe_text: str = ""
 
     @property
@@ -262,20 +257,6 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
     caption = f"The best program{of_each} at each {along} or better, with 95% intervals, on the text of the search."
     above = int((quality["divergence"] > axes.get_ylim()[1]).sum())
     return Chart(figure, f"The front: divergence against {_COSTS.get(along, along)}", caption + _beyond(above, "point"))
-
-
-def mixing_chart(along: str, mixing: pd.DataFrame) -> Chart:
-    """At each level of a cost the best program of all spaces together, and the best of one alone, on held-out text."""
-    figure, axes = chart("", UNITS["divergence"])
-    scale(axes, "y", [*mixing["together"], *mixing["alone"].dropna()], log=True, end=MOST_DIVERGENCE)
-    for place, name in enumerate(("together", "alone")):
-        rows = mixing[mixing[name].notna()]
-        tips = [f"{along} {cost(row['cost'])}: {name} {number(row[name])}" for _, row in rows.iterrows()]
-        points(axes, rows["cost"], rows[name], tips, place, "all together" if place == 0 else "the best space alone")
-    _dearest_left(axes, along, mixing["cost"])
-    _label_cost(axes.xaxis, along)
-    text = "held-out text" if str(mixing["held_out"].iloc[0]) == "True" else "the text of the search"
-    return Chart(figure, f"All together and the best space alone, on {text}")
 
 
 def _dearest_left(axes: Axes, along: str, costs: pd.Series[Any]) -> None:

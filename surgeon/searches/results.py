@@ -22,7 +22,6 @@ from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import FrontPoint, QualityCurve
 from surgeon.searches.healing import HealedComparison
 from surgeon.searches.limits import SearchBudget
-from surgeon.searches.mixing import MixingGain, gains_in_words
 from surgeon.searches.quantities import DEPTH, Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.search import SUBLAYERS
@@ -177,11 +176,6 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"trial": "Int64"}) if rows else pd.DataFrame()
 
 
-def mixing_table(gains: Sequence[MixingGain]) -> pd.DataFrame:
-    """One row for each level: the best program of all spaces together, the best of one alone, how far they differ."""
-    return pd.DataFrame([gain.to_json() for gain in gains])
-
-
 def _priced(question: Question) -> list[Aspect]:
     return list(dict.fromkeys([DEPTH, *question.budget.pricing.aspects]))
 
@@ -273,9 +267,7 @@ class SearchWork:
         return {"edits": self.edits, "tokens_of_edits": self.tokens, "sublayers": ran, "sentence": self.line}
 
 
-def found_json(
-    question: Question, winner: Winner, curves: Sequence[QualityCurve], gains: Sequence[MixingGain]
-) -> dict[str, Any]:
+def found_json(question: Question, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
     """What was found in numbers, as JSON values; what is not finite is None."""
     trial, more = winner.trial, winner.trial.measured.more
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}
@@ -298,7 +290,4 @@ def found_json(
         ]
     if curves:
         found["knees"] = [curve.line() for curve in curves]
-    if gains:
-        levels = [finite(gain.to_json()) for gain in gains]
-        found["mixing"] = {"levels": levels, "sentences": gains_in_words(gains)}
     return found

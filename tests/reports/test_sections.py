@@ -337,7 +337,7 @@ def test_a_search_of_an_earlier_version(tmp_path: Path) -> None:
     assert "the winner is" not in text
 
 
-def test_a_front_and_a_curve_and_what_mixing_wins(tmp_path: Path) -> None:
+def test_a_front_and_a_curve(tmp_path: Path) -> None:
     folder = make_search(tmp_path / "search", knees=["pair: the knee is at depth 4 of 6"])
     rows = read_csv(folder / "trials.csv")
     write_csv(folder / "trials.csv", [{**row, "latency@cpu-2": f"{2 - 0.1 * k}"} for k, row in enumerate(rows)])
@@ -351,18 +351,11 @@ def test_a_front_and_a_curve_and_what_mixing_wins(tmp_path: Path) -> None:
          "edits": "pair 3:5"},
     ]  # fmt: skip
     write_csv(folder / "quality.csv", quality)
-    both = {"trial": 2, "together": 0.03, "space": "drop", "alone_trial": 1, "alone": 0.06, "lower_by": 0.5}
-    known = {"difference": -0.03, "difference_low": -0.04, "difference_high": -0.02, "verdict": "better"}
-    write_csv(folder / "mixing.csv", [{"along": "depth", "cost": 5, **both, **known, "held_out": True}])
     page = page_of(folder)
     assert "By pair: the knee is at depth 4 of 6." in page.text()
     assert "The front: 1 program" in page.text()
     assert "point 1: latency@cpu-2 1.800, divergence 0.03000, trial 2: pair 3:5" in page.html
     assert "knee: pair, depth 5: divergence 0.03000 (95%: 0.02000 to 0.04000); pair 3:5" in page.html
-    assert "depth 5: together 0.03000" in page.html
-    row = page.text()[page.text().index("All spaces together against the best one alone, at equal depth") :]
-    for cell in ("0.03000", "drop", "0.06000", "\N{MINUS SIGN}50%", "better"):
-        assert cell in row
 
 
 def test_evaluations_side_by_side(tmp_path: Path) -> None:

@@ -21,13 +21,11 @@ from surgeon.results.search import (
     edit_charts,
     front_charts,
     history_chart,
-    mixing_chart,
     objectives_of,
     quality_chart,
 )
 from surgeon.results.trials import DRAFT_TIME, TrialTable
 from surgeon.words import (
-    change,
     cost,
     first_few,
     in_words,
@@ -59,8 +57,6 @@ def _show(run: Run[SearchRun]) -> Iterator[Block]:
         by_divergence = objectives_of(found.front)[0] == "divergence"
         charts += front_charts(found.front, trials, without=found.by_cost if by_divergence else ())
     yield Gallery(charts)
-    if len(found.mixing):
-        yield from _what_mixing_wins(found.mixing)
     yield from _winner(run)
     if held:
         yield _on_held_out_text(held)
@@ -187,39 +183,6 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
     return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}), marked=marked)
 
 
-def _what_mixing_wins(mixing: pd.DataFrame) -> Iterator[Block]:
-    """The best program of all spaces together beside the best of one, at each level of what was looked along."""
-    yield Heading("What mixing spaces wins")
-    for along, levels in mixing.groupby("along", sort=False):
-        chart = mixing_chart(str(along), levels)
-        rows = [
-            [cost(row["cost"]), f"{row['trial']:g}", number(row["together"]), row["space"],
-             *_apart(row), row["verdict"]]
-            for _, row in levels.iterrows()
-        ]  # fmt: skip
-        marked = frozenset((row, 8) for row, word in enumerate(levels["verdict"]) if word in ("better", "worse"))
-        text = "held-out text" if str(levels["held_out"].iloc[0]) == "True" else "the text that they were chosen on"
-        note = (
-            f"Divergences on {text}, in nats per token, of the best programs of the search at each {along} or better. "
-            "Intervals of the differences hold together with 95%; what says better or worse excludes 0."
-        )
-        head = [str(along), "trial", "together", "best space", "trial", "alone", "change", "difference", "mixing is"]
-        yield chart
-        yield Table(f"All spaces together against the best one alone, at equal {along}", head, rows, note,
-                    left=frozenset({3, 8}), marked=marked)  # fmt: skip
-
-
-def _apart(row: pd.Series[Any]) -> list[str]:
-    """The best program of one space: trial, divergence, and how far the mixture is from it."""
-    if row["verdict"] == "only together":
-        return [""] * 4
-    alone = [f"{row['alone_trial']:g}", number(row["alone"])]
-    if row["verdict"] == "the same program":
-        return [*alone, "", ""]
-    known = interval(row["difference_low"], row["difference_high"], 3)
-    return [*alone, change(row["together"] / row["alone"]), f"{number(row['difference'], 3)} ({known})"]
-
-
 def _layers_touched(trials: TrialTable, layers: int) -> Map:
     """Which layers the good trials change: a strip for each space."""
     values = trials.shares(layers)
@@ -301,8 +264,6 @@ def _findings(run: Run[SearchRun]) -> Iterator[Finding]:
     if knees:
         title = "How deep it really is" if "depth" in run.found.by_cost else "Where quality ends"
         yield Finding(title, f"By {'; '.join(knees)}.")
-    for sentence in [one for one in (run.record.get("mixing") or {}).get("sentences", []) if one.startswith("mixing")]:
-        yield Finding("What mixing wins", f"{sentence[0].upper()}{sentence[1:]}.")
 
 
 def _what_won(run: Run[SearchRun], trials: TrialTable, best: dict[str, Any], held: dict[str, Any] | None) -> str:
