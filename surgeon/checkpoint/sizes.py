@@ -1,36 +1,17 @@
-"""The sizes of a program's sublayers in words: which are narrow or of low rank, and where two programs differ."""
+"""The sizes of a program's sublayers in words: which are narrow or of low rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import EXPERTS, FEED_FORWARD, ROLES, UNITS
 
 Layer = tuple[tuple[int, ...], int]  # the layers of the unedited model that one comes from, and which copy it is
-WHOLE, ABSENT = "whole", "not there"
+WHOLE = "whole"
 _COUNTED = (EXPERTS, *UNITS.values())
 _OF_KIND = {kind: (*_COUNTED[: kind == FEED_FORWARD], UNITS[kind], *ROLES[kind]) for kind in ROLES}
 _IN_ORDER = [name for names in _OF_KIND.values() for name in names]
-
-
-@dataclass(frozen=True)
-class SizeDifference:
-    """Layers whose sizes differ between two programs in the same way.
-
-    Attributes:
-        layers: of the sublayers; several in one where their weights are averaged.
-        a, b: the sizes, in words.
-    """
-
-    layers: tuple[tuple[int, ...], ...]
-    a: str
-    b: str
-
-    @property
-    def where(self) -> str:
-        return layers_text([(layer, 0) for layer in self.layers])
 
 
 def size_lines(program: Program) -> list[str]:
@@ -40,17 +21,6 @@ def size_lines(program: Program) -> list[str]:
         if text != WHOLE:
             groups.setdefault(text, []).append((layers, 0))
     return [f"{layers_text(layers)}: {text}" for text, layers in groups.items()]
-
-
-def size_differences(a: Program, b: Program) -> list[SizeDifference]:
-    """Where the sizes of two programs differ; layers that only one of them has are told if they are less than whole."""
-    first, second = _by_layers(a), _by_layers(b)
-    groups: dict[tuple[str, str], list[tuple[int, ...]]] = {}
-    for layers in sorted(first.keys() | second.keys()):
-        pair = first.get(layers, ABSENT), second.get(layers, ABSENT)
-        if len({*pair, WHOLE, ABSENT}) > 2 and pair[0] != pair[1]:
-            groups.setdefault(pair, []).append(layers)
-    return [SizeDifference(tuple(layers), *pair) for pair, layers in groups.items()]
 
 
 def sizes_text(sizes: Mapping[str, str | int]) -> str:

@@ -24,7 +24,6 @@ from surgeon.cli.calibrate import calibrate
 from surgeon.cli.card import card
 from surgeon.cli.check import check
 from surgeon.cli.demo import demo
-from surgeon.cli.diff import diff
 from surgeon.cli.evaluate import evaluate
 from surgeon.cli.explore import explore
 from surgeon.cli.export import export
@@ -59,7 +58,6 @@ COMMANDS = (
     (train, "Train a model of any program from scratch."),
     (export, "Write the changed model as a checkpoint."),
     (show, "Say what a checkpoint or a recipe is; draw its program."),
-    (diff, "Say in what two checkpoints or recipes differ."),
     (card, "Write a checkpoint's model card, with what was measured."),
     (evaluate, "Measure perplexity, divergence, and accuracy on tasks."),
     (generate, "Continue a text, on one or several ranks."),
@@ -70,7 +68,7 @@ COMMANDS = (
     (report, "Put what was measured into one HTML page."),
     (demo, "All of this on a small model that ships with surgeon."),
 )
-BRIEF = ("check", "show", "families", "diff", "card")  # which take seconds, most of them to import
+BRIEF = ("check", "show", "families", "card")  # which take seconds, most of them to import
 DEBUG_FLAG = "--debug"
 STANDARD_OUTPUT = 1
 NOTE = (
@@ -187,7 +185,7 @@ def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
         return CLOSED_PIPE
     if debug:
         traceback.print_exception(error)
-    failure = explain(error, _output_of(arguments), "".join(arguments[:1]))
+    failure = explain(error, _output_of(arguments))
     _say(failure.line)
     return failure.code
 

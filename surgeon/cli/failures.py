@@ -2,8 +2,7 @@
 
 1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2 wrong usage
 (an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 that nobody
-reads standard output any more. Where 1 is an answer of the command itself (diff: they differ), what the user can mend
-is 2, as it is for diff(1).
+reads standard output any more.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from pathlib import Path
 from surgeon.errors import full_place, is_full_disk, is_out_of_memory
 
 MENDABLE, USAGE, INTERNAL, INTERRUPTED, CLOSED_PIPE = 1, 2, 70, 130, 141
-
-_ANSWERING = ("diff",)  # commands of which 1 is an answer
 
 # Of commands that keep what they have found as they go.
 _GOES_ON = "run the same command again to go on"
@@ -34,7 +31,6 @@ _INTERRUPTED = {
     "train": _GOES_ON,
     "export": f"no checkpoint was written, and factors that were made are kept; {_GOES_ON}",
     "show": _KEEPS_NOTHING,
-    "diff": "nothing was found out",
     "card": _KEEPS_NOTHING,
     "eval": _GOES_ON,
     "generate": "the text is not finished",
@@ -55,25 +51,23 @@ class Failure:
     code: int
 
 
-def explain(error: BaseException, output: str | None = None, command: str = "") -> Failure:
+def explain(error: BaseException, output: str | None = None) -> Failure:
     """Put an exception into one line.
 
     Args:
         output: where the command was told to write, for errors of a full disk that do not name their file. One in words
             of our own says what to do.
-        command: its name, as it may have exit codes of its own.
     """
-    mendable = USAGE if command in _ANSWERING else MENDABLE
     if is_full_disk(error) and not (isinstance(error, OSError) and error.errno is None):
         place = full_place(error) or output
         space = f"some space{_disk_of(place)}"
         line = f"error: no space left for {place or 'the output'}; free {space} and run the same command again"
-        return Failure(line, mendable)
+        return Failure(line, MENDABLE)
     if is_out_of_memory(error):
         advice = "use a smaller model or a smaller limit, or close other programs"
-        return Failure(f"error: out of memory ({_text(error)}); {advice}", mendable)
+        return Failure(f"error: out of memory ({_text(error)}); {advice}", MENDABLE)
     if isinstance(error, OSError | ValueError | ImportError):
-        return Failure(f"error: {_text(error)}", mendable)
+        return Failure(f"error: {_text(error)}", MENDABLE)
     kind = type(error).__name__
     return Failure(f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL)
 

@@ -1,26 +1,32 @@
-"""`surgeon show`: what a checkpoint or a recipe is, in words and as a picture."""
+"""`surgeon show`: what a checkpoint or a recipe is, in words and as a picture, or in what two differ."""
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgeon.words import WIDTH
+from surgeon.words import WIDTH, first_few
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.describe import Surgery
 
 LABEL = 12  # columns
+_LONGEST_VALUE = 40  # characters of a value of config.json
+_NAMED = 12  # tensors that a line names
 
 
 def show(
     what: Annotated[
         str, typer.Argument(metavar="DIR|RECIPE", help="A checkpoint folder, a hub name, demo, or a recipe (YAML).")
     ],
+    other: Annotated[
+        str | None, typer.Argument(metavar="[OTHER]", help="A second one: say in what the two differ.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw the program too, as a PNG file under this name.")
     ] = None,
@@ -36,6 +42,10 @@ def show(
     No weights are read, except by --verify. With -o, the residual stream is drawn with the steps that read it and add
     to it, so that what was changed is seen at a glance. Programs are over the layers of the unedited model; the ranks
     of matrices that are two factors stand on lines of their own, those of equal layers once.
+
+    With OTHER, only what differs is said, of the first as A and of the second as B. Checkpoints are compared in
+    config.json, tokenizer, chat templates, settings, licence and code, too, and tensors bit for bit, by the layer of
+    the unedited model that they come from.
     """
     from surgeon.checkpoint.belongings import REPORT_FILE
     from surgeon.checkpoint.describe import describe
@@ -47,12 +57,14 @@ def show(
         raise ValueError(f"the picture is a PNG; give -o a name that ends in .png, not {output.name!r}")
     if verify and is_recipe(what):
         raise ValueError(f"{what} is a recipe, which has no files to verify; name a folder that surgeon export wrote")
+    if other is not None and (output is not None or verify):
+        raise ValueError("-o and --verify are for one checkpoint; leave them out, or the second one")
     verified = None
     if verify:
         folder = locate(what)
         verified = verify_files(folder, folder / REPORT_FILE)
     found = describe(what)
-    for label, text in facts(found):
+    for label, text in facts(found) if other is None else differences(found, describe(other)):
         print(textwrap.fill(text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL))
     if verified is not None:
         print(f"{'files':<{LABEL}}{verified} files are as they were written (sizes and SHA-256)")
@@ -100,6 +112,45 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")
+
+
+def differences(a: Surgery, b: Surgery) -> Iterator[tuple[str, str]]:
+    """Pairs of a label and what differs between two checkpoints or recipes; recipes have no tensors to compare."""
+    from surgeon.checkpoint.compare import compare
+    from surgeon.progress import progress
+
+    ours = _joined(facts(a))
+    theirs = _joined(facts(b))
+    for label in dict.fromkeys([*ours, *theirs]):
+        if label == "name" or ours.get(label) != theirs.get(label):
+            yield label, f"A: {ours.get(label, 'nothing')}"
+            yield "", f"B: {theirs.get(label, 'nothing')}"
+    if a.recipe is not None or b.recipe is not None:
+        return
+    with progress("comparing", a.stored.size, "bytes") as advance:
+        found = compare(a, b, advance)
+    for key, values in found.config.items():
+        yield "config", f"{key}: {_value(values[0])} | {_value(values[1])}"
+    for name, difference in found.files.items():
+        yield "files", f"{name}: {difference}"
+    yield "tensors", f"{found.equal} equal, bit for bit"
+    for label, names in (("only in A", found.only_a), ("only in B", found.only_b)):
+        if names:
+            yield label, f"{len(names)}: {first_few(names, _NAMED)}"
+    for name, difference in found.different.items():
+        yield "different", f"{name}: {difference}"
+
+
+def _joined(lines: Iterable[tuple[str, str]]) -> dict[str, str]:
+    texts: dict[str, list[str]] = {}
+    for label, text in lines:
+        texts.setdefault(label, []).append(text)
+    return {label: "; ".join(all_of_it) for label, all_of_it in texts.items()}
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 def _parameters(found: Surgery) -> Iterator[str]:

@@ -125,13 +125,13 @@ class FormContract:
         assert not form.marks(Checkpoint(source).config), "the original is in no edited form"
 
     def test_its_layers_are_the_originals(self, form: Form, exported: Exported) -> None:
-        """Every stored layer is known to come from layers of the original, as `surgeon diff` needs it."""
+        """Every stored layer is known to come from layers of the original, as `surgeon show A B` needs it."""
         for folder in exported.values():
             found = describe(folder)
             sources = form.sources(found.program, found.stored.family, found.num_layers)
             assert len(sources) == found.stored.num_layers
             assert {layer for layers in sources for layer in layers} <= set(range(LAYERS))
-            assert compare(found, found).equal
+            assert compare(found, found).is_equal
 
     def test_what_it_cannot_hold_is_refused_with_the_reason(
         self, form: Form, refused: dict[str, str], source: Path

@@ -222,7 +222,7 @@ def test_who_reads_names_by_case_gets_all_of_them() -> None:
 
 def test_all_of_it_is_compared(source: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
-    assert compare(describe(source), describe(copy)).equal
+    assert compare(describe(source), describe(copy)).is_equal
     (copy / "additional_chat_templates" / "rag.jinja").write_text("another")
     (copy / "additional_chat_templates" / "tool_use.jinja").unlink()
     (copy / "preprocessor_config.json").write_text('{"size": 1}')

@@ -1,10 +1,10 @@
-"""Widths and ranks in words, and where those of two programs differ."""
+"""Widths and ranks in words."""
 
 from __future__ import annotations
 
 import pytest
 
-from surgeon.checkpoint.sizes import SizeDifference, layers_text, size_differences, size_lines
+from surgeon.checkpoint.sizes import layers_text, size_lines
 from surgeon.language.program import Program
 
 
@@ -27,25 +27,6 @@ from surgeon.language.program import Program
 )
 def test_equal_ranks_are_said_once(program: str, lines: list[str]) -> None:
     assert size_lines(Program.parse(program)) == lines
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        ("A0@q5 F0", "A0@q5 F0", []),
-        ("A0 F0 A1 F1", "A0 F0 A1", []),  # a layer that is not there is no difference of ranks if it was whole
-        ("A0 F0 A1 A2", "A0@q5 F0 A1@q5 A2@q6", [([(0,), (1,)], "whole", "q 5"), ([(2,)], "whole", "q 6")]),
-        ("A0#2 F0", "A0 F0#9@up3", [([(0,)], "KV groups 2", "neurons 9; up 3")]),
-        ("A0@q5,k4", "F0@up3 A0@k4", [([(0,)], "q 5; k 4", "k 4; up 3")]),
-        ("A0 A1@q5", "A0", [([(1,)], "q 5", "not there")]),
-        ("A0@q5 A1@q5", "A0~A1@q5", [([(0,), (1,)], "q 5", "not there"), ([(0, 1)], "not there", "q 5")]),
-    ],
-)
-def test_differences(a: str, b: str, expected: list[tuple[list[tuple[int, ...]], str, str]]) -> None:
-    found = size_differences(Program.parse(a), Program.parse(b))
-    assert sorted(found, key=lambda one: one.layers) == sorted(
-        (SizeDifference(tuple(layers), *texts) for layers, *texts in expected), key=lambda one: one.layers
-    )
 
 
 def test_layers_by_their_numbers() -> None:

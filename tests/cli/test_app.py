@@ -233,7 +233,6 @@ def test_results_that_do_not_fit_are_an_error() -> None:
         ("search --budget depth=26", "surgeon search MODEL --budget depth=26 --data DATA"),
         ("search --data=text.txt", "surgeon search MODEL --data=text.txt"),
         ("heal recipe.yaml", "surgeon heal recipe.yaml --output OUTPUT --data DATA"),
-        ("diff one", "surgeon diff one B"),
     ],
 )
 def test_what_is_missing_is_shown_in_the_whole_command(

@@ -293,7 +293,7 @@ def test_racks_are_healed_one_by_one(heal: Any, surgeon_says: Run, tmp_path: Pat
     codas = read_codas(tmp_path / "healed")
     assert codas is not None
     assert codas.nodes == (2, 6)
-    assert surgeon_says("diff", tmp_path / "healed", tmp_path / "healed")[0] == 0
+    assert surgeon_says("show", tmp_path / "healed", tmp_path / "healed")[0] == 0
     code, _, err = surgeon_says("report", run, "-o", tmp_path / "page.html")
     assert code == 0, err
     assert "rack by rack (layers 0:2, 2:4)" in (tmp_path / "page.html").read_text()

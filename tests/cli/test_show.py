@@ -178,9 +178,9 @@ def test_records_and_programs_that_are_none(surgeon_says: Run, tiny_checkpoint: 
     (folder / "surgeon.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"surgeon_program": 5}))
-    for command, others, expected in (("show", (), 1), ("diff", (tiny_checkpoint,), 2), ("card", (), 1)):
+    for command, others in (("show", ()), ("show", (tiny_checkpoint,)), ("card", ())):
         code, _, err = surgeon_says(command, folder, *others)
-        assert (code, "has surgeon_program: 5, which is no program" in err) == (expected, True), err
+        assert (code, "has surgeon_program: 5, which is no program" in err) == (1, True), err
 
 
 def test_an_exported_checkpoint_can_be_verified(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -243,10 +243,39 @@ def test_what_an_export_left_behind_is_said(surgeon_says: Run, tiny_checkpoint: 
     code, out, _ = surgeon_says("show", tmp_path / "edited", "--verify")
     assert code == 0
     assert f"behind {left}" in facts(out)["left"]
-    assert "files       setup.py: only in A\n" in surgeon_says("diff", tiny_checkpoint, tmp_path / "edited")[1]
+    assert "files       setup.py: only in A\n" in surgeon_says("show", tiny_checkpoint, tmp_path / "edited")[1]
     (tmp_path / "edited" / "additional_chat_templates" / "rag.jinja").write_text("{{ message }}.")
     code, _, err = surgeon_says("show", tmp_path / "edited", "--verify")
     assert code == 1
     assert "additional_chat_templates/rag.jinja has another content than was written" in err
-    code, out, _ = surgeon_says("diff", tiny_checkpoint, tmp_path / "edited")
+    code, out, _ = surgeon_says("show", tiny_checkpoint, tmp_path / "edited")
     assert "files       additional_chat_templates/rag.jinja: different\n" in out
+
+
+def test_in_what_two_differ(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "edit.yaml"
+    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {OPERATIONS['fused']}\n")
+    assert surgeon_says("export", recipe, "-o", tmp_path / "edited")[0] == 0
+    code, out, err = surgeon_says("show", tiny_checkpoint, tmp_path / "edited")
+    assert code == 0
+    assert err.startswith("comparing: done")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for line in (
+        "name        A: tiny-llama, a checkpoint",
+        "depth       A: 4 of 4 layers one after the other",
+        "            B: 3 of 4 layers one after the other",
+        "files       modeling_surgeon_fused.py: only in B",
+        "tensors     21 equal, bit for bit",
+    ):
+        assert line in lines
+    said = " ".join(out.split())
+    assert "only in A 18: layer 1 input_layernorm.weight" in said
+    assert "only in B 9: layer 1+2 input_layernorm.weight" in said
+    assert "config num_hidden_layers: 4 | 3" in said
+    code, out, err = surgeon_says("show", recipe, tmp_path / "edited")
+    assert (code, err) == (0, "")
+    assert "program" not in facts(out)
+    assert "depth" not in facts(out)
+    code, _, err = surgeon_says("show", recipe, tmp_path / "edited", "-o", tmp_path / "a.png")
+    assert (code, "-o and --verify are for one checkpoint" in err) == (1, True)

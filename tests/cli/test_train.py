@@ -105,7 +105,7 @@ def test_what_others_say_of_it(train: Any, surgeon_says: Run, tmp_path: Path, te
     assert "new, trained from scratch, in program form, by surgeon" in " ".join(shown.split())
     code, _, err = surgeon_says("eval", folder, "--data", text, "--tokens", 64, "--window", 16)
     assert code == 0, err
-    code, _, err = surgeon_says("diff", folder, folder)
+    code, _, err = surgeon_says("show", folder, folder)
     assert code == 0, err
 
 
