@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from surgeon.library.similarity import similarity
     from surgeon.library.spectrum import spectrum
     from surgeon.library.train import train
-    from surgeon.library.train_sweep import train_sweep
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
@@ -111,7 +110,6 @@ __all__ = [
     "similarity",
     "spectrum",
     "train",
-    "train_sweep",
 ]
 
 

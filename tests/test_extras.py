@@ -22,7 +22,7 @@ PACKAGES = [
     if extra not in ("all", "dev")
     for requirement in requirements
 ]
-OF_EXTRAS = ("heal", "serve", "train", "train_sweep", "RackOptions")  # names of the library
+OF_EXTRAS = ("heal", "serve", "train", "RackOptions")  # names of the library
 BLOCKED = "import sys\nfor name in {packages}: sys.modules[name] = None\n"
 RUN = """
 import surgeon

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgeon
+from scripts.training.sweep import configurations
 from surgeon.language.program import Program
 from surgeon.training.scratch.build import Blueprint, blueprint
-from surgeon.training.scratch.config import read_config_file
-from surgeon.training.scratch.sweep import read_sweep
+from surgeon.training.scratch.config import parse_config, read_config_file
 from surgeon.training.scratch.tracks import count_parameters
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "train"
@@ -55,8 +56,8 @@ def test_it_describes_a_model(name: str) -> None:
 
 
 def test_programs_of_the_sweep_are_of_one_size() -> None:
-    models = read_sweep(FOLDER / "sweeps" / "architectures.yaml")
+    models = list(configurations(FOLDER / "sweeps" / "architectures.yaml"))
     assert len(models) == 36
-    for model in models[::9]:
-        found = blueprint(model.config)
-        assert count_parameters(found.architecture).layers == pytest.approx(221_952, rel=0.01), model.name
+    for program, _, _, keys in models[::9]:
+        found = blueprint(parse_config(json.dumps(keys)))
+        assert count_parameters(found.architecture).layers == pytest.approx(221_952, rel=0.01), program

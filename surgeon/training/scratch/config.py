@@ -17,7 +17,7 @@ model is the plain one. `data` may be several texts with their shares of the win
 `documents: apart` keeps documents from seeing each other (see training/packing.py). With `racks: {ranges: ["0:4",
 "4:8"], coda: 1}` it is trained rack by rack, each of which has a coda of so many layers and a loss of its own (see
 training/racks/); with `processes: true` in it all racks at once, and then their codas may be averaged (`average: 100`),
-and each rack may be several processes (`replicas: 2`). With `sweep` it says to train several models (sweep.py). Every
+and each rack may be several processes (`replicas: 2`). Every
 error names the file, the line, the value and what would be right.
 """
 
@@ -47,7 +47,6 @@ from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import HELD_OUT_TOKENS, check_texts
 
 KIND = "configuration"
-SWEEP = "sweep"  # the key of what is trained in a model's place
 PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
 # As YAML 1.1 does not read them, and people and JSON write them: 2e-3 is a text there, 2.0e-3 a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
@@ -195,15 +194,11 @@ class ConfigReader(DocumentReader):
     """Reads one configuration."""
 
     kind = KIND
-    keys = ("surgeon", "operations", *(each.name for each in fields(ScratchKeys)), "training", SWEEP)
+    keys = ("surgeon", "operations", *(each.name for each in fields(ScratchKeys)), "training")
     needed = ("surgeon", "model", "tokenizer", "data")
 
     def config(self) -> ScratchConfig:
         document = {name: _numbers(value) for name, value in self.top().items()}
-        if SWEEP in document:
-            raise self.error(
-                self.lines[SWEEP,], "sweep: it is of several models; train it as a sweep, or remove it to train one"
-            )
         there = [name for name in PROGRAMS if name in document]
         if len(there) > 1:
             raise self.error(
