@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.cost.rack_cost import RackTraining, local, pipelined
 from surgeon.cost.hardware_file import load_hardware
-from surgeon.cost.racks import RackTraining, local, pipelined
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers"
 SIZES = {"1B": "racks-1b", "3B": "racks-2.8b", "7B": "racks-7b", "13B": "racks-13b"}  # the article's, by recipe

@@ -22,12 +22,8 @@ from surgeon.language.operations.declare import VARIANTS, described
 if TYPE_CHECKING:
     from surgeon.cost.best import Allowance
     from surgeon.cost.deployment import Deployment
-    from surgeon.cost.racks import Update
 
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
-_RACKS_NOTE = """\
-Idle: of a rack without the head. MB: over each boundary between racks. In
-flight: microbatches whose activations a rack holds."""
 
 
 @dataclass(frozen=True)
@@ -209,43 +205,6 @@ class PredictedDraftsArguments:
             raise ValueError(f"--acceptance {self.acceptance!r} is no list of chances; write e.g. 0.6,0.8") from None
 
 
-@dataclass(frozen=True)
-class RacksArguments:
-    """A training over racks, in the user's words; a group of options (see grouped.py)."""
-
-    racks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Training instead: the model cut by depth into so many racks, each a node of the hardware; a pipeline "
-            "beside block-wise local training.",
-        ),
-    ] = None
-    microbatches: Annotated[int, typer.Option(min=1, help="With --racks: between two updates of the weights.")] = 8
-    tokens: Annotated[int, typer.Option(min=1, help="With --racks: of a microbatch.")] = 8192
-    coda: Annotated[int, typer.Option(min=0, help="With --racks: private layers of each rack, in local training.")] = 2
-
-
-@dataclass(frozen=True)
-class StepArguments:
-    """A training from scratch, in the user's words; a group of options (see grouped.py)."""
-
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="8,64",
-            help="Training instead: MODEL is a configuration of surgeon train (.yaml), and a step of its optimiser is "
-            "predicted on so many devices that share the batch.",
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="With --devices: in place of the configuration's, where its model has a vocab_size; e.g. demo."
-        ),
-    ] = None
-
-
 @grouped
 def predict(
     model: Annotated[
@@ -268,8 +227,6 @@ def predict(
     on: PredictedRanksArguments,
     best: BestArguments,
     drafts: PredictedDraftsArguments,
-    training: RacksArguments,
-    step: StepArguments,
     over: Annotated[
         str | None,
         typer.Option(
@@ -303,23 +260,10 @@ def predict(
     from surgeon.library.predict import best_programs, predict_drafts
     from surgeon.library.predict import predict as run
 
-    _refuse_together({"--racks": training.racks, "--best": best.best}, ("--compare", programs.compare))
-    _refuse_together({"--racks": training.racks}, ("--sweep", over), ("--output", output), ("--best", best.best))
-    others = (("--compare", programs.compare), ("--sweep", over), ("--output", output), ("--best", best.best))
-    _refuse_together({"--devices": step.devices}, *others, ("--racks", training.racks), ("--draft", drafts.draft))
-    if step.tokenizer is not None and step.devices is None:
-        raise ValueError("--tokenizer is for --devices; give --devices, too")
-    if step.devices is not None:
-        _train_on_devices(model, hardware, step.devices, step.tokenizer)
-        return
-    drafted = {"--draft": drafts.draft}
-    _refuse_together(drafted, ("--compare", programs.compare), ("--best", best.best))
-    _refuse_together({"--racks": training.racks}, *drafted.items())
+    _refuse_together({"--best": best.best}, ("--compare", programs.compare))
+    _refuse_together({"--draft": drafts.draft}, ("--compare", programs.compare), ("--best", best.best))
     if drafts.acceptance is not None and drafts.draft is None:
         raise ValueError("--acceptance is for --draft; give --draft, too")
-    if training.racks is not None:
-        _train_on_racks(training, model, hardware)
-        return
     for name in ("depth", "keep", "allow"):
         if not best.best and getattr(best, name) is not None:
             raise ValueError(f"--{name} is for --best; give --best, too")
@@ -348,55 +292,3 @@ def _refuse_together(modes: dict[str, Any], *others: tuple[str, Any]) -> None:
     ignored = [name for name, given in others if given]
     if mode and ignored:
         raise ValueError(f"{mode} does not look at {' and '.join(ignored)}; leave one of them out")
-
-
-def _train_on_racks(asked: RacksArguments, model: str, hardware: str) -> None:
-    """Print what both ways take, send and hold.
-
-    Raises:
-        FileNotFoundError, ValueError: if there is no such model or hardware.
-        ValueError: if the layers do not divide into the racks, or the hardware has no network.
-    """
-    from surgeon.cost.candidates import open_candidates
-    from surgeon.cost.hardware_file import load_hardware
-    from surgeon.cost.racks import RackTraining, local, pipelined
-    from surgeon.words import aligned
-
-    assert asked.racks is not None
-    shapes, machine = open_candidates(model)[0].model.shapes, load_hardware(hardware)
-    training = RackTraining.of(shapes, machine, asked.racks, asked.microbatches, asked.tokens, asked.coda)
-    one, other = pipelined(training), local(training)
-    lines = [["one update", "ms", "times", "idle", "MB forward", "MB back", "in flight"]]
-    lines.append(_update_line("pipeline", one, one))
-    lines.append(_update_line(f"local, codas of {asked.coda}", other, one))
-    heading = f"{shapes.name} on {asked.racks} x {machine.name}: bfloat16, {asked.microbatches} microbatches of"
-    typer.echo(f"{heading} {asked.tokens} tokens\n\n{aligned(lines)}\n\n{_RACKS_NOTE}")
-
-
-def _train_on_devices(config: str, hardware: str, devices: str, tokenizer: str | None) -> None:
-    """Print what a step of a training from scratch takes on each number of devices.
-
-    Raises:
-        FileNotFoundError, ValueError: as `predict_training`; if the numbers cannot be read.
-    """
-    from surgeon.library.predict_training import predict_training
-    from surgeon.words import aligned
-
-    try:
-        numbers = [int(part) for part in devices.split(",")]
-    except ValueError:
-        raise ValueError(f"--devices {devices!r} is no list of numbers; write e.g. 8,64") from None
-    found = predict_training(config, hardware, numbers, tokenizer=tokenizer)
-    lines = [["Devices", "How", "Step s", "Waiting", "GB", "B tokens a day", "Days"]]
-    for number, (one, steps) in found.items():
-        memory = f"{one.memory / 1e9:.0f}" + ("" if one.fits else ", more than there is")
-        numbers_of = [f"{one.seconds:.2f}", f"{one.waiting / one.seconds:.0%}", memory]
-        days = f"{steps * one.seconds / 86400:.2f}"
-        lines.append([str(number), one.how, *numbers_of, f"{one.tokens_per_day / 1e9:.2f}", days])
-    typer.echo(f"{config} on {hardware}: bfloat16, AdamW in 32 bits\n\n{aligned(lines, (1,))}")
-
-
-def _update_line(name: str, update: Update, first: Update) -> list[str]:
-    sent = [f"{crossed / 1e6:.0f}" for crossed in (update.forward_bytes, update.backward_bytes)]
-    times = f"{first.seconds / update.seconds:.2f}"
-    return [name, f"{update.seconds * 1e3:.0f}", times, f"{update.idle:.0%}", *sent, str(update.in_flight)]

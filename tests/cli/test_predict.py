@@ -157,7 +157,6 @@ def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path,
         (["--draft", "upper-bound"], "there are no drafts 'upper-bound'; give a program over the model's weights"),
         (["--draft", "A0 F0 A9"], "A9 is out of range"),
         (["--acceptance", "0.8"], "--acceptance is for --draft; give --draft, too"),
-        (["--racks", "2", "--sweep", "ranks=1..4", "--best"], "--racks does not look at --sweep and --best; leave one"),
     ],
 )
 def test_bad_input_is_refused(options: list[str], said: str, model: Path, file: Path, surgeon_says: Run) -> None:

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surgeon.cost import training
+from scripts.cost import training_cost
+from scripts.cost.training_cost import TrainingLoad, training_step
 from surgeon.cost.hardware_file import load_hardware
-from surgeon.cost.training import TrainingLoad, training_step
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.training import head_loss, logits_loss
@@ -82,8 +82,8 @@ def test_memory_is_what_a_step_allocates(recomputed: bool, vocabulary: int, monk
     """Of a small model in bfloat16 on a CPU, with small chunks of logits; all but weights and what AdamW keeps."""
     monkeypatch.setitem(head_loss.CHUNK_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(logits_loss.BLOCK_BYTES, "cpu", 1 << 19)
-    monkeypatch.setattr(training, "CHUNK", 1 << 20)
-    monkeypatch.setattr(training, "BLOCK", 1 << 19)
+    monkeypatch.setattr(training_cost, "CHUNK", 1 << 20)
+    monkeypatch.setattr(training_cost, "BLOCK", 1 << 19)
     config = LlamaConfig(**{**CONFIG.to_dict(), **SMALL, "vocab_size": vocabulary})
     load = TrainingLoad(ModelShapes.of("small", config), Program.dense(4), batch=2, micro_batch=2, window=128)
     model = LlamaForCausalLM(config).train()
@@ -95,14 +95,14 @@ def test_memory_is_what_a_step_allocates(recomputed: bool, vocabulary: int, monk
             with torch.autocast("cpu", torch.bfloat16):
                 loss = head_loss.text_loss(model, {"input_ids": ids, "labels": ids})
             loss.backward()
-    expected = training._step(load, H100, 1, sharded=False, recomputed=recomputed).memory
+    expected = training_cost._step(load, H100, 1, sharded=False, recomputed=recomputed).memory
     assert found.most == pytest.approx(expected - 12 * load.parameters, rel=0.1)
 
 
 def test_logits_are_those_of_the_loss() -> None:
-    assert head_loss.CHUNK_BYTES["cuda"] == training.CHUNK
-    assert head_loss.LEAST_ROWS == training.LEAST_ROWS
-    assert logits_loss.BLOCK_BYTES["cuda"] == training.BLOCK
+    assert head_loss.CHUNK_BYTES["cuda"] == training_cost.CHUNK
+    assert head_loss.LEAST_ROWS == training_cost.LEAST_ROWS
+    assert logits_loss.BLOCK_BYTES["cuda"] == training_cost.BLOCK
 
 
 def test_devices_share_the_batch_and_where_it_must_be_the_model() -> None:

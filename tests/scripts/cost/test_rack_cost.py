@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from scripts.cost.rack_cost import BACKWARD, RackTraining, local, pipelined
 from scripts.cost.racks import averaging_bytes, bubble, window_tokens
-from surgeon.cost.racks import BACKWARD, RackTraining, local, pipelined
 from tests.cost.examples import hardware, shapes
 
 # A head of one row costs next to nothing, so that racks are alike.

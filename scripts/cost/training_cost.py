@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scripts.cost.rack_cost import BACKWARD
 from surgeon.cost.collectives import Wiring
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.racks import BACKWARD
 from surgeon.cost.room import USABLE
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION
