@@ -153,7 +153,7 @@ class TimedEngine(RankEngine):
             self.ways = ways_through(self, self.coda)
             self.forget_cache()
 
-    def step(self, rows: Sequence[Row], cache: PagedCache, halved: bool = False) -> Results:
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache; as of a `RankEngine`."""
         began = self._since or now()
         self.recorder.figures = figures = self.figures
@@ -163,7 +163,7 @@ class TimedEngine(RankEngine):
         }
         if self.recorder.marking:
             self.recorder.clock.begin()
-        results = super().step(rows, cache, halved)
+        results = super().step(rows, cache)
         decode, phase = self.counts is figures.decode, self.counts
         sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
         self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)

@@ -264,12 +264,11 @@ class ServedRun(RunArguments):
     halves: Annotated[
         str,
         typer.Option(
-            metavar="[auto|on|off]",
+            metavar="[on|off]",
             help="Compute passes in two halves, one while the other's reductions are on their way: exact, and faster "
-            "where reductions take long. All that have two halves (on), none (off), or those sizes of pass that are "
-            "faster so, as tried now and then (auto).",
+            "for prompts where reductions take long.",
         ),
-    ] = "auto"
+    ] = "off"
 
     def options(self) -> dict[str, Any]:
         """As of `RunArguments`."""

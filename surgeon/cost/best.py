@@ -112,7 +112,7 @@ def known_programs(model: Model, budget: Allowance, layers: range | None = None)
     if not chosen:
         raise ValueError("the budget leaves no program but the dense one; allow more, or less effective depth")
     found = [Candidate(name, model, cache(makers[name])) for name in chosen]
-    found = [replace(one, halves="auto") if one.name == HALVES else one for one in found]
+    found = [replace(one, halves="on") if one.name == HALVES else one for one in found]
     return [Candidate(DENSE, model, lambda _: dense), *found]
 
 

@@ -27,7 +27,7 @@ class Deployment:
         compress: what reductions are sent as, if not as they are.
         low_rank: how ranks share factors; `auto` is gather or replicate, whichever is faster for one token.
         kv: what attentions with factors of k and v keep.
-        halves: which passes are computed in two halves; auto is those that are faster so.
+        halves: whether passes are computed in two halves.
         emulated: a link as `surgeon bench` emulates it, on top.
         connected: whether ranks wait for each other at all (`upper-bound`).
     """

@@ -150,10 +150,10 @@ class DissectedEngine(RankEngine):
             setattr(vocabulary, method, watch.wrap(name, getattr(vocabulary, method)))
         self.ends.final_norm = watch.wrap(NORM, self.ends.final_norm)  # type: ignore[assignment]
 
-    def step(self, rows: Sequence[Row], cache: PagedCache, halved: bool = False) -> Results:
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache."""
         began = self._since or time.perf_counter()
-        results = super().step(rows, cache, halved)
+        results = super().step(rows, cache)
         ended = self._since or time.perf_counter()
         cached, decode = sum(row.start for row in rows) / len(rows), self.counts is self.figures.decode
         self.passes_seen.append(PassParts(decode, cached, ended - began, self.watch.take()))

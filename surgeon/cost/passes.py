@@ -104,15 +104,11 @@ class PredictedRanks:
         Args:
             graphs: whether it is a captured graph.
         """
-        mode = self.deployment.halves if self.plan.ranks > 1 else "off"
-        tried = mode == "on" or (mode == "auto" and not graphs)
-        halves = forward.in_halves(LEAST) if tried else None
+        in_halves = self.deployment.halves == "on" and self.plan.ranks > 1
+        halves = forward.in_halves(LEAST) if in_halves else None
         if halves is None:
             return self._forward(forward, [forward], graphs)
-        halved = self._forward(forward, halves, graphs=False)
-        if mode == "on":
-            return halved
-        return min(self._forward(forward, [forward], graphs), halved, key=lambda cost: cost.seconds)
+        return self._forward(forward, halves, graphs=False)
 
     def _forward(self, forward: Forward, parts: Sequence[Forward], graphs: bool) -> PassCost:
         """The same, given what takes turns in the program."""

@@ -63,7 +63,7 @@ class ServiceOptions:
     decoding: str = "auto"
     low_rank: str = "auto"
     kv: str = "auto"
-    halves: str = "auto"
+    halves: str = "off"
     draft: Program | str | HealedDraft | None = None
     draft_tokens: int | None = None
     pipeline: bool = False
@@ -113,7 +113,7 @@ class ServiceOptions:
         if self.ranks.compression is not None:
             raise ValueError("a pipeline sends streams as they are, and sums nothing; leave the compression out")
         if self.halves == "on":
-            raise ValueError("halves hide reductions, and a pipeline has none; use halves auto or off")
+            raise ValueError("halves hide reductions, and a pipeline has none; use halves off")
 
     @property
     def ways(self) -> Ways:

@@ -153,7 +153,7 @@ def test_an_emulated_link_delays_dense_by_each_of_its_collectives() -> None:
 
 @pytest.mark.parametrize("texts", [1, 2, 3])
 def test_halves_pay_for_prompts_whose_reductions_take_long_and_not_where_weights_are_read(texts: int) -> None:
-    load, modes = Workload(texts, 64, 3), ("off", "on", "auto")
+    load, modes = Workload(texts, 64, 3), ("off", "on")
 
     def over_a_link(flops: str, seconds: float) -> list[Prediction]:
         wire = hardware(hop="0", float32=flops)
@@ -162,15 +162,14 @@ def test_halves_pay_for_prompts_whose_reductions_take_long_and_not_where_weights
         return [predict(SMALL, DENSE, instant, load, way) for way in ways]
 
     computing = predict(SMALL, DENSE, hardware(float32="1e8"), load, Deployment(2, connected=False)).prefill.seconds
-    dense, halves, auto = over_a_link("1e8", computing / 8 / 2)  # half as long as a step computes
+    dense, halves = over_a_link("1e8", computing / 8 / 2)  # half as long as a step computes
     assert 1.25 < dense.prefill.seconds / halves.prefill.seconds < 1.5
     assert halves.prefill.layers.all_reduces == 2 * dense.prefill.layers.all_reduces
     assert halves.prefill.vocabulary == dense.prefill.vocabulary
-    assert auto.prefill == halves.prefill
 
     reading = predict(SMALL, DENSE, hardware(), load, Deployment(2, connected=False)).per_token
-    dense, halves, auto = over_a_link("1e12", reading / 8 / 2)
-    assert auto.decode == dense.decode
+    dense, halves = over_a_link("1e12", reading / 8 / 2)
+    assert halves.decode.seconds >= dense.decode.seconds
     if texts == 1:
         assert halves.decode == dense.decode  # a token alone has no halves
     else:

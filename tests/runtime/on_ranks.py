@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
@@ -18,19 +17,17 @@ from torch import Tensor
 
 from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Tally
-from surgeon.runtime.batching.scheduler import Output
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.model import low_rank
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.halves import HalvesChoice
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
-from surgeon.runtime.worker.worker import ENGINE, Leader, complete, follow, load
+from surgeon.runtime.worker.worker import ENGINE, Leader, follow
 
 
 def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tensor, list[Counts], Counts]:
@@ -303,12 +300,3 @@ def in_halves(rank: Rank, plan: Plan, passes: list[list[Row]], blocks: int) -> H
         found.halved.append(sum(phase.halved for phase in phases))
         found.cached.append(cache.stored)
     return found
-
-
-def halved_now_and_then(rank: Rank, plan: Plan, requests: list[Request], limits: Limits) -> tuple[list[Output], int]:
-    """Work on some requests; of the passes that can be halved every other one is. How many that were."""
-    turns = cycle((True, False))
-    with patch.object(HalvesChoice, "halved", lambda self, rows: self._may_halve(rows) and next(turns)):
-        load(rank, replace(plan, halves="auto"))
-        outputs, figures = complete(rank, requests, 40, limits)
-    return outputs, figures.prefill.halved + figures.decode.halved

@@ -26,7 +26,7 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.coda import DraftingPasses, RankCoda
 from surgeon.runtime.model.dynamic import DynamicPasses
-from surgeon.runtime.model.halves import HalvedPasses, HalvesChoice
+from surgeon.runtime.model.halves import HalvedPasses
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.phase import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
@@ -62,8 +62,6 @@ class RankEngine(RankModel):
         coda: that drafts tokens, if any.
         drafter: the engine of the program that does, if any; it has the cache of this one, and no weights twice.
         ways: through a pass; the first that fits its rows computes it.
-        halves: another one, for passes that are asked for so; None where nothing can be hidden.
-        halving: says of which passes that is asked, where nobody else does; on rank 0.
     """
 
     def __init__(
@@ -79,10 +77,6 @@ class RankEngine(RankModel):
         self.figures = Figures()
         self.coda = None if plan.coda is None else RankCoda(plan.coda, self)
         self.ways = ways_through(self, self.coda)
-        self.halves = HalvedPasses(self) if plan.ranks > 1 and self.coda is None else None
-        self.halving: HalvesChoice | None = None
-        if plan.halves == "auto" and self.halves is not None and self.rank == 0:
-            self.halving = HalvesChoice(self.may_halve)
         self.drafter: RankEngine | None = None
         if plan.draft is not None:
             self.drafter = RankEngine(plan.draft.plan, collectives, device, [self, *beside])
@@ -153,20 +147,11 @@ class RankEngine(RankModel):
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row], cache: PagedCache, halved: bool = False) -> Results:
-        """One forward pass, which extends the cache.
-
-        Args:
-            halved: whether it is computed in halves; `may_halve` says of which rows it can be.
-        """
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        """One forward pass, which extends the cache."""
         decodes = all(row.start and (row.drafted or len(row.tokens) == 1) for row in rows)
-        way = self.halves if halved and self.halves is not None else self._way(rows)
         with self._counted(self.figures.decode if decodes else self.figures.prefill, rows):
-            return way.step(rows, cache)
-
-    def may_halve(self, rows: Sequence[Row]) -> bool:
-        """Whether a pass of these rows could be computed in halves, and no faster way than the last one fits them."""
-        return self.halves is not None and self._way(rows) is self.ways[-1] and self.halves.fits(rows)
+            return self._way(rows).step(rows, cache)
 
     def passes_to_record(self, cache: PagedCache, texts: int) -> list[list[Row]]:
         """Rows of passes over up to so many texts that are recorded when they first come."""
@@ -220,11 +205,6 @@ class RankEngine(RankModel):
         phase.passes += 1
         self.passes = begun + 1
         phase.tokens += tokens
-
-    def settle(self) -> None:
-        """Wait for what a GPU still computes of passes: nobody has, of one that brings nothing."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def pause(self) -> None:
         """Say that there is nothing to do, so that waiting is not counted as a pass's time."""

@@ -16,7 +16,7 @@ the bit what the same tokens give as two passes one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -24,11 +24,9 @@ from torch import Tensor
 
 from surgeon.runtime.batching.halves import halves_of
 from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.paged_layout import as_index
-from surgeon.runtime.model.trials import Trials
 
 
 class HalvedPasses(DynamicPasses):
@@ -54,40 +52,3 @@ class HalvedPasses(DynamicPasses):
         few = [[at for at in order if at < sizes[0]], [at - sizes[0] for at in order if at >= sizes[0]]]
         stream = torch.cat(self.model.streams_after(embedded.split(sizes), taking_turns, places=few))
         return stream if order == places else stream[[order.index(at) for at in places]]
-
-
-class HalvesChoice:
-    """Which passes are faster in halves, as tried now and then while they are computed; rank 0 has one.
-
-    Passes with prompts are compared with each other by seconds per token, those with single tokens only by seconds,
-    which are about the same for few texts: both among passes of about equally many tokens. Those of a new size begin as
-    is best for the size before; the first of them is not counted, which has memory to ask for.
-    """
-
-    def __init__(self, may_halve: Callable[[Sequence[Row]], bool]) -> None:
-        self._may_halve = may_halve
-        self._trials: dict[tuple[bool, int], Trials] = {}
-        self._best = {True: 1, False: 1}  # parts, of passes with prompts and of others
-
-    def halved(self, rows: Sequence[Row]) -> bool:
-        """Whether to compute the next pass in halves."""
-        prompts, size = _sort_of(rows)
-        trials = self._trials.get((prompts, size))
-        return (self._best[prompts] if trials is None else trials.next) == 2 and self._may_halve(rows)
-
-    def note(self, rows: Sequence[Row], seconds: float) -> None:
-        """Take in what it took."""
-        if not self._may_halve(rows):
-            return
-        prompts, _ = sort = _sort_of(rows)
-        if sort not in self._trials:
-            self._trials[sort] = Trials((1, 2), self._best[prompts])
-            return
-        self._trials[sort].record(seconds / sum(len(row.tokens) for row in rows) if prompts else seconds)
-        self._best[prompts] = self._trials[sort].best
-
-
-def _sort_of(rows: Sequence[Row]) -> tuple[bool, int]:
-    """Whether there are tokens of prompts, and about how many tokens there are."""
-    tokens = [len(row.tokens) for row in rows]
-    return max(tokens) > 1, power_of_two(sum(tokens))

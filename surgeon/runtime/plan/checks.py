@@ -197,7 +197,7 @@ def _chosen(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     if ways.get("halves") == "on" and ranks == 1:
         raise ValueError(
             "halves take turns so that one computes while the other's reductions are on their way, and one rank has "
-            "nothing to reduce; use more ranks, or halves auto or off"
+            "nothing to reduce; use more ranks, or halves off"
         )
     return dict.fromkeys(WAYS, "auto") | dict(ways)
 

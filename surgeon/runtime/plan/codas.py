@@ -31,7 +31,7 @@ def with_coda(plan: Plan) -> Plan:
             fixed shapes, or in halves.
     """
     if plan.halves == "on":
-        raise ValueError("what a coda drafts is verified in one piece; use halves auto or off with a coda")
+        raise ValueError("what a coda drafts is verified in one piece; use halves off with a coda")
     if plan.decoding in ("static", "captured"):
         raise ValueError(
             f"drafts are verified in passes of changing shapes, which decoding {plan.decoding} cannot compute; use "

@@ -23,8 +23,8 @@ from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 Decoding = Literal["auto", "dynamic", "static", "captured"]
 
 # Whether passes are computed in two halves, one while the other's reductions are on their way (model/halves.py):
-# all that can be (on), none (off), or those that are faster so, as measured while they are computed (auto).
-HalvesMode = Literal["auto", "on", "off"]
+# all that can be (on), or none (off).
+HalvesMode = Literal["on", "off"]
 
 # How ranks that share a sublayer with two factors in place of a matrix compute it. First factors of what reads the
 # stream are shared out by rank columns, and what they give is gathered (DeInfer), or every rank has them whole

@@ -41,10 +41,6 @@ class Drafting(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
 
 
-class InHalves(tuple[Row, ...]):
-    """To every rank but the first: the rows of a pass that is computed in halves."""
-
-
 class RowsToRecord(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that is only to be recorded."""
 
@@ -173,7 +169,7 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
         else:
             compute = {Drafting: engine.draft, RowsToRecord: engine.record_ahead}.get(type(message))
             if compute is None:
-                engine.step(list(message), cache, isinstance(message, InHalves))
+                engine.step(list(message), cache)
             else:
                 compute(list(message), cache)
             engine.pause()  # only rank 0 knows what is a wait for work
@@ -227,14 +223,9 @@ class Leader:
             rows = [chunk.row(drafted) for chunk, drafted in pairs]
         else:
             rows = [row for chunk, drafted in pairs for row in chunk.rows_apart(drafted)]
-        halving = self.engine.halving
-        halved = halving is not None and halving.halved(rows)
-        self._sender.send(InHalves(rows) if halved else rows)
-        results = self.engine.step(rows, self.cache, halved)
+        self._sender.send(rows)
+        results = self.engine.step(rows, self.cache)
         chosen = self._choose(chunks, drafts, results)
-        if halving is not None:
-            self.engine.settle()
-            halving.note(rows, time.perf_counter() - began)
         if self.scheduler.ahead is not None:
             single = all(row.start and len(row.tokens) == 1 for row in rows)
             note = self.scheduler.ahead.note_pass if single else self.scheduler.ahead.prompts.note

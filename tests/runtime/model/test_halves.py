@@ -15,21 +15,17 @@ from torch import Tensor
 
 from surgeon.language.program import Program
 from surgeon.runtime.batching.halves import LEAST, halves_of
-from surgeon.runtime.batching.limits import Limits
-from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.halves import HalvedPasses, HalvesChoice
+from surgeon.runtime.model.halves import HalvedPasses
 from surgeon.runtime.model.products import laid_out
-from surgeon.runtime.model.trials import PASSES_PER_TRIAL
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import complete, load
 from tests.runtime.model.conftest import Several
 from tests.runtime.model.test_static_decode import PROGRAMS as WHOLE
-from tests.runtime.on_ranks import halved_now_and_then, in_halves
+from tests.runtime.on_ranks import in_halves
 from tests.selection import case
 from tests.tiny_models import tiny_model
 
@@ -108,23 +104,6 @@ def test_the_same_bits_by_twice_the_collectives(
             assert one.all_reduces == len(PASSES) * parsed.sync_points(several.count)
 
 
-def test_ranks_compute_the_passes_in_halves_that_rank_0_says(several: Several, folders: Callable[[str], Path]) -> None:
-    """Chunks of prompts beside texts that go on, greedy and drawn with seeds: the same tokens, and none is recorded."""
-    plan = make_plan(folders("llama"), several.count, 64, decoding="dynamic")
-    limits = Limits(3, 64, pass_tokens=9)
-    requests = [
-        Request(at, tuple(range(2 + at, 2 + at + length)), Sampling(max_new_tokens=6 + at, temperature=at % 2, seed=at))
-        for at, length in enumerate((20, 3, 11, 7))
-    ]
-    several.started.call(load, plan)
-    whole, _ = several.started.call(complete, requests, 40, limits)[0]
-    found = several.started.call(halved_now_and_then, plan, requests, limits)
-    assert len({halved for _, halved in found}) == 1
-    assert found[0][1] >= 5
-    if BY_KERNELS:
-        assert [(one.request, one.token) for one in found[0][0]] == [(one.request, one.token) for one in whole]
-
-
 class Noting(Unconnected):
     """Ranks that wait for nobody, and note when sums are started and asked for."""
 
@@ -147,9 +126,9 @@ class Noting(Unconnected):
 
 
 def test_one_half_is_computed_while_the_other_is_reduced(folders: Callable[[str], Path]) -> None:
-    plan, collectives = make_plan(folders("llama"), 2, 64), Noting()
+    plan, collectives = make_plan(folders("llama"), 2, 64, halves="on"), Noting()
     engine = RankEngine(plan, collectives, torch.device("cpu"))
-    engine.step([text(0, 20, [0, 1])], engine.new_cache(12), halved=True)
+    engine.step([text(0, 20, [0, 1])], engine.new_cache(12))
     nodes = len(Program.parse(plan.program))
     assert collectives.at_once == [True] + 2 * nodes * [False]  # the embedding is summed whole
     places = {event: place for place, event in enumerate(collectives.events)}
@@ -220,37 +199,7 @@ def test_over_gloo_the_same_as_its_halves_one_after_the_other(folders: Callable[
 
 
 def test_one_rank_has_nothing_to_hide(folders: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match="one rank has nothing to reduce; use more ranks, or halves auto or off"):
+    with pytest.raises(ValueError, match="one rank has nothing to reduce; use more ranks, or halves off"):
         make_plan(folders("llama"), 1, 64, halves="on")
     with pytest.raises(ValueError, match="there is no mode 'yes' of computing passes in halves"):
         make_plan(folders("llama"), 2, 64, halves="yes")
-
-
-def passes_of(
-    choice: HalvesChoice, rows: list[Row], count: int, seconds: Callable[[bool], float]
-) -> tuple[list[bool], float]:
-    """Which of so many passes were computed in halves, and what they took, given what each way takes."""
-    used, time = list[bool](), 0.0
-    for _ in range(count):
-        used.append(choice.halved(rows))
-        time += seconds(used[-1])
-        choice.note(rows, seconds(used[-1]))
-    return used, time
-
-
-def test_halves_are_taken_where_they_are_faster_and_given_up_where_they_no_longer_are() -> None:
-    choice = HalvesChoice(lambda rows: halves_of(rows) is not None)
-    prompt, singles = [text(0, 64, [0])], [text(9, 1, [at]) for at in range(4)]
-    used, _ = passes_of(choice, prompt, 200, lambda halved: 0.6 if halved else 1.0)
-    assert not any(used[:5])  # it begins in one piece
-    assert sum(used) > 180
-    used, time = passes_of(choice, singles, 4000, lambda halved: 1.4 if halved else 1.0)
-    assert 3 <= sum(used) <= 120
-    assert time < 4000 * (1 + 1.5 / PASSES_PER_TRIAL)
-    larger, _ = passes_of(choice, [text(0, 500, [0])], 100, lambda halved: 6.0 if halved else 10.0)
-    assert all(larger[:2])  # as is best for the prompts before
-    assert sum(larger) > 90
-    used, _ = passes_of(choice, prompt, 400, lambda halved: 2.5 if halved else 1.0)
-    assert sum(used[100:]) <= 12
-    alone, _ = passes_of(choice, [text(9, 1, [0])], 50, lambda halved: 0.1 if halved else 1.0)
-    assert not any(alone)  # one token has no halves

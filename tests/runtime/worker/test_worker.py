@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.runtime.worker.worker import Drafting, InHalves, RowsToRecord, follow, keep, unload
+from surgeon.runtime.worker.worker import Drafting, RowsToRecord, follow, keep, unload
 
 
 class Engine:
@@ -55,11 +55,11 @@ def test_an_engine_that_is_unloaded_is_freed_and_others_stay(rank: Any) -> None:
 
 
 def test_what_followers_do_with_rows() -> None:
-    messages = iter([[1], InHalves([4, 5]), RowsToRecord([2]), Drafting([3]), None])
+    messages = iter([[1], RowsToRecord([2]), Drafting([3]), None])
     done: list[tuple[object, ...]] = []
     names = ("step", "record_ahead", "draft")
     ways = {name: lambda rows, _, *more, name=name: done.append((name, rows, *more)) for name in names}
     engine: Any = SimpleNamespace(**ways, pause=lambda: None)
     rank: Any = SimpleNamespace(receiver=SimpleNamespace(receive=lambda: next(messages)))
     follow(rank, engine, Any)
-    assert done == [("step", [1], False), ("step", [4, 5], True), ("record_ahead", [2]), ("draft", [3])]
+    assert done == [("step", [1]), ("record_ahead", [2]), ("draft", [3])]
