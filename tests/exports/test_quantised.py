@@ -173,11 +173,11 @@ def test_names_of_layers_follow_them(sources: Path, tmp_path: Path) -> None:
     shutil.copytree(source(sources, "fp8"), folder)
     config = json.loads((folder / "config.json").read_text())
     names = ["lm_head", "model.layers.0.x", "re:.*layers\\.3\\..*", "model.layers.13.x", "layers.2", "my_layers.3.x"]
-    config["quantization_config"] |= {"modules_to_not_convert": names, "dynamic": {"+:model.layers.3.y": {"bits": 8}}}
+    config["quantization_config"] |= {"modules_to_not_convert": names, "modules_to_convert": {"model.layers.3.y": [1]}}
     (folder / "config.json").write_text(json.dumps(config))
     run_export(folder, tmp_path / "out", "A3 F3 A0 F0 A3 F3", form="plain")
     said = quantization_of(tmp_path / "out")
-    assert said["dynamic"] == {"+:model.layers.0.y": {"bits": 8}, "+:model.layers.2.y": {"bits": 8}}
+    assert said["modules_to_convert"] == {"model.layers.0.y": [1], "model.layers.2.y": [1]}
     assert said["modules_to_not_convert"] == [
         *("lm_head", "model.layers.1.x", "re:.*layers\\.0\\..*", "re:.*layers\\.2\\..*", "my_layers.3.x")
     ]

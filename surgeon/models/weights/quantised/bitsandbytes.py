@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import shown
-from surgeon.models.weights.quantised.matrix import FLOATS, Along, Arrangement, Part, Quantised, Scheme
+from surgeon.models.weights.quantised.matrix import FLOATS, Along, Arrangement, PartSpec, Quantised, Scheme
 from surgeon.models.weights.quantised.unpack import pairs_of, scaled
 from surgeon.models.weights.store import Tensors
 
@@ -82,16 +82,16 @@ class FourBits(Scheme):
         half, block = 2 * matrix.store.dtype(matrix.parts[WEIGHT]).itemsize, said["blocksize"]
         nested = said.keys() & _NESTED_STATE
         parts = {
-            WEIGHT: Part((*BYTES, *FLOATS), (Along(0, Fraction(columns, half)), None), ones_follow=True),
-            ABSMAX: Part((torch.uint8,) if nested else FLOATS, (Along(0, Fraction(columns, block)), None)),
-            TABLE: Part(FLOATS, sizes=((0, 16),)),
-            state: Part(),
+            WEIGHT: PartSpec((*BYTES, *FLOATS), (Along(0, Fraction(columns, half)), None), ones_follow=True),
+            ABSMAX: PartSpec((torch.uint8,) if nested else FLOATS, (Along(0, Fraction(columns, block)), None)),
+            TABLE: PartSpec(FLOATS, sizes=((0, 16),)),
+            state: PartSpec(),
         }
         if nested:
             if nested != _NESTED_STATE:
                 raise matrix.fault(state, f"has {nested.pop()} alone of {' and '.join(sorted(_NESTED_STATE))}")
             of_scales = Along(0, Fraction(columns, block * said["nested_blocksize"])), None
-            parts |= {NESTED: Part(FLOATS, of_scales), NESTED_TABLE: Part(FLOATS, sizes=((0, 256),))}
+            parts |= {NESTED: PartSpec(FLOATS, of_scales), NESTED_TABLE: PartSpec(FLOATS, sizes=((0, 256),))}
         return Arrangement((rows, columns), state, parts, whole=(1,))
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
@@ -119,12 +119,12 @@ class Int8(Scheme):
     def arrangement(self, matrix: Quantised) -> Arrangement:
         """A scale for each row."""
         parts = {
-            WEIGHT: Part((torch.int8,), (Along(0), Along(1))),
-            SCALES: Part(FLOATS, (Along(0), None), ones_follow=True),
+            WEIGHT: PartSpec((torch.int8,), (Along(0), Along(1))),
+            SCALES: PartSpec(FLOATS, (Along(0), None), ones_follow=True),
         }
         if FORMAT in matrix.parts:
             layouts = "0 for a layout in rows (1 is col32, 2 col_turing, 3 col_ampere, which are not supported)"
-            parts[FORMAT] = Part((torch.uint8,), ones_follow=True, below=1, meaning=layouts)
+            parts[FORMAT] = PartSpec((torch.uint8,), ones_follow=True, below=1, meaning=layouts)
         return Arrangement(matrix.size(WEIGHT, 2), WEIGHT, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002

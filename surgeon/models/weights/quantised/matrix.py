@@ -1,7 +1,7 @@
 """A matrix that several stored tensors hold in few bits: codes, scales, zero points.
 
 A scheme declares which tensors these are, of which shapes and types, and what the values of some of them have to be
-(`Part`); whether they are so is checked here, for all schemes, before anything is made of them.
+(`PartSpec`); whether they are so is checked here, for all schemes, before anything is made of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Along(NamedTuple):
         return math.floor(first * self.per_element), math.ceil(end * self.per_element)
 
 
-class Part(NamedTuple):
+class PartSpec(NamedTuple):
     """What one of the tensors that hold a matrix has to be.
 
     Attributes:
@@ -82,7 +82,7 @@ class Arrangement:
 
     shape: tuple[int, ...]
     by: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, PartSpec]
     whole: tuple[int, ...] = ()
 
     def place(self, ending: str, dim: int) -> Along | None:
@@ -195,7 +195,7 @@ class Quantised:
             "in config.json its own?"
         )
 
-    def _require(self, endings: Mapping[str, Part] | tuple[str, ...]) -> None:
+    def _require(self, endings: Mapping[str, PartSpec] | tuple[str, ...]) -> None:
         for ending in endings:
             if ending not in self.parts:
                 module = self.name.removesuffix(self.scheme.stands_for)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from surgeon.models.weights.quantised.matrix import Along, Arrangement, Part, Quantised, Scheme
+from surgeon.models.weights.quantised.matrix import Along, Arrangement, PartSpec, Quantised, Scheme
 from surgeon.models.weights.quantised.unpack import mxfp4
 from surgeon.models.weights.store import Tensors
 
@@ -32,8 +32,8 @@ class Mxfp4(Scheme):
         experts, outputs, blocks, _ = matrix.size(BLOCKS, 4)
         along = Along(0), Along(2, Fraction(1, BLOCK)), Along(1)
         parts = {
-            BLOCKS: Part((torch.uint8,), along, sizes=((3, BLOCK // 2),)),
-            EXPONENTS: Part((torch.uint8,), along),
+            BLOCKS: PartSpec((torch.uint8,), along, sizes=((3, BLOCK // 2),)),
+            EXPONENTS: PartSpec((torch.uint8,), along),
         }
         return Arrangement((experts, blocks * BLOCK, outputs), BLOCKS, parts)
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arrangement, Part, Quantised, Scheme
+from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arrangement, PartSpec, Quantised, Scheme
 from surgeon.models.weights.quantised.unpack import WORD, codes_of, scaled
 from surgeon.models.weights.store import Tensors
 
@@ -52,16 +52,16 @@ class Gptq(Scheme):
         count = 1 if self.group < 0 else math.ceil(inputs / self.group)
         groups = None if by_index or self.group < 0 else Along(0, Fraction(1, self.group))
         parts = {
-            WORDS: Part((torch.int32,), (Along(1), Along(0, per_word))),
-            ZEROS: Part((torch.int32,), (Along(1, per_word), groups), ((0, count),)),
-            SCALES: Part(FLOATS, (Along(1), groups), ((0, count),)),
+            WORDS: PartSpec((torch.int32,), (Along(1), Along(0, per_word))),
+            ZEROS: PartSpec((torch.int32,), (Along(1, per_word), groups), ((0, count),)),
+            SCALES: PartSpec(FLOATS, (Along(1), groups), ((0, count),)),
         }
         if by_index or GROUPS in matrix.parts:
             meaning = (
                 f"the group of each input, 0 to {count - 1}" if by_index else "inputs in order, as desc_act is false"
             )
             along = None, Along(0)
-            parts[GROUPS] = Part(INDICES, along, below=count if by_index else None, meaning=meaning)
+            parts[GROUPS] = PartSpec(INDICES, along, below=count if by_index else None, meaning=meaning)
         return Arrangement((outputs, inputs), WORDS, parts)
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
@@ -101,9 +101,9 @@ class Awq(Scheme):
         packed = Along(1, Fraction(self.bits, WORD))
         groups = None if self.group < 0 else Along(0, Fraction(1, self.group))
         parts = {
-            WORDS: Part((torch.int32,), (packed, Along(0))),
-            ZEROS: Part((torch.int32,), (packed, groups), ((0, 1),)),
-            SCALES: Part(FLOATS, (Along(1), groups), ((0, 1),)),
+            WORDS: PartSpec((torch.int32,), (packed, Along(0))),
+            ZEROS: PartSpec((torch.int32,), (packed, groups), ((0, 1),)),
+            SCALES: PartSpec(FLOATS, (Along(1), groups), ((0, 1),)),
         }
         return Arrangement((words * WORD // self.bits, inputs), WORDS, parts)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import shown
-from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arrangement, Part, Quantised, Scheme
+from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arrangement, PartSpec, Quantised, Scheme
 from surgeon.models.weights.quantised.unpack import WORD, codes_of, scaled, scales_of
 from surgeon.models.weights.store import Tensors
 
@@ -52,9 +52,9 @@ class Fp8(Scheme):
     def arrangement(self, matrix: Quantised) -> Arrangement:
         """A scale for each block."""
         exponents = (torch.float8_e8m0fnu, torch.uint8)
-        parts = {ending: Part() for ending in matrix.parts.keys() & set(ACTIVATIONS)} | {
-            WEIGHT: Part(FLOAT8, (ROWS, Along(1))),
-            self.needed[1]: Part((*FLOATS, *exponents), grid_of(self.block), ones_follow=not any(self.block)),
+        parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)} | {
+            WEIGHT: PartSpec(FLOAT8, (ROWS, Along(1))),
+            self.needed[1]: PartSpec((*FLOATS, *exponents), grid_of(self.block), ones_follow=not any(self.block)),
         }
         return Arrangement(matrix.size(WEIGHT, 2), WEIGHT, parts)
 
@@ -101,24 +101,24 @@ class Grouped(Scheme):
         per_word = Fraction(self.bits, WORD) if self.packed else Fraction(1)
         shape = self._said(matrix) if self.packed else matrix.size(WEIGHT, 2)
         rows, columns = grid_of(self.block)
-        parts = {ending: Part() for ending in matrix.parts.keys() & set(ACTIVATIONS)}
-        parts[self.needed[0]] = Part((torch.int32,) if self.packed else self.types, (ROWS, Along(1, per_word)))
+        parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)}
+        parts[self.needed[0]] = PartSpec((torch.int32,) if self.packed else self.types, (ROWS, Along(1, per_word)))
         if self.packed:
-            parts[SHAPE] = Part(INDICES, sizes=((0, 2),))
+            parts[SHAPE] = PartSpec(INDICES, sizes=((0, 2),))
         sizes: tuple[tuple[int, int], ...] = ()
         if self.by_index:  # columns say which group they are of
             count = math.ceil(shape[1] / self.block[1])
             meaning = f"the group of each column, 0 to {count - 1}"
-            parts[GROUPS] = Part(INDICES, (None, Along(0)), below=count, meaning=meaning)
+            parts[GROUPS] = PartSpec(INDICES, (None, Along(0)), below=count, meaning=meaning)
             columns, sizes = None, ((1, count),)
         loose = not self.block[1]
-        parts[SCALES] = Part(FLOATS, (rows, columns), sizes, loose)
+        parts[SCALES] = PartSpec(FLOATS, (rows, columns), sizes, loose)
         if self.packed and not self.symmetric:
             by_row = None if rows is None else Along(0, rows.per_element * per_word)
-            parts[ZEROS] = Part((torch.int32,), (by_row, columns), sizes, loose)
+            parts[ZEROS] = PartSpec((torch.int32,), (by_row, columns), sizes, loose)
         elif not self.symmetric or ZEROS in matrix.parts:
             below, meaning = (1, "zeros, as symmetric is true") if self.symmetric else (None, "")
-            parts[ZEROS] = Part((*self.types, *FLOATS), (rows, columns), sizes, loose, below, meaning)
+            parts[ZEROS] = PartSpec((*self.types, *FLOATS), (rows, columns), sizes, loose, below, meaning)
         return Arrangement(shape, SHAPE if self.packed else WEIGHT, parts)
 
     def _said(self, matrix: Quantised) -> tuple[int, int]:
