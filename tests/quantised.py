@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from surgeon.models.weights import NamedTensors
+
 Stored = dict[str, Tensor]
 GROUP = 16
 # Values of the table that QLoRA calls NF4 are the format's own, stored with each matrix; any sixteen will do here.
@@ -27,7 +29,7 @@ def words(codes: Tensor, dim: int, bits: int = 4, order: tuple[int, ...] | None 
     return (found - ((found >> 31) << 32)).to(torch.int32).movedim(-1, dim).contiguous()
 
 
-def codes_in_groups(matrix: Tensor, bits: int = 4, group: int = GROUP) -> tuple[Tensor, Tensor, Tensor]:
+def codes_ingroups(matrix: Tensor, bits: int = 4, group: int = GROUP) -> tuple[Tensor, Tensor, Tensor]:
     """Codes 0..2^bits-1, (out, in), with scales and zero points (out, groups) of float16's digits."""
     grouped = matrix.unflatten(1, (-1, group))
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
@@ -41,6 +43,11 @@ def _numbers(codes: Tensor, scales: Tensor, zeros: Tensor, of: Tensor | None = N
     """What codes stand for; `of` says which group each input is of."""
     groups = torch.arange(codes.shape[1]) // GROUP if of is None else of.long()
     return (codes - zeros[:, groups]) * scales[:, groups]
+
+
+def named(stored: Stored, module: str = "m") -> NamedTensors:
+    """A module's tensors by their names."""
+    return NamedTensors({f"{module}{ending}": tensor for ending, tensor in stored.items()})
 
 
 def fp8(matrix: Tensor) -> tuple[Stored, Tensor]:
@@ -71,7 +78,7 @@ def int8_rows(matrix: Tensor) -> tuple[Stored, Tensor]:
 
 def packed(matrix: Tensor) -> tuple[Stored, Tensor]:
     """compressed-tensors' W4A16, asymmetric: signed values and zero points are stored with 8 added."""
-    codes, scales, zeros = codes_in_groups(matrix)
+    codes, scales, zeros = codes_ingroups(matrix)
     tensors = {
         ".weight_packed": words(codes, 1),
         ".weight_scale": scales.bfloat16(),
@@ -83,7 +90,7 @@ def packed(matrix: Tensor) -> tuple[Stored, Tensor]:
 
 def gptq(matrix: Tensor, order: Tensor | None = None) -> tuple[Stored, Tensor]:
     """Everything transposed, and zero points stored as one less."""
-    codes, scales, zeros = codes_in_groups(matrix)
+    codes, scales, zeros = codes_ingroups(matrix)
     groups = (
         torch.arange(matrix.shape[1]) // GROUP if order is None else (torch.arange(matrix.shape[1]) // GROUP)[order]
     )
@@ -101,7 +108,7 @@ def gptq_act_order(matrix: Tensor) -> tuple[Stored, Tensor]:
 
 
 def awq(matrix: Tensor) -> tuple[Stored, Tensor]:
-    codes, scales, zeros = codes_in_groups(matrix)
+    codes, scales, zeros = codes_ingroups(matrix)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     tensors = {
         ".qweight": words(codes.T, 1, order=order),
@@ -174,7 +181,7 @@ def mxfp4(stacked: Tensor) -> tuple[Stored, Tensor]:
     return tensors, (table[codes] * torch.exp2(exponents)[..., None]).flatten(-2).transpose(1, 2).contiguous()
 
 
-def _groups(form: str, **weights: Any) -> dict[str, Any]:
+def groups(form: str, **weights: Any) -> dict[str, Any]:
     whole = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
     whole["quantization_status"] = "compressed"
     return whole | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
@@ -185,9 +192,9 @@ BITS = {"bits": 4, "group_size": GROUP}
 # What stores a matrix, and the quantization_config that goes with it.
 SCHEMES: dict[str, tuple[Callable[[Tensor], tuple[Stored, Tensor]], dict[str, Any]]] = {
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"}),
-    "fp8 rows": (fp8_rows, _groups("float-quantized", num_bits=8, type="float", strategy="channel")),
-    "int8 rows": (int8_rows, _groups("int-quantized", num_bits=8, type="int", strategy="channel")),
-    "packed": (packed, _groups("pack-quantized", num_bits=4, type="int", symmetric=False, **IN_GROUPS)),
+    "fp8 rows": (fp8_rows, groups("float-quantized", num_bits=8, type="float", strategy="channel")),
+    "int8 rows": (int8_rows, groups("int-quantized", num_bits=8, type="int", strategy="channel")),
+    "packed": (packed, groups("pack-quantized", num_bits=4, type="int", symmetric=False, **IN_GROUPS)),
     "gptq": (gptq, {"quant_method": "gptq", "desc_act": False, "sym": False, **BITS}),
     "gptq act order": (gptq_act_order, {"quant_method": "gptq", "desc_act": True, "sym": False, **BITS}),
     "awq": (awq, {"quant_method": "awq", "version": "gemm", "zero_point": True, **BITS}),

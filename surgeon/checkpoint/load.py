@@ -41,6 +41,8 @@ def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
     if isinstance(what, StoredModel):
         return what
     checkpoint = what if isinstance(what, Checkpoint) else Checkpoint(locate(what))
+    for matrix in checkpoint.quantised.values():
+        _ = matrix.arrangement  # checks its tensors
     name = str(checkpoint.folder if isinstance(what, Checkpoint) else what)
     return StoredModel(name, checkpoint, *read_config(checkpoint))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import surgeon
@@ -25,7 +25,7 @@ from surgeon.exports.adapters import export_with_adapter
 from surgeon.opened import open_edited
 from tests.checkpoint.helpers import load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
 from tests.checkpoint.test_wrapped import pruned_by_hand
-from tests.quantised import SCHEMES, quantise_folder
+from tests.quantised import SCHEMES, mxfp4, quantise_folder
 from tests.selection import case
 from tests.tiny_wrappers import save_wrapper, tiny_wrapper
 
@@ -173,11 +173,11 @@ def test_names_of_layers_follow_them(sources: Path, tmp_path: Path) -> None:
     shutil.copytree(source(sources, "fp8"), folder)
     config = json.loads((folder / "config.json").read_text())
     names = ["lm_head", "model.layers.0.x", "re:.*layers\\.3\\..*", "model.layers.13.x", "layers.2", "my_layers.3.x"]
-    config["quantization_config"] |= {"modules_to_not_convert": names, "dynamic": {"+:model.layers.3.y": {"bits": 8}}}
+    config["quantization_config"] |= {"modules_to_not_convert": names, "modules_to_convert": {"model.layers.3.y": [1]}}
     (folder / "config.json").write_text(json.dumps(config))
     run_export(folder, tmp_path / "out", "A3 F3 A0 F0 A3 F3", form="plain")
     said = quantization_of(tmp_path / "out")
-    assert said["dynamic"] == {"+:model.layers.0.y": {"bits": 8}, "+:model.layers.2.y": {"bits": 8}}
+    assert said["modules_to_convert"] == {"model.layers.0.y": [1], "model.layers.2.y": [1]}
     assert said["modules_to_not_convert"] == [
         *("lm_head", "model.layers.1.x", "re:.*layers\\.0\\..*", "re:.*layers\\.2\\..*", "my_layers.3.x")
     ]
@@ -261,3 +261,33 @@ def test_mixtures(program: str, kept: int, tmp_path: Path) -> None:
     stock: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32) if is_plain else None
     for model in (load(tmp_path / "out"), stock or load_shipped(tmp_path / "out")):
         assert relative_error(logits_of(model.eval()), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("program", "form"), [("A0 F0!e0,e2 A1 F1!e2,e3", "plain"), ("A0 F0!e0,e2 >A1 >F1", "program")]
+)
+def test_experts_left_out_of_stacks(program: str, form: str, tmp_path: Path) -> None:
+    """gpt-oss stores experts stacked: those that stay are the same blocks, bit for bit, in both forms."""
+    folder = tmp_path / "mixture"
+    save_source(folder, "gpt_oss", 2, hidden_size=64, intermediate_size=64, num_local_experts=4)
+    tensors = load_file(folder / "model.safetensors")
+    dense = dict(tensors)
+    for name in [name for name in tensors if "experts" in name and not name.endswith("bias")]:
+        stored, dense[name] = mxfp4(tensors.pop(name).float())
+        tensors |= {f"{name}{ending}": tensor for ending, tensor in stored.items()}
+    shutil.copytree(folder, tmp_path / "dense")
+    save_file(dense, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="all 4 matrices stored as MXFP4 stay so, bit for bit"):
+        run_export(folder, tmp_path / "out", program, form=form)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    kept = {0: [0, 2], 1: [2, 3] if form == "plain" else [0, 1, 2, 3]}
+    for layer, experts in kept.items():
+        for role in ("gate_up_proj", "down_proj"):
+            for ending in ("_blocks", "_scales"):
+                name = f"model.layers.{layer}.mlp.experts.{role}{ending}"
+                assert torch.equal(written[name], tensors[name][experts]), name
+    expected = logits_of(surgeon.edit(load(tmp_path / "dense"), program))
+    assert relative_error(logits_of(load(tmp_path / "out")), expected) < 1e-5

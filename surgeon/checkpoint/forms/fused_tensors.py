@@ -25,6 +25,7 @@ from surgeon.checkpoint.forms.planning import (
     TensorPlanner,
     averaging_dtype,
     known_modules,
+    of_parts,
 )
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.stored import StoredModel
@@ -135,19 +136,7 @@ class FusedPlanner(TensorPlanner):
         matrices = [self.source.quantised[one] for one in whole if one in self.source.quantised]
         if len(matrices) < len(sublayers):
             return []
-        parts = stacked(matrices, 1, self._blocks(sublayers)) or {}
-        return [
-            PlannedTensor(
-                f"{name.removesuffix('.weight')}{ending}",
-                part.shape,
-                part.dtype,
-                rounded=False,
-                rows=lambda part=part: iter([part.read()]),  # type: ignore[misc]
-                sources=part.sources,
-                part_of=name,
-            )
-            for ending, part in parts.items()
-        ]
+        return of_parts(name, matrices[0], stacked(matrices, 1, self._blocks(sublayers)) or {})
 
     def _folded(self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
         """Rows of all matrices, a block of each in turn, multiplied with a gain per column."""

@@ -5,7 +5,7 @@ Nothing here knows which form they are for; what a form stores in another way th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -32,6 +32,7 @@ from surgeon.models.weights import (
     packed,
 )
 from surgeon.models.weights.layout import modules_of, own_path, taken_apart
+from surgeon.models.weights.quantised import Quantised, StackedPart, chosen
 from surgeon.models.weights.units import LayerWeights
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
@@ -83,6 +84,41 @@ def carried(files: TensorFiles, name: str) -> PlannedTensor:
     )
 
 
+def of_parts(name: str, matrix: Quantised, parts: Mapping[str, StackedPart]) -> list[PlannedTensor]:
+    """The tensors that hold a quantised matrix made of stored ones, of a scheme of theirs.
+
+    Args:
+        name: of it.
+        matrix: one of those that it is made of.
+    """
+    module = name.removesuffix(matrix.scheme.stands_for)
+    return [
+        PlannedTensor(
+            f"{module}{ending}",
+            part.shape,
+            part.dtype,
+            rounded=False,
+            rows=lambda part=part: iter([part.read()]),  # type: ignore[misc]
+            sources=part.sources,
+            part_of=name,
+        )
+        for ending, part in parts.items()
+    ]
+
+
+@dataclass(frozen=True)
+class OfExperts:
+    """Computes what a tensor has of some experts, which lie one after the other in it."""
+
+    whole: Compute
+    experts: tuple[int, ...]
+
+    def __call__(self, weights: ModelWeights) -> Tensor:
+        whole = self.whole(weights)
+        assert isinstance(whole, Tensor)
+        return whole[list(self.experts)]
+
+
 class TensorPlanner:
     """Plans the tensors of a checkpoint made of another one's layers.
 
@@ -130,8 +166,14 @@ class TensorPlanner:
                 continue
             written = path if sublayer.experts is None else self._of_experts(sublayer, path)
             if written is not None:
-                yield written, partial(self.part, sublayer, path)
+                yield written, self.as_stored(sublayer, path)
         yield from self.apart(sublayer, apart)
+
+    def as_stored(self, sublayer: Sublayer, path: str) -> Compute:
+        """How a tensor is computed that is written in the way that its layers store it."""
+        compute = partial(self.part, sublayer, path)
+        chosen = sublayer.experts is not None and path in self._by_expert(sublayer)
+        return OfExperts(compute, sublayer.experts or ()) if chosen else compute
 
     def _of_experts(self, sublayer: Sublayer, path: str) -> str | None:
         """The path of a tensor of a mixture whose experts that stay count from 0; None if its expert does not stay."""
@@ -182,6 +224,11 @@ class TensorPlanner:
             module = name.removesuffix(matrices[0].scheme.stands_for)
             parts = ((f"{module}{ending}", part) for ending, part in matrices[0].parts.items())
             return [replace(carried(self.source.raw, part), name=written, part_of=name) for written, part in parts]
+        if isinstance(compute, OfExperts) and matrices and self.dtype is None:
+            outline, read = self.outlines.trace(compute.whole)
+            some = chosen(matrices[0], 0, compute.experts) if outline[0] is read[sources[0]] else None
+            if some is not None:
+                return of_parts(name, matrices[0], some)
         return [
             PlannedTensor(
                 name,
@@ -233,8 +280,7 @@ class TensorPlanner:
     def part(self, sublayer: Sublayer, path: str, weights: ModelWeights) -> Tensor:
         """One tensor of an unsliced sublayer as its layers store it; in float32 if it is their average."""
         if len(sublayer.layers) == 1:
-            stored = weights.stored(sublayer, path)
-            return stored if path not in self._by_expert(sublayer) else stored[list(sublayer.experts or ())]
+            return weights.stored(sublayer, path)
         tensors = (weights.tensor(f"{self.family.layers}.{layer}.{path}") for layer in sublayer.layers)
         return mean(tensors, averaging_dtype(sublayer))
 
@@ -265,8 +311,19 @@ class ModulePlanner(TensorPlanner):
         apart = taken_apart(spec, lambda role: sublayer.rank(role) is not None)
         for packed_here in modules_of(spec).values():
             if packed_here[0] not in apart:
-                yield from self._module(sublayer, packed_here)
+                yield from self._quantised(sublayer, packed_here) or self._module(sublayer, packed_here)
         yield from self.apart(sublayer, apart)
+
+    def _quantised(self, sublayer: Sublayer, projections: list[Projection]) -> list[tuple[str, Compute]]:
+        """A parameter that is stored as the module has it, and quantised; nothing if it is not, or changes."""
+        like, (layer, *others) = projections[0], sublayer.layers
+        stored = [path for path in (like.weight, like.bias) if f"{self.prefix}{layer}.{path}" in self.source]
+        is_whole = sublayer.width in (None, self.weights.stored_width(sublayer.kind, layer))
+        if others or sublayer.piece is not None or not is_whole:
+            return []
+        if f"{self.prefix}{layer}.{like.weight}" not in self.source.quantised or not like.stacked:
+            return []
+        return [(path, self.as_stored(sublayer, path)) for path in stored]
 
     def _module(self, sublayer: Sublayer, projections: list[Projection]) -> Iterator[tuple[str, Compute]]:
         like = projections[0]

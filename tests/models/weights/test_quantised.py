@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from surgeon.models.weights import NamedTensors
 from surgeon.models.weights.quantised import quantised_matrices
-from tests.quantised import SCHEMES, fp8, gptq, mxfp4, packed
-
-
-def named(stored: dict[str, Any], module: str = "m") -> NamedTensors:
-    return NamedTensors({f"{module}{ending}": tensor for ending, tensor in stored.items()})
+from tests.quantised import SCHEMES, fp8, gptq, mxfp4, named, packed
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -57,7 +51,7 @@ def test_modules_by_their_groups() -> None:
     four, eight = (packed(torch.randn(16, 32))[0] for _ in range(2))
     args = {"strategy": "group", "group_size": 16}
     groups = {
-        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, **args}},
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": False, **args}},
         "group_1": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, **args}},
     }
     eight[".weight_packed"] = torch.randint(-(2**31), 2**31 - 1, (16, 8), dtype=torch.int32)
@@ -71,67 +65,34 @@ def test_modules_by_their_groups() -> None:
     assert torch.equal(found["a.down_proj.weight"].whole(), expected)
 
 
+def test_a_module_of_no_group_is_refused() -> None:
+    """Where groups name modules and differ, which of them another module is in cannot be known."""
+    said = {"strategy": "channel", "type": "int", "num_bits": 8}
+    groups = {
+        "one": {"targets": ["re:.*up_proj"], "weights": said},
+        "other": {"targets": ["re:.*down_proj"], "weights": {**said, "strategy": "tensor"}},
+    }
+    stored, _ = SCHEMES["int8 rows"][0](torch.randn(16, 32))
+    tensors = named(stored, "a.up_proj").tensors | named(stored, "a.gate_proj").tensors
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    with pytest.raises(ValueError, match=r"tensor a.gate_proj.weight holds int8, .* none that quantization_config"):
+        quantised_matrices(NamedTensors(tensors), config)
+
+
 def test_what_is_not_quantised_is_left_alone() -> None:
     stored, _ = fp8(torch.randn(32, 32))
-    tensors = named(stored).tensors | {"n.weight": torch.randn(4), "h.weight": torch.randn(4, 4)}
+    dense = {"n.weight": torch.randn(4), "h.weight": torch.randn(4, 4), "m.bias": torch.randn(32)}
+    dense |= {"a.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "m.input_scale": torch.ones(())}
+    tensors = named(stored).tensors | dense
     assert list(quantised_matrices(NamedTensors(tensors), SCHEMES["fp8"][1])) == ["m.weight"]
-    assert quantised_matrices(NamedTensors(tensors), None) == {}
+    assert quantised_matrices(NamedTensors(dense), None) == {}
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"quant_method": "quip"}, "quantised by 'quip' are not supported .known: fp8, compressed-tensors, gptq"),
-        ("fp8", "must be an object"),
-        ({"quant_method": "gptq"}, "not what gptq writes .KeyError: 'bits'"),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 8}, r"GPTQ of 3 bits is not supported .known: 2, 4, 8"),
-        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "GPTQ as marlin is not supported"),
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": {"+:.*up": {"bits": 8}}},
-            r"in some modules .dynamic: '\+:.\*up'.",
-        ),
-        (
-            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "sparse compressed-tensors as sparse-24-bitmask is not supported",
-        ),
-        ({"quant_method": "awq", "version": "gemv"}, "AWQ as gemv is not supported"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "nvfp4-pack-quantized",
-                "config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "tensor_group"}}},
-            },
-            "as nvfp4-pack-quantized is not supported .known: float-quantized",
-        ),
-    ],
-)
-def test_what_is_not_known_is_named(config: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        quantised_matrices(NamedTensors({}), config)
-
-
-def test_a_tensor_that_is_missing_is_named() -> None:
-    for scheme, ending in (("fp8", ".weight_scale_inv"), ("gptq", ".scales"), ("nf4", ".weight.quant_map")):
-        stored, _ = SCHEMES[scheme][0](torch.randn(32, 32))
-        del stored[ending]
-        with pytest.raises(ValueError, match=f"has no tensor m{ending}, which .* needs beside m"):
-            quantised_matrices(named(stored), SCHEMES[scheme][1])
-
-
-@pytest.mark.parametrize(("scheme", "ending"), [("fp8", ".weight_scale_inv"), ("awq", ".scales"), ("int8", ".SCB")])
-def test_scales_of_another_shape_are_refused(scheme: str, ending: str) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_in_storage_types_without_a_scheme_are_refused(scheme: str) -> None:
     stored, _ = SCHEMES[scheme][0](torch.randn(32, 32))
-    stored[ending] = stored[ending][:-1]
-    (found,) = quantised_matrices(named(stored), SCHEMES[scheme][1]).values()
-    with pytest.raises(ValueError, match=f"tensor m{ending} has the shape .* for a matrix of 32 x 32"):
-        _ = found.shape
-
-
-def test_an_order_that_config_does_not_speak_of_is_refused() -> None:
-    stored, _ = SCHEMES["gptq act order"][0](torch.randn(32, 32))
-    (found,) = quantised_matrices(named(stored), SCHEMES["gptq"][1]).values()
-    with pytest.raises(ValueError, match="inputs out of order, and config.json says that desc_act is false"):
-        found.whole()
+    with pytest.raises(ValueError, match=r"tensor m\..* belongs to no quantization_config"):
+        quantised_matrices(named(stored), None)
 
 
 def test_a_zero_point_of_zero_is_the_largest_code() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -11,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.models.weights.quantised.matrix import Along, Arrangement, Scheme
+from surgeon.errors import shown
+from surgeon.models.weights.quantised.matrix import FLOATS, Along, Arrangement, PartSpec, Quantised, Scheme
 from surgeon.models.weights.quantised.unpack import pairs_of, scaled
-from surgeon.models.weights.store import Store, Tensors
+from surgeon.models.weights.store import Tensors
 
 WEIGHT, ABSMAX, TABLE = ".weight", ".weight.absmax", ".weight.quant_map"
 NESTED, NESTED_TABLE = ".weight.nested_absmax", ".weight.nested_quant_map"
 STATE = ".weight.quant_state.bitsandbytes__"
-SCALES = ".SCB"
+SCALES, FORMAT = ".SCB", ".weight_format"
 INT8_RANGE = 127.0
+BYTES = (torch.uint8, torch.int8)  # codes, which may be stored as if they were numbers of more bytes
+_NESTED_STATE = {"nested_blocksize", "nested_offset"}
+_STATE = {"quant_type", "blocksize", "dtype", "shape", "nested_dtype", *_NESTED_STATE}
 
 
 def state_of(stored: Tensor) -> dict[str, Any]:
@@ -29,10 +32,18 @@ def state_of(stored: Tensor) -> dict[str, Any]:
         ValueError: if it is not that.
     """
     try:
-        said = json.loads(bytes(stored.tolist()).decode())
-        return {"nested_blocksize": 0, "nested_offset": 0.0, **said, "shape": tuple(map(int, said["shape"]))}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"a quant_state of bitsandbytes is not what it writes ({error})") from error
+        said: dict[str, Any] = json.loads(bytes(stored.tolist()).decode())
+        numbers = (*said["shape"], said["blocksize"], said.get("nested_blocksize", 1))
+        offset = said.get("nested_offset", 0.0)
+        found = said["quant_type"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"is no quant_state as bitsandbytes writes it ({type(error).__name__}: {error})") from error
+    is_whole = all(type(one) is int and one > 0 for one in numbers) and len(said["shape"]) == 2
+    if not is_whole or not isinstance(offset, float | int) or not isinstance(found, str):
+        raise ValueError(f"is no quant_state as bitsandbytes writes it, but {shown(said, 200)}")
+    if unknown := sorted(said.keys() - _STATE):
+        raise ValueError(f"has {unknown[0]} {shown(said[unknown[0]])}, which is not known in a quant_state")
+    return said
 
 
 @dataclass(frozen=True)
@@ -58,22 +69,30 @@ class FourBits(Scheme):
     def description(self) -> str:
         return f"{self.table.upper()} (bitsandbytes)"
 
-    def holds(self, parts: Mapping[str, str], store: Store) -> bool:  # noqa: ARG002
-        """By any of its tensors but the weight, which all modules have."""
-        return ABSMAX in parts or TABLE in parts or self.needed[3] in parts
-
-    def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
+    def arrangement(self, matrix: Quantised) -> Arrangement:
         """Rows lie one after the other in all of its tensors, columns nowhere."""
-        said = state_of(store.tensor(parts[self.needed[3]]))
+        state = self.needed[3]
+        try:
+            said = state_of(matrix.tensor(state))
+        except ValueError as error:
+            raise matrix.fault(state, str(error)) from error
+        if said["quant_type"] != self.table:
+            raise matrix.fault(state, f"says {shown(said['quant_type'])} of what is {self.table} by its name")
         rows, columns = said["shape"]
-        half, block = 2 * store.dtype(parts[WEIGHT]).itemsize, said["blocksize"]
-        along: dict[str, tuple[Along | None, ...]] = {
-            WEIGHT: (Along(0, Fraction(columns, half)), None),
-            ABSMAX: (Along(0, Fraction(columns, block)), None),
+        half, block = 2 * matrix.store.dtype(matrix.parts[WEIGHT]).itemsize, said["blocksize"]
+        nested = said.keys() & _NESTED_STATE
+        parts = {
+            WEIGHT: PartSpec((*BYTES, *FLOATS), (Along(0, Fraction(columns, half)), None), ones_follow=True),
+            ABSMAX: PartSpec((torch.uint8,) if nested else FLOATS, (Along(0, Fraction(columns, block)), None)),
+            TABLE: PartSpec(FLOATS, sizes=((0, 16),)),
+            state: PartSpec(),
         }
-        if NESTED in parts:
-            along[NESTED] = Along(0, Fraction(columns, block * said["nested_blocksize"])), None
-        return Arrangement((rows, columns), along, whole=(1,))
+        if nested:
+            if nested != _NESTED_STATE:
+                raise matrix.fault(state, f"has {nested.pop()} alone of {' and '.join(sorted(_NESTED_STATE))}")
+            of_scales = Along(0, Fraction(columns, block * said["nested_blocksize"])), None
+            parts |= {NESTED: PartSpec(FLOATS, of_scales), NESTED_TABLE: PartSpec(FLOATS, sizes=((0, 256),))}
+        return Arrangement((rows, columns), state, parts, whole=(1,))
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """The table's value times the scale of its block."""
@@ -91,19 +110,22 @@ class Int8(Scheme):
     """LLM.int8 (Dettmers et al. 2022): each row has the size of its largest value, which is 127."""
 
     needed = (WEIGHT, SCALES)
-    optional = (".weight_format",)
+    optional = (FORMAT,)
 
     @property
     def description(self) -> str:
         return "int8 (bitsandbytes)"
 
-    def holds(self, parts: Mapping[str, str], store: Store) -> bool:
-        """By its scales, or its dtype."""
-        return SCALES in parts or (WEIGHT in parts and store.dtype(parts[WEIGHT]) == torch.int8)
-
-    def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
+    def arrangement(self, matrix: Quantised) -> Arrangement:
         """A scale for each row."""
-        return Arrangement(store.shape(parts[WEIGHT]), {WEIGHT: (Along(0), Along(1)), SCALES: (Along(0), None)})
+        parts = {
+            WEIGHT: PartSpec((torch.int8,), (Along(0), Along(1))),
+            SCALES: PartSpec(FLOATS, (Along(0), None), ones_follow=True),
+        }
+        if FORMAT in matrix.parts:
+            layouts = "0 for a layout in rows (1 is col32, 2 col_turing, 3 col_ampere, which are not supported)"
+            parts[FORMAT] = PartSpec((torch.uint8,), ones_follow=True, below=1, meaning=layouts)
+        return Arrangement(matrix.size(WEIGHT, 2), WEIGHT, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
         """Each value times a 127th of its row's scale."""

@@ -1,4 +1,8 @@
-"""A matrix that several stored tensors hold in few bits: codes, scales, zero points."""
+"""A matrix that several stored tensors hold in few bits: codes, scales, zero points.
+
+A scheme declares which tensors these are, of which shapes and types, and what the values of some of them have to be
+(`PartSpec`); whether they are so is checked here, for all schemes, before anything is made of them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ import torch
 from torch import Tensor
 
 from surgeon.models.weights.store import Store, Tensors
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
 
 
 class Along(NamedTuple):
@@ -32,24 +39,60 @@ class Along(NamedTuple):
         return math.floor(first * self.per_element), math.ceil(end * self.per_element)
 
 
+class PartSpec(NamedTuple):
+    """What one of the tensors that hold a matrix has to be.
+
+    Attributes:
+        dtypes: that it may have; nothing is asked of a tensor without any.
+        along: where each of the matrix's dimensions lies in it; None where it has the same for all of that dimension.
+        sizes: of its dimensions that are none of the matrix's, (dimension, size).
+        ones_follow: whether dimensions of one element may follow these.
+        below: its values are whole numbers from 0 on, and less than this; None where they may be any.
+        meaning: what its values are, if they are not any, for people.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    along: tuple[Along | None, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
+    ones_follow: bool = False
+    below: int | None = None
+    meaning: str = ""
+
+    def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape for a matrix of one."""
+        sizes = dict(self.sizes)
+        sizes |= {
+            place.dim: place.bounds(0, size)[1]
+            for size, place in zip(of, self.along, strict=False)
+            if place is not None
+        }
+        return tuple(sizes[dim] for dim in range(len(sizes)))
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """How tensors hold a matrix.
 
     Attributes:
         shape: of the matrix.
-        along: for each tensor (by its ending) where each of the matrix's dimensions lies in it; None where the tensor
-            has the same for all of that dimension.
+        by: the ending of the tensor that says so.
+        parts: every tensor that holds it, by its ending.
         whole: dimensions along which no part can be told from the others.
     """
 
     shape: tuple[int, ...]
-    along: Mapping[str, tuple[Along | None, ...]]
+    by: str
+    parts: Mapping[str, PartSpec]
     whole: tuple[int, ...] = ()
+
+    def place(self, ending: str, dim: int) -> Along | None:
+        """Where a dimension lies in a tensor."""
+        along = self.parts[ending].along
+        return along[dim] if along else None
 
     def unit(self, dim: int) -> int:
         """How many elements along a dimension begin and end with an element of every tensor."""
-        places = (along[dim] for along in self.along.values())
+        places = (self.place(ending, dim) for ending in self.parts)
         return math.lcm(*(place.per_element.denominator for place in places if place is not None))
 
 
@@ -57,8 +100,8 @@ class Scheme(ABC):
     """One way to store matrices in several tensors, with what config.json says of it.
 
     Attributes:
-        needed: endings of the tensors that hold a matrix, behind the name of its module.
-        optional: endings of further ones, which belong to it where they are there.
+        needed: endings of the tensors that hold every matrix, behind the name of its module.
+        optional: endings of further ones; which a matrix has says its arrangement.
         stands_for: what the matrix is called behind the name of its module.
         writes_biases: whether modules have zeros for a bias where their architecture has none.
     """
@@ -74,15 +117,11 @@ class Scheme(ABC):
         """For people: "FP8 in blocks of 128 x 128"."""
 
     @abstractmethod
-    def holds(self, parts: Mapping[str, str], store: Store) -> bool:
-        """Whether what a module has of these tensors, by ending, is a matrix in this scheme; some may be missing."""
-
-    @abstractmethod
-    def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
-        """How a matrix's tensors hold it.
+    def arrangement(self, matrix: Quantised) -> Arrangement:
+        """How a matrix's tensors hold it; all that are needed are there.
 
         Raises:
-            ValueError: if they cannot.
+            ValueError: if they do not say what shape it has.
         """
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:  # noqa: ARG002
@@ -120,27 +159,77 @@ class Quantised:
 
     @cached_property
     def arrangement(self) -> Arrangement:
-        """How its tensors hold it.
+        """How its tensors hold it; they are checked.
 
         Raises:
-            ValueError: if their shapes do not fit each other.
+            ValueError: naming the first one that is missing, too many, or not what the scheme has there.
         """
-        found = self.scheme.arrangement(self.parts, self.store)
-        for ending, along in found.along.items():
-            stored = self.store.shape(self.parts[ending])
-            for size, place in zip(found.shape, along, strict=True):
-                wanted = 0 if place is None else place.bounds(0, size)[1]
-                if place is not None and (place.dim >= len(stored) or stored[place.dim] != wanted):
-                    raise ValueError(
-                        f"{self.store.where}: tensor {self.parts[ending]} has the shape {stored}, and "
-                        f"{self.scheme.description} needs {wanted} along dimension {place.dim} for a matrix of "
-                        f"{' x '.join(map(str, found.shape))}; is the file whole, and the quantization_config its own?"
-                    )
+        self._require(self.scheme.needed)
+        found = self.scheme.arrangement(self)
+        self._require(found.parts)
+        for ending in self.parts:
+            if ending not in found.parts:
+                raise self.fault(ending, f"belongs to no {self.scheme.description} as quantization_config has it")
+            self._check(ending, found)
         return found
+
+    def size(self, ending: str, dimensions: int) -> tuple[int, ...]:
+        """The shape of one of its tensors.
+
+        Raises:
+            ValueError: if it has not so many dimensions, or no elements.
+        """
+        stored = self.store.shape(self.parts[ending])
+        if len(stored) != dimensions or 0 in stored:
+            raise self.fault(ending, f"has the shape {stored}, not {dimensions} dimensions with something in them")
+        return stored
+
+    def tensor(self, ending: str) -> Tensor:
+        """One of its tensors."""
+        return self.store.tensor(self.parts[ending])
+
+    def fault(self, ending: str, what: str) -> ValueError:
+        """What is wrong with one of its tensors."""
+        return ValueError(
+            f"{self.store.where}: tensor {self.parts[ending]} {what}; is its file whole, and the quantization_config "
+            "in config.json its own?"
+        )
+
+    def _require(self, endings: Mapping[str, PartSpec] | tuple[str, ...]) -> None:
+        for ending in endings:
+            if ending not in self.parts:
+                module = self.name.removesuffix(self.scheme.stands_for)
+                raise ValueError(
+                    f"{self.store.where} has no tensor {module}{ending}, which {self.scheme.description} needs beside "
+                    f"{next(iter(self.parts.values()))}"
+                )
+
+    def _check(self, ending: str, arrangement: Arrangement) -> None:
+        """Refuse a tensor of another type, shape, or other values than its part has."""
+        part, name, by = arrangement.parts[ending], self.parts[ending], self.scheme.description
+        if not part.dtypes:
+            return
+        dtype, stored, wanted = self.store.dtype(name), self.store.shape(name), part.shape(arrangement.shape)
+        if dtype not in part.dtypes:
+            allowed = " or ".join(_called(one) for one in part.dtypes)
+            raise self.fault(ending, f"holds {_called(dtype)}, and {by} needs {allowed}")
+        rest = stored[len(wanted) :]
+        if stored[: len(wanted)] != wanted or (rest and (not part.ones_follow or set(rest) != {1})):
+            size = f"{' x '.join(map(str, arrangement.shape))}, by {self.parts[arrangement.by]}"
+            raise self.fault(ending, f"has the shape {stored}, and {by} needs {wanted} for a matrix of {size}")
+        stated = self.scheme.stated(ending, arrangement.shape)
+        if stated is not None and not torch.equal(self.tensor(ending).long(), stated.long()):
+            raise self.fault(ending, f"should hold {part.meaning}")
+        if part.below is not None:
+            values = self.tensor(ending).double()
+            outside = values[~((values >= 0) & (values < part.below))]
+            if len(outside):
+                raise self.fault(ending, f"holds {outside[0].item():g}, and should hold {part.meaning}")
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
         """All values, in another dtype if one is given."""
-        values = self.scheme.values({end: self.store.tensor(name) for end, name in self.parts.items()}, self.shape)
+        shape = self.shape
+        values = self.scheme.values({ending: self.tensor(ending) for ending in self.parts}, shape)
         return values if dtype is None else values.to(dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
@@ -156,10 +245,12 @@ class Quantised:
         shape[dim] = stop - begin
         tensors = {}
         for ending, name in self.parts.items():
-            place = self.arrangement.along.get(ending, (None,) * len(shape))[dim]
+            place = self.arrangement.place(ending, dim)
             tensors[ending] = (
-                self.store.tensor(name)
-                if place is None
-                else self.store.part(name, place.dim, *place.bounds(begin, stop))
+                self.tensor(ending) if place is None else self.store.part(name, place.dim, *place.bounds(begin, stop))
             )
         return self.scheme.values(tensors, tuple(shape)).narrow(dim, first - begin, end - first)
+
+
+def _called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

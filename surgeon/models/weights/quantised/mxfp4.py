@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
 from torch import Tensor
 
-from surgeon.models.weights.quantised.matrix import Along, Arrangement, Scheme
+from surgeon.models.weights.quantised.matrix import Along, Arrangement, PartSpec, Quantised, Scheme
 from surgeon.models.weights.quantised.unpack import mxfp4
-from surgeon.models.weights.store import Store, Tensors
+from surgeon.models.weights.store import Tensors
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 BLOCK = 32  # values with one exponent
@@ -27,24 +27,15 @@ class Mxfp4(Scheme):
     def description(self) -> str:
         return "MXFP4"
 
-    def holds(self, parts: Mapping[str, str], store: Store) -> bool:  # noqa: ARG002
-        """By its name, which nothing else has."""
-        return bool(parts)
-
-    def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
-        """Inputs lie last, in blocks.
-
-        Raises:
-            ValueError: if blocks are of another size.
-        """
-        shape = store.shape(parts[BLOCKS])
-        if len(shape) != 4 or shape[3] * 2 != BLOCK:
-            raise ValueError(
-                f"{store.where}: tensor {parts[BLOCKS]} has the shape {shape}, and MXFP4 needs "
-                f"(experts, out, blocks, {BLOCK // 2})"
-            )
+    def arrangement(self, matrix: Quantised) -> Arrangement:
+        """Inputs lie last, in blocks."""
+        experts, outputs, blocks, _ = matrix.size(BLOCKS, 4)
         along = Along(0), Along(2, Fraction(1, BLOCK)), Along(1)
-        return Arrangement((shape[0], shape[2] * BLOCK, shape[1]), {BLOCKS: along, EXPONENTS: along})
+        parts = {
+            BLOCKS: PartSpec((torch.uint8,), along, sizes=((3, BLOCK // 2),)),
+            EXPONENTS: PartSpec((torch.uint8,), along),
+        }
+        return Arrangement((experts, blocks * BLOCK, outputs), BLOCKS, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
         """The numbers of its blocks, (experts, in, out)."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from surgeon.models.weights.quantised.matrix import Along, Arrangement, Scheme
+from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arrangement, PartSpec, Quantised, Scheme
 from surgeon.models.weights.quantised.unpack import WORD, codes_of, scaled
-from surgeon.models.weights.store import Store, Tensors
+from surgeon.models.weights.store import Tensors
 
 WORDS, ZEROS, SCALES, GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
 # Which of a word's codes the eight outputs are, in AWQ's order: 0 2 4 6 1 3 5 7 are written from the lowest bits on.
@@ -26,13 +26,14 @@ class Gptq(Scheme):
         bits: of a code.
         group: inputs with one scale; -1 for all of them.
         zero_offset: what stored zero points lack: 1 in the first version of the format.
-        in_order: whether the inputs of each group lie side by side (no act-order).
+        in_order: whether the inputs of each group lie side by side (no act-order); None where nothing is said of it,
+            and g_idx says it if it is there.
     """
 
     bits: int
     group: int
     zero_offset: int = 1
-    in_order: bool = False
+    in_order: bool | None = None
 
     needed = (WORDS, ZEROS, SCALES)
     optional = (GROUPS,)
@@ -42,41 +43,38 @@ class Gptq(Scheme):
     def description(self) -> str:
         return f"GPTQ of {self.bits} bits{'' if self.group < 0 else f' in groups of {self.group}'}"
 
-    def holds(self, parts: Mapping[str, str], store: Store) -> bool:  # noqa: ARG002
-        """By any of its tensors but scales, which others have too."""
-        return WORDS in parts or ZEROS in parts
-
-    def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
+    def arrangement(self, matrix: Quantised) -> Arrangement:
         """Inputs lie along the first dimension; which group each is of says g_idx, unless they lie in order."""
         per_word = Fraction(self.bits, WORD)
-        inputs, outputs = store.shape(parts[WORDS])[0] / per_word, store.shape(parts[WORDS])[1]
-        by_index = GROUPS in parts and not self.in_order
+        words, outputs = matrix.size(WORDS, 2)
+        inputs = int(words / per_word)
+        by_index = self.in_order is False or (self.in_order is None and GROUPS in matrix.parts)
+        count = 1 if self.group < 0 else math.ceil(inputs / self.group)
         groups = None if by_index or self.group < 0 else Along(0, Fraction(1, self.group))
-        along: dict[str, tuple[Along | None, ...]] = {
-            WORDS: (Along(1), Along(0, per_word)),
-            ZEROS: (Along(1, per_word), groups),
-            SCALES: (Along(1), groups),
+        parts = {
+            WORDS: PartSpec((torch.int32,), (Along(1), Along(0, per_word))),
+            ZEROS: PartSpec((torch.int32,), (Along(1, per_word), groups), ((0, count),)),
+            SCALES: PartSpec(FLOATS, (Along(1), groups), ((0, count),)),
         }
-        if by_index:
-            along[GROUPS] = None, Along(0)
-        return Arrangement((outputs, int(inputs)), along)
+        if by_index or GROUPS in matrix.parts:
+            meaning = (
+                f"the group of each input, 0 to {count - 1}" if by_index else "inputs in order, as desc_act is false"
+            )
+            along = None, Along(0)
+            parts[GROUPS] = PartSpec(INDICES, along, below=count if by_index else None, meaning=meaning)
+        return Arrangement((outputs, inputs), WORDS, parts)
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
         """Which group each input is of, if they lie in order."""
-        follows = ending == GROUPS and self.in_order and self.group > 0
-        return torch.arange(shape[1], dtype=torch.int32) // self.group if follows else None
+        follows = ending == GROUPS and self.in_order
+        return torch.arange(shape[1]) // (self.group if self.group > 0 else shape[1]) if follows else None
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """(code - zero point) * scale, (out, in)."""
         outputs, inputs = shape
         zeros = codes_of(tensors[ZEROS], self.bits, 1)[:, :outputs] + self.zero_offset
         zeros = zeros & ((1 << self.bits) - 1)  # where 1 is missing, 0 is stored as the largest code
-        codes, index = codes_of(tensors[WORDS], self.bits, 0), tensors.get(GROUPS)
-        if self.in_order and index is not None:
-            group = self.group if self.group > 0 else len(index)
-            if not torch.equal(index, (torch.arange(len(index), device=index.device) // group).to(index.dtype)):
-                raise ValueError("a g_idx of GPTQ has inputs out of order, and config.json says that desc_act is false")
-            index = None
+        codes, index = codes_of(tensors[WORDS], self.bits, 0), None if self.in_order else tensors.get(GROUPS)
         return _of_groups(codes, zeros, tensors[SCALES], inputs, self.group, index)
 
 
@@ -97,17 +95,17 @@ class Awq(Scheme):
     def description(self) -> str:
         return f"AWQ of 4 bits{'' if self.group < 0 else f' in groups of {self.group}'}"
 
-    def holds(self, parts: Mapping[str, str], store: Store) -> bool:  # noqa: ARG002
-        """By any of its tensors but scales, which others have too."""
-        return WORDS in parts or ZEROS in parts
-
-    def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
+    def arrangement(self, matrix: Quantised) -> Arrangement:
         """Inputs lie along the first dimension."""
-        inputs, words = store.shape(parts[WORDS])
+        inputs, words = matrix.size(WORDS, 2)
         packed = Along(1, Fraction(self.bits, WORD))
         groups = None if self.group < 0 else Along(0, Fraction(1, self.group))
-        along = {WORDS: (packed, Along(0)), ZEROS: (packed, groups), SCALES: (Along(1), groups)}
-        return Arrangement((words * WORD // self.bits, inputs), along)
+        parts = {
+            WORDS: PartSpec((torch.int32,), (packed, Along(0))),
+            ZEROS: PartSpec((torch.int32,), (packed, groups), ((0, 1),)),
+            SCALES: PartSpec(FLOATS, (Along(1), groups), ((0, 1),)),
+        }
+        return Arrangement((words * WORD // self.bits, inputs), WORDS, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """(code - zero point) * scale, (out, in)."""

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from surgeon.models.weights.quantised.matrix import Along, Arrangement, Scheme
-from surgeon.models.weights.quantised.unpack import codes_of, scaled, scales_of
-from surgeon.models.weights.store import Store, Tensors
+from surgeon.errors import shown
+from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arrangement, PartSpec, Quantised, Scheme
+from surgeon.models.weights.quantised.unpack import WORD, codes_of, scaled, scales_of
+from surgeon.models.weights.store import Tensors
 
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-WEIGHT, ROWS, COLUMNS = ".weight", Along(0), Along(1)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+WEIGHT, ROWS = ".weight", Along(0)
+SCALES, ZEROS, GROUPS = ".weight_scale", ".weight_zero_point", ".weight_g_idx"
+WORDS, SHAPE = ".weight_packed", ".weight_shape"
+# How what goes in and out, and the cache, is rounded by others; nothing here is.
+ACTIVATIONS = (
+    *(".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point"),
+    *(".activation_scale", ".k_scale", ".v_scale"),
+)
 Block = tuple[int, int]  # rows and columns with one scale; 0 for all of them
 
 
-def along_grid(grid: tuple[int, ...], block: Block) -> tuple[Along | None, Along | None]:
+def grid_of(block: Block) -> tuple[Along | None, Along | None]:
     """Where a matrix's rows and columns lie in a grid of scales; nowhere, where there is one for all of them."""
-    rows, columns = block if grid else (0, 0)
+    rows, columns = block
     return Along(0, Fraction(1, rows)) if rows else None, Along(1, Fraction(1, columns)) if columns else None
 
 
@@ -35,21 +43,20 @@ class Fp8(Scheme):
     block: Block
 
     needed = (WEIGHT, ".weight_scale_inv")
-    optional = (".activation_scale", ".input_scale")
+    optional = ACTIVATIONS
 
     @property
     def description(self) -> str:
         return f"FP8 in blocks of {self.block[0]} x {self.block[1]}" if any(self.block) else "FP8 with one scale"
 
-    def holds(self, parts: Mapping[str, str], store: Store) -> bool:
-        """By its scales, or by its dtype."""
-        return self.needed[1] in parts or (WEIGHT in parts and store.dtype(parts[WEIGHT]) in EIGHT_BITS)
-
-    def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
+    def arrangement(self, matrix: Quantised) -> Arrangement:
         """A scale for each block."""
-        grid = store.shape(parts[self.needed[1]])
-        along = {WEIGHT: (ROWS, COLUMNS), self.needed[1]: along_grid(grid, self.block)}
-        return Arrangement(store.shape(parts[WEIGHT]), along)
+        exponents = (torch.float8_e8m0fnu, torch.uint8)
+        parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)} | {
+            WEIGHT: PartSpec(FLOAT8, (ROWS, Along(1))),
+            self.needed[1]: PartSpec((*FLOATS, *exponents), grid_of(self.block), ones_follow=not any(self.block)),
+        }
+        return Arrangement(matrix.size(WEIGHT, 2), WEIGHT, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
         """Each value times the scale of its block."""
@@ -64,21 +71,24 @@ class Grouped(Scheme):
         bits: of a value.
         block: rows and columns with one scale: (1, group), (1, 0) for one a row, (0, 0) for one in all.
         packed: whether values are codes in words of 32 bits, that of -2^(bits - 1) being 0.
+        types: that values of eight bits may have.
+        symmetric: whether every zero point is 0, and so none has to be stored.
+        by_index: whether g_idx says which group each column is of.
     """
 
     bits: int
     block: Block
     packed: bool
+    types: tuple[torch.dtype, ...] = (torch.int8,)
+    symmetric: bool = True
+    by_index: bool = False
 
-    optional = (
-        *(".weight_zero_point", ".weight_g_idx", ".input_scale", ".input_zero_point", ".input_global_scale"),
-        *(".output_scale", ".output_zero_point"),
-    )
+    optional = (ZEROS, GROUPS, *ACTIVATIONS)
 
     @property
     def needed(self) -> tuple[str, ...]:  # type: ignore[override]
         """Where values are packed, their number has to be said."""
-        return (".weight_packed", ".weight_scale", ".weight_shape") if self.packed else (WEIGHT, ".weight_scale")
+        return (WORDS, SCALES, SHAPE) if self.packed else (WEIGHT, SCALES)
 
     @property
     def description(self) -> str:
@@ -86,45 +96,51 @@ class Grouped(Scheme):
         where = f"blocks of {rows} x {columns}" if rows > 1 else f"groups of {columns}" if columns else "rows"
         return f"{self.bits} bits {f'in {where}' if rows else 'with one scale'} (compressed-tensors)"
 
-    def holds(self, parts: Mapping[str, str], store: Store) -> bool:
-        """By its packed values, or its dtype beside a scale."""
-        if self.packed:
-            return ".weight_packed" in parts
-        return WEIGHT in parts and store.dtype(parts[WEIGHT]) in EIGHT_BITS
-
-    def arrangement(self, parts: Mapping[str, str], store: Store) -> Arrangement:
+    def arrangement(self, matrix: Quantised) -> Arrangement:
         """Zero points are packed along rows, values along columns."""
-        along: dict[str, tuple[Along | None, ...]] = {}
-        per_word = Fraction(self.bits, 32) if self.packed else Fraction(1)
+        per_word = Fraction(self.bits, WORD) if self.packed else Fraction(1)
+        shape = self._said(matrix) if self.packed else matrix.size(WEIGHT, 2)
+        rows, columns = grid_of(self.block)
+        parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)}
+        parts[self.needed[0]] = PartSpec((torch.int32,) if self.packed else self.types, (ROWS, Along(1, per_word)))
         if self.packed:
-            rows, columns = map(int, store.tensor(parts[".weight_shape"]))
-            shape: tuple[int, ...] = (rows, columns)
-        else:
-            shape = store.shape(parts[WEIGHT])
-        along[self.needed[0]] = ROWS, Along(1, per_word)
-        scales = along_grid(store.shape(parts[".weight_scale"]), self.block)
-        if ".weight_g_idx" in parts:  # columns say which group they are of
-            along[".weight_g_idx"] = None, Along(0)
-            scales = scales[0], None
-        along[".weight_scale"] = scales
-        if ".weight_zero_point" in parts:
-            by_row = None if scales[0] is None else Along(0, scales[0].per_element * per_word)
-            along[".weight_zero_point"] = by_row, scales[1]
-        return Arrangement(shape, along)
+            parts[SHAPE] = PartSpec(INDICES, sizes=((0, 2),))
+        sizes: tuple[tuple[int, int], ...] = ()
+        if self.by_index:  # columns say which group they are of
+            count = math.ceil(shape[1] / self.block[1])
+            meaning = f"the group of each column, 0 to {count - 1}"
+            parts[GROUPS] = PartSpec(INDICES, (None, Along(0)), below=count, meaning=meaning)
+            columns, sizes = None, ((1, count),)
+        loose = not self.block[1]
+        parts[SCALES] = PartSpec(FLOATS, (rows, columns), sizes, loose)
+        if self.packed and not self.symmetric:
+            by_row = None if rows is None else Along(0, rows.per_element * per_word)
+            parts[ZEROS] = PartSpec((torch.int32,), (by_row, columns), sizes, loose)
+        elif not self.symmetric or ZEROS in matrix.parts:
+            below, meaning = (1, "zeros, as symmetric is true") if self.symmetric else (None, "")
+            parts[ZEROS] = PartSpec((*self.types, *FLOATS), (rows, columns), sizes, loose, below, meaning)
+        return Arrangement(shape, SHAPE if self.packed else WEIGHT, parts)
+
+    def _said(self, matrix: Quantised) -> tuple[int, int]:
+        """The shape of packed values."""
+        said = matrix.tensor(SHAPE).tolist()
+        if not (isinstance(said, list) and len(said) == 2 and all(type(one) is int and one > 0 for one in said)):
+            raise matrix.fault(SHAPE, f"holds {shown(said)}, and should hold the numbers of rows and columns")
+        return said[0], said[1]
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
-        return torch.tensor(shape) if ending == ".weight_shape" else None
+        return torch.tensor(shape) if ending == SHAPE else None
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """(value - zero point) * scale, of the group that its column is of."""
-        values, scales, zeros = tensors[self.needed[0]], tensors[".weight_scale"], tensors.get(".weight_zero_point")
+        values, scales, zeros = tensors[self.needed[0]], tensors[SCALES], tensors.get(ZEROS)
         block = self.block
         if self.packed:
             values = codes_of(values, self.bits, 1)[:, : shape[1]]
             # Both are stored with this added, so that it falls out.
             middle = torch.full_like(scales, 1 << (self.bits - 1))
             zeros = middle if zeros is None else codes_of(zeros, self.bits, 0)[: len(scales)]
-        if ".weight_g_idx" in tensors:
-            index = tensors[".weight_g_idx"].long()
+        if self.by_index:
+            index = tensors[GROUPS].long()
             scales, zeros, block = scales[:, index], None if zeros is None else zeros[:, index], (1, 1)
         return scaled(values, scales, block, zeros)

@@ -1,4 +1,4 @@
-"""Quantised matrices side by side in one, without computing their numbers: codes and scales next to each other."""
+"""Quantised matrices made of others without computing their numbers: side by side, or some of what is stacked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def stacked(matrices: Sequence[Quantised], dim: int, blocks: int) -> dict[str, S
         if stated is not None:
             found[ending] = StackedPart(tuple(stated.shape), dtype, partial(stated.to, dtype), names)
             continue
-        alongs = [one.arrangement.along.get(ending, (None,) * len(shape))[dim] for one in matrices]
+        alongs = [one.arrangement.place(ending, dim) for one in matrices]
         own = alongs[0]
         sizes = [one.shape[dim] * own.per_element / blocks for one in matrices] if own is not None else []
         if own is None or any(along != own for along in alongs) or any(size.denominator > 1 for size in sizes):
@@ -61,8 +61,27 @@ def stacked(matrices: Sequence[Quantised], dim: int, blocks: int) -> dict[str, S
     return found
 
 
+def chosen(matrix: Quantised, dim: int, elements: Sequence[int]) -> dict[str, StackedPart] | None:
+    """The tensors, by ending, that hold some elements along a dimension; None where one has several as one."""
+    places = {ending: matrix.arrangement.place(ending, dim) for ending in matrix.parts}
+    found = {}
+    for ending, place in places.items():
+        if place is None or place.per_element != 1:
+            return None
+        name = matrix.parts[ending]
+        shape = list(matrix.store.shape(name))
+        shape[place.dim] = len(elements)
+        read = partial(_some, matrix, ending, place.dim, elements)
+        found[ending] = StackedPart(tuple(shape), matrix.store.dtype(name), read, (name,))
+    return found
+
+
+def _some(matrix: Quantised, ending: str, dim: int, elements: Sequence[int]) -> Tensor:
+    return matrix.tensor(ending).index_select(dim, torch.tensor(elements))
+
+
 def _in_turn(matrices: Sequence[Quantised], ending: str, dim: int, blocks: int) -> Tensor:
     """A tensor of all matrices, a block of each in turn."""
-    tensors = [one.store.tensor(one.parts[ending]) for one in matrices]
+    tensors = [one.tensor(ending) for one in matrices]
     turns = zip(*(tensor.chunk(blocks, dim) for tensor in tensors), strict=True)
     return torch.cat([block for turn in turns for block in turn], dim)
