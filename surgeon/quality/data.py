@@ -20,6 +20,8 @@ __all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "held_out", "l
 
 DEFAULT_TOKENS = 8192
 DEFAULT_WINDOW = 512
+HELD_OUT_SHARE = 10  # by default one in so many windows of a text is held out
+HELD_OUT_TOKENS = 16384  # at most
 _MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
 _TRIED_CHARACTERS = 4096  # of the default text, with a tokenizer
 _LOST_CHARACTERS = 0.1  # of them: with more, it is not for such text
