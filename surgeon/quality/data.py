@@ -240,6 +240,31 @@ def held_out(
     return found
 
 
+def tokens_before_rest(
+    tokenizer: Any, data: str, window: int, tokens: int, separator: str | None = None, least: int = 1
+) -> int:
+    """How many of the first tokens of a text are used, so that a rest follows them that is held out by default.
+
+    A rest is a tenth of the text, at most 16,384 tokens, at least `least` windows. Where that many do not follow the
+    `tokens` that are asked for, fewer are used, and a warning says how many.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_windows`.
+    """
+    most = max(least, HELD_OUT_TOKENS // window)
+    there = len(load_windows(tokenizer, data, window, tokens + most * window, separator, at_most=True).ids)
+    rest = min(most, max(least, there // HELD_OUT_SHARE))
+    used = min(tokens // window, there - rest)
+    if used < 1 or used == tokens // window:
+        return tokens
+    warnings.warn(
+        f"{data} has {there * window:,} tokens in whole windows: the first {used * window:,} are used of the "
+        f"{tokens:,} asked for, and the last {rest * window:,} are held out",
+        stacklevel=2,
+    )
+    return used * window
+
+
 def check_window(window: int) -> None:
     """Refuse windows in which nothing is predicted.
 

@@ -275,9 +275,9 @@ def split(store: TokenStore, asked: Asked) -> TextPart:
     data, window = store.source.source, store.packer.window
     if count < 1:
         raise ValueError(
-            f"{data} has {plural(there, 'window')} of {window} tokens, and the last {behind} are held out to measure "
-            "on: nothing is left to train on; give more text, hold out fewer tokens, another text, or use a smaller "
-            "window"
+            f"{data} has {plural(there, 'window')} of {window} tokens, and {behind} of the last ones are held out to "
+            "measure on: nothing is left to train on; give more text, hold out fewer tokens, or another text, or use a "
+            "smaller window"
             if behind
             else f"{data} has no whole window of {window} tokens; give more text, or a smaller window"
         )
