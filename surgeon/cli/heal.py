@@ -49,7 +49,12 @@ class HealTextArguments:
         str | None,
         typer.Option("--eval-data", help=DATA_HELP + " Default: the end of --data, which is not trained on."),
     ] = None
-    eval_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 16384
+    eval_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens to measure on, in whole windows. Default: 16384 at most, and of --data no more than a tenth."
+        ),
+    ] = None
     window: WindowOption = None
     separator: SeparatorOption = None
     chat_template: Annotated[

@@ -109,7 +109,8 @@ class LastChoice:
             "--holdout",
             min=0,
             help="Tokens held out from the search, to measure the winner and the runners-up on again: those that "
-            "follow in the data. 0: none. Default: as many as are searched on.",
+            "follow in the data. 0: none. Default: as many as are searched on, or as follow, and of "
+            "a short text a tenth.",
         ),
     ] = None
     holdout_data: Annotated[

@@ -76,7 +76,8 @@ class CalibrationArguments:
     calibration: Annotated[
         str | None,
         typer.Option(
-            help="Text whose activations whiten, as for --data. Default: what follows the measured tokens in --data."
+            help="Text whose activations whiten, as for --data. Default: what follows the measured tokens in --data, "
+            "and of a short text a tenth."
         ),
     ] = None
     calibration_tokens: Annotated[

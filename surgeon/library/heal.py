@@ -38,7 +38,6 @@ from surgeon.training.model import RackOptions, train_model
 from surgeon.training.packing import Documents
 from surgeon.training.resume import run_folder
 from surgeon.training.settings import TrainSettings, preset
-from surgeon.training.texts import HELD_OUT_TOKENS
 
 
 def heal(
@@ -53,7 +52,7 @@ def heal(
     racks_by_hand: bool = False,
     tokens: int | None = None,
     eval_data: str | Path | None = None,
-    eval_tokens: int = HELD_OUT_TOKENS,
+    eval_tokens: int | None = None,
     window: int | None = None,
     separator: str | None = None,
     chat_template: str | Path | None = None,
@@ -81,7 +80,8 @@ def heal(
         racks_by_hand: print how the racks' processes are started, on several machines say, and gather what they came to
             once all are done.
         tokens: training tokens, from the start of the data; by default what the steps need.
-        eval_data, eval_tokens: text to measure on; by default the end of `data`, which is not trained on.
+        eval_data: text to measure on; by default the end of `data`, which is not trained on.
+        eval_tokens: of it, in whole windows; by default 16,384 at most, and a tenth of `data` at most.
         window: tokens in a window.
         separator, documents: what is between documents of the text, and how they share windows: "joined", "apart" or
             "whole" (`surgeon.training.packing`).
@@ -130,7 +130,7 @@ def heal(
     )
     with processes.main_process_first():
         edited = with_factors(edited, folder / "factors")
-    announce(processes, where, settings.method, texts)
+    announce(processes, where, settings.method, texts, settings)
     runs = program_to_heal(edited)
     cut = None if racks is None else racks.cut(runs)
     packed = settings.lora is not None  # of a base that stays as it is

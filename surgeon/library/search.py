@@ -21,7 +21,15 @@ from surgeon.memory import free_bytes
 from surgeon.opened import Model
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
-from surgeon.quality.data import DEFAULT_TOKENS, Windows, held_out
+from surgeon.quality.data import (
+    DEFAULT_TOKENS,
+    DEMO,
+    LEAST_HELD_OUT,
+    Windows,
+    held_out,
+    tokens_before_rest,
+    window_for,
+)
 from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import compared_by
 from surgeon.searches.evaluate import KEPT_SHARE
@@ -133,7 +141,7 @@ def search(
         sampler: who proposes programs: "surgeon", or one of Optuna's, "tpe", "gp", "cmaes", "nsga2" or "random", with
             this `seed`, on the same parameters with the same constraints.
         holdout: tokens held out from the search, to measure the winner and the runners-up on again, by default as many
-            as are searched on; 0: none.
+            as are searched on, or as follow; of a short text a tenth is left for that (16,384 tokens at most). 0: none.
         holdout_data: text to hold out in the place of what follows in the data.
         heal: steps that the winner and the runners-up are healed for before the last choice among them, on `heal_data`,
             in batches of `heal_batch` windows; None: they are not.
@@ -190,6 +198,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     options = replace(options, settings=settings)
     _require_what_it_takes(options, opened)
     storage = open_storage(options.storage, output)
+    options = replace(options, text=_text_before_rest(opened, options))
     setup = asked.load(model, options.text, options.memory, options.using, output, make=not worker)
     subject, known = setup.subject, setup.known
     unseen = _held_out(subject, options)
@@ -252,6 +261,16 @@ def _require_what_it_takes(options: SearchOptions, model: Model) -> None:
         ranks_here(settings)
     require_sampler(options.sampler, len(settings.recorded))
     options.healing.require_layers_in_turn(model.own)
+
+
+def _text_before_rest(model: Model, options: SearchOptions) -> SearchText:
+    """The text of the search, of which by default some is left to hold out."""
+    text = options.text
+    if options.holdout is not None or options.holdout_data is not None:
+        return text
+    data, window = DEMO if text.data is None else text.data, window_for(model.config, text.window)
+    tokens = tokens_before_rest(model.tokenizer, data, window, text.tokens, text.separator, LEAST_HELD_OUT)
+    return replace(text, tokens=tokens)
 
 
 def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:

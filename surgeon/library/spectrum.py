@@ -19,7 +19,7 @@ from surgeon.analysis.spectrum_tables import notes_on
 from surgeon.analysis.subject import open_subject
 from surgeon.library.opening import as_range, warn
 from surgeon.opened import Model, open_model
-from surgeon.quality.data import DEFAULT_TOKENS
+from surgeon.quality.data import DEFAULT_TOKENS, tokens_before_rest, window_for
 from surgeon.results.spectrum import Spectrum, parse_ranks
 
 
@@ -57,7 +57,8 @@ def spectrum(
         keep: also write a recipe in which matrices keep this share of their parameters in all.
         budget: the same with another limit: params=3M, weight_bytes=20MB, wire_bytes=0.5x.
         allocation: how that is shared out: by "damage", "energy", or "uniform".
-        calibration: text whose activations whiten; by default what follows the measured tokens in `data`.
+        calibration: text whose activations whiten; by default what follows the measured tokens in `data`, of which at
+            least a tenth is left for it (16,384 tokens at most).
         calibration_tokens: of it.
         tokens: of the text, in windows of `window`; documents are apart at `separator`.
 
@@ -77,6 +78,9 @@ def spectrum(
     )
     share = _share(opened, keep, budget, allocation, damage)
     other = None if calibration is None else str(calibration)
+    if other is None:
+        size = window_for(opened.config, window)
+        tokens = tokens_before_rest(opened.tokenizer, str(data), size, tokens, separator)
     text = load_calibration(opened, str(data), tokens, calibration_tokens, window, separator, other)
     subject = open_subject(opened, data, tokens=tokens, window=window, separator=separator)
     warn(text.notes)

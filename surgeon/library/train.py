@@ -81,7 +81,7 @@ def train(
         lay_out(plan.program, plan.family, plan.architecture, form)  # refuses what could not be written, untrained
     processes, where = join_processes(device)
     texts = plan.texts()
-    announce(processes, where, _in_words(plan), texts)
+    announce(processes, where, _in_words(plan), texts, plan.config.settings)
     folder = run_folder(target)
     found = train_blueprint(plan, texts, folder, where)
     if found is None:

@@ -11,14 +11,16 @@ from surgeon.exports.prove import Proof
 from surgeon.library.opening import warn
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import describe_devices
+from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 
 
-def announce(processes: PartialState, where: str, what: str, texts: TrainTexts) -> None:
+def announce(processes: PartialState, where: str, what: str, texts: TrainTexts, settings: TrainSettings) -> None:
     """Say on standard error, once for all processes, what is trained on what; and warn of what to know of the texts."""
+    notes = (*texts.notes, *settings.notes_on(len(texts.training)))  # refuses too little text, in every process
     if processes.is_main_process:
         say(f"{what}; {texts.line()}", describe_devices(processes, where))
-        warn(texts.notes)
+        warn(notes)
 
 
 def say_stages(stages: Mapping[str, TextQuality | None], as_draft: bool = False) -> None:

@@ -20,6 +20,8 @@ __all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "held_out", "l
 
 DEFAULT_TOKENS = 8192
 DEFAULT_WINDOW = 512
+HELD_OUT_SHARE = 10  # by default one in so many windows of a text is held out
+HELD_OUT_TOKENS = 16384  # at most
 _MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
 _TRIED_CHARACTERS = 4096  # of the default text, with a tokenizer
 _LOST_CHARACTERS = 0.1  # of them: with more, it is not for such text
@@ -236,6 +238,31 @@ def held_out(
             f"{LEAST_HELD_OUT}; {_HOLD_OUT_ADVICE}"
         )
     return found
+
+
+def tokens_before_rest(
+    tokenizer: Any, data: str, window: int, tokens: int, separator: str | None = None, least: int = 1
+) -> int:
+    """How many of the first tokens of a text are used, so that a rest follows them that is held out by default.
+
+    A rest is a tenth of the text, at most 16,384 tokens, at least `least` windows. Where that many do not follow the
+    `tokens` that are asked for, fewer are used, and a warning says how many.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_windows`.
+    """
+    most = max(least, HELD_OUT_TOKENS // window)
+    there = len(load_windows(tokenizer, data, window, tokens + most * window, separator, at_most=True).ids)
+    rest = min(most, max(least, there // HELD_OUT_SHARE))
+    used = min(tokens // window, there - rest)
+    if used < 1 or used == tokens // window:
+        return tokens
+    warnings.warn(
+        f"{data} has {there * window:,} tokens in whole windows: the first {used * window:,} are used of the "
+        f"{tokens:,} asked for, and the last {rest * window:,} are held out",
+        stacklevel=2,
+    )
+    return used * window
 
 
 def check_window(window: int) -> None:

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from math import ceil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from surgeon.quality.conversations import ConversationTokens, read_conversations
-from surgeon.quality.data import Windows, digest_of
+from surgeon.quality.data import Windows
 from surgeon.quality.sources import file_and_column
 from surgeon.quality.text_files import Reading, read_pieces
 from surgeon.quality.tokens import Tokens, tokenizer_digest
-from surgeon.training.packing import IGNORED, Documents
+from surgeon.training.packing import Documents, pieces
 from surgeon.training.texts import (
-    HELD_OUT_TOKENS,
-    TrainingText,
+    TextPart,
     TrainTexts,
+    asked_of,
     check_texts,
+    each_by_itself,
+    held_out_size,
     load_train_texts,
-    mixed,
+    split,
+    together,
 )
 from surgeon.training.token_store import TokenStore
 
@@ -70,7 +70,7 @@ def load_texts(
     window: int,
     tokens: int,
     held_out: str | None = None,
-    held_out_tokens: int = HELD_OUT_TOKENS,
+    held_out_tokens: int | None = None,
     separator: str | None = None,
     documents: Documents = "joined",
     cache: Path | None = None,
@@ -94,33 +94,16 @@ def load_texts(
         raise ValueError(f"{first} holds conversations, and {others[0]} does not; give texts of one sort")
     if separator is not None:
         raise ValueError(f"{names[0]} holds conversations, which are apart as they are; leave the separator out")
-    training, ends = list[TrainingText](), list[Tokens]()
-    measured = None if held_out is None else _held_out(tokenizer, held_out, window, held_out_tokens)
-    for name, weight in several.items():
-        share = weight / sum(several.values())
-        store = TokenStore(ConversationSource(tokenizer, name, window), window, "whole", cache=cache)
-        text, end = _parts(store, ceil(share * tokens / window), 0 if measured else ceil(share * held_out_tokens))
-        training.append(text)
-        ends += end
+    measured = None
+    if held_out is not None:
+        measured = _held_out(tokenizer, held_out, window, held_out_size(window, held_out_tokens))
+    found = list[TextPart]()
+    for name, asked in asked_of(several, window, tokens, held_out_tokens, measured is None).items():
+        part = split(TokenStore(ConversationSource(tokenizer, name, window), window, "whole", cache=cache), asked)
+        found.append(part)
         if measured is not None:
-            _require_apart(store, len(text), measured)
-    whole = training[0] if len(training) == 1 else mixed(training, several)
-    return TrainTexts(whole, measured or _windows(ends, whole.source, Reading()))
-
-
-def _parts(store: TokenStore, windows: int, held_out: int) -> tuple[TrainingText, list[Tokens]]:
-    """Conversations to train on, and those of the last windows, which have so many tokens."""
-    data = store.source.source
-    there = store.fill(max(1, windows) + ceil(held_out / store.packer.window))
-    count = there - _last_with(store, there, held_out)
-    if count < 1:
-        raise ValueError(
-            f"{data} has {there} windows of conversations, and {held_out} tokens of the last ones are held out to "
-            "measure on: nothing is left to train on; give more, hold out fewer tokens, or others"
-        )
-    known, ends = store.known, list(_conversations(store.rows(range(count, there)))) if held_out else []
-    digest, notes = store.digest(count), tuple(known["notes"])
-    return TrainingText(store.rows(range(count)), data, digest, notes, None, known["left_out"]), ends
+            _require_apart(part.store, len(part.training), measured)
+    return together(found, several, measured)
 
 
 def _held_out(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
@@ -130,7 +113,8 @@ def _held_out(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
         total += len(each.ids)
         if total >= tokens:
             break
-    return _windows(read, data, reading)
+    found = each_by_itself(read, data)
+    return replace(found, notes=tuple(reading.lines(data)), left_out=+reading.left_out)
 
 
 def _require_apart(store: TokenStore, count: int, measured: Windows) -> None:
@@ -140,7 +124,7 @@ def _require_apart(store: TokenStore, count: int, measured: Windows) -> None:
     seen = {_up_to_last_answer(Tokens(ids, answer)) for ids, answer in windows}
 
     def shared() -> int:
-        return sum(_up_to_last_answer(each) in seen for each in _conversations(store.rows(range(count))))
+        return sum(_up_to_last_answer(each) in seen for each in pieces(store.rows(range(count))))
 
     if again := store.remembered(f"conversations of {count} in {measured.digest}", shared):
         raise ValueError(
@@ -149,39 +133,13 @@ def _require_apart(store: TokenStore, count: int, measured: Windows) -> None:
         )
 
 
-def _last_with(store: TokenStore, there: int, tokens: int) -> int:
-    """How many of the windows that are there, from the last one on, hold conversations of so many tokens."""
-    count = total = 0
-    while count < there and total < tokens:
-        count += 1
-        total += sum(len(each.ids) for each in _conversations(store.rows(range(there - count, there - count + 1))))
-    return count
-
-
 def _tokens(found: ConversationTokens) -> Tokens:
     return Tokens(np.array(found.ids, np.int32), np.array(found.answers, np.bool_))
-
-
-def _conversations(rows: datasets.Dataset) -> Iterator[Tokens]:
-    """What stands in packed windows, without padding."""
-    for row in rows.with_format("numpy"):
-        begins = np.flatnonzero(row["position_ids"] == 0)[1:]
-        for ids, labels in zip(*(np.split(row[name], begins) for name in ("input_ids", "labels")), strict=True):
-            if (answer := labels != IGNORED).any():
-                yield Tokens(ids, answer)
 
 
 def _up_to_last_answer(found: Tokens) -> bytes:
     assert found.answer is not None
     return found.ids[: np.flatnonzero(found.answer)[-1] + 1].astype(np.int32).tobytes()
-
-
-def _windows(found: Iterable[Tokens], source: str, reading: Reading) -> Windows:
-    """A window for each conversation, as long as the longest; the tokens behind the others' ends do not count."""
-    parts = [(torch.from_numpy(each.ids.astype(np.int64)), torch.from_numpy(each.answer)) for each in found]
-    ids, answers = (pad_sequence(list(each), batch_first=True) for each in zip(*parts, strict=True))
-    digest = digest_of(torch.stack([ids, answers.long()]))
-    return Windows(ids, source, digest, None, tuple(reading.lines(source)), None, +reading.left_out, answers)
 
 
 def in_template(tokenizer: Any, template: str | Path | None) -> Any:

@@ -7,7 +7,8 @@ Three ways to treat documents:
               `transformers` that its tokens see no other's (`masking_utils.find_packed_sequence_indices`)
     whole     as apart, but a document that fits a window is not cut; what no document fills is padding
 
-Of documents that are apart nothing predicts the first token, nor padding, nor what is no answer.
+Of documents that are apart nothing predicts the first token, nor padding, nor what is no answer. A document that is cut
+begins anew with each of its pieces.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast, get_args
 
+import datasets
 import numpy as np
 from numpy.typing import NDArray
 
@@ -73,13 +75,14 @@ class Packer:
     def add(self, tokens: Tokens) -> Iterator[Row]:
         """The windows that are full now."""
         marked = _marked(tokens, self._begins)
-        self._begins = tokens.ends
+        self._begins = tokens.ends or (self._begins and not len(tokens.ids))
         if self.documents != "whole":
             yield from self._cut(marked)
             return
         self._document = np.concatenate([self._document, marked], axis=1)
         if tokens.ends:
             document, self._document = self._document, _nothing()
+            document[1, :: self.window] = 1  # for the rest of a long one may share a window with others
             for start in range(0, document.shape[1], self.window):
                 yield from self._place(document[:, start : start + self.window])
 
@@ -138,6 +141,19 @@ class Packer:
         start = np.maximum.accumulate(np.where(first, place, 0))  # of the document that each token is of, in the window
         labels = np.where(answer.astype(bool) & (first == 0), ids, np.int32(IGNORED))
         return {"input_ids": ids, "position_ids": place - start, "labels": labels}
+
+
+def pieces(rows: datasets.Dataset) -> Iterator[Tokens]:
+    """What stands in windows of documents that are apart, each with what is predicted of it as its answer.
+
+    Padding, and pieces of which nothing is predicted, are left out.
+    """
+    for row in rows.with_format("numpy"):
+        begins = np.flatnonzero(row["position_ids"] == 0)[1:]
+        for ids, labels in zip(*(np.split(row[name], begins) for name in ("input_ids", "labels")), strict=True):
+            answer = (labels != IGNORED) & (np.arange(len(ids)) > 0)
+            if answer.any():
+                yield Tokens(ids, answer)
 
 
 def _marked(tokens: Tokens, begins: bool) -> NDArray[np.int32]:

@@ -154,6 +154,22 @@ class TrainSettings:
             return self.steps
         return DEFAULT_STEPS if self.epochs is None else max(1, round(self.epochs * windows / self.batch))
 
+    def notes_on(self, windows: int) -> list[str]:
+        """What the user should know of a run on this many windows of training text, one line each."""
+        steps, notes = self.steps_on(windows), list[str]()
+        if self.warmup >= steps:
+            notes.append(
+                f"the learning rate rises over {plural(self.warmup, 'step')}, and the run has {steps}: it never comes "
+                f"to {self.rate:g}; use a warmup below {steps}, or more steps"
+            )
+        asks_steps = self.steps is not None or self.epochs is None
+        if asks_steps and (rounds := steps * self.batch / windows) > 1:
+            notes.append(
+                f"the steps go through {steps * self.batch:,} windows, and the training text has {windows:,}: each is "
+                f"trained on {rounds:.3g} times"
+            )
+        return notes
+
     def tokens_on(self, window: int) -> int:
         """How many tokens of training text, in windows of this many, the run goes through at most."""
         if self.steps is None and self.epochs is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from surgeon.errors import shown
-from surgeon.quality.data import Windows, check_window, digest_of, load_windows, marks_in_text
+from surgeon.quality.data import (
+    HELD_OUT_SHARE,
+    HELD_OUT_TOKENS,
+    Windows,
+    check_window,
+    digest_of,
+    load_windows,
+    marks_in_text,
+)
 from surgeon.quality.sources import are_apart
-from surgeon.training.packing import Documents
+from surgeon.quality.tokens import Tokens
+from surgeon.training.packing import Documents, pieces
 from surgeon.training.text_source import TextSource
 from surgeon.training.token_store import TokenStore, as_table
+from surgeon.words import plural
 
-HELD_OUT_TOKENS = 16384
 _LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
 
 
@@ -127,18 +137,26 @@ def model_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class TrainTexts:
-    """Both texts, in windows of one size."""
+    """Both texts, in windows of one size.
+
+    Attributes:
+        behind: how many windows of the training text, behind those that are trained on, are what is held out; 0 where
+            that is another text.
+    """
 
     training: TrainingText
     held_out: Windows
+    behind: int = 0
 
     def line(self) -> str:
         """How much there is of them, for people."""
         window = self.training.window
         training = f"{len(self.training) * window:,} tokens of {self.training.source}"
-        what = "tokens" if self.held_out.answers is None else "tokens of answers"
+        what = "tokens" if self.held_out.answers is None else "predicted tokens"
         count = self.held_out.ids.numel() if self.held_out.answers is None else self.held_out.predicted
         held_out = f"{count:,} {what} of {self.held_out.source}"
+        if self.behind:
+            held_out += f" (held out: the last {self.behind} of {len(self.training) + self.behind} windows)"
         return f"trained on {training}, measured on {held_out}, in windows of {window}"
 
     def record(self) -> dict[str, Any]:
@@ -157,7 +175,7 @@ def load_train_texts(
     window: int,
     tokens: int,
     held_out: str | None = None,
-    held_out_tokens: int = HELD_OUT_TOKENS,
+    held_out_tokens: int | None = None,
     separator: str | None = None,
     documents: Documents = "joined",
     cache: Path | None = None,
@@ -166,9 +184,12 @@ def load_train_texts(
 
     Args:
         data, separator: as `load_windows` takes them; or several texts, of which windows are taken by their weights.
-        tokens: of training text, at most; what there is, if there is less.
-        held_out: data to measure on; by default the last `held_out_tokens` of the training text, which then are not
-            trained on, of each of several by its weight. Whatever it is, it is measured as one text, joined.
+        tokens: of training text, at most, in whole windows; what there is, if there is less.
+        held_out: data to measure on, which is measured as one text, joined, whatever `documents` says; by default
+            windows of the training text behind those that are trained on, of each of several by its weight. Of those
+            each document is measured by itself where they are apart.
+        held_out_tokens: to measure on, in whole windows; by default 16,384 at most, and of the training text no more
+            than a tenth, at least one window.
         documents: how they share windows (`surgeon.training.packing`).
         cache: where tokens are kept (`TokenStore`).
 
@@ -180,55 +201,134 @@ def load_train_texts(
     check_window(window)
     data = check_texts(data)
     several = {data: 1.0} if isinstance(data, str) else data
-    measured = None if held_out is None else load_windows(tokenizer, held_out, window, held_out_tokens, separator)
-    apart = max(1, held_out_tokens // window) if measured is None else 0
-    wanted, whole = max(1, tokens // window), sum(several.values())
+    measured = None
+    if held_out is not None:
+        wanted, at_most = held_out_size(window, held_out_tokens), held_out_tokens is None
+        measured = load_windows(tokenizer, held_out, window, wanted, separator, at_most=at_most)
     found = []
+    for name, asked in asked_of(several, window, tokens, held_out_tokens, measured is None).items():
+        source = TextSource(tokenizer, name, separator, documents)
+        part = split(TokenStore(source, window, documents, _pad_of(tokenizer), cache), asked)
+        found.append(replace(part, training=_with_marks(part.training, tokenizer, separator, documents)))
+        if measured is not None and part.store.shared(len(part.training), measured.ids, measured.digest):
+            raise ValueError(
+                f"windows of the held-out text {measured.source} are in the training text {name}, too; a model is not "
+                "judged by what it was trained on: hold out another text, or name none"
+            )
+    return together(found, several, measured, separator)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of one text, in windows.
+
+    Attributes:
+        training: to train on, at most.
+        behind: to hold out behind them; 0 for none.
+        share: whether that is the most, and no more than a share of the text is held out.
+    """
+
+    training: int
+    behind: int
+    share: bool
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """One text: its windows that are trained on, and those behind them that are held out, if any."""
+
+    store: TokenStore
+    training: TrainingText
+    behind: datasets.Dataset | None
+
+
+def held_out_size(window: int, tokens: int | None) -> int:
+    """How many tokens are held out, at most where it is not said how many."""
+    return max(window, HELD_OUT_TOKENS) if tokens is None else tokens
+
+
+def asked_of(
+    several: Mapping[str, float], window: int, tokens: int, held_out_tokens: int | None, is_held_out: bool
+) -> dict[str, Asked]:
+    """What is asked of each text, by its weight; see `load_train_texts`."""
+    wanted = max(1, tokens // window)
+    behind = max(1, held_out_size(window, held_out_tokens) // window) if is_held_out else 0
+    whole, found = sum(several.values()), dict[str, Asked]()
     for name, weight in several.items():
         share = weight / whole
-        source = TextSource(tokenizer, name, separator, documents)
-        store = TokenStore(source, window, documents, _pad_of(tokenizer), cache)
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
-        found.append(_load(store, tokenizer, needed, ceil(share * apart), measured, separator))
-    if len(found) == 1:
-        (both,) = found
-        return both
-    training = mixed([each.training for each in found], several)
-    if measured is None:
-        ids = torch.cat([each.held_out.ids for each in found])
-        measured = Windows(ids, training.source, digest_of(ids), separator)
-    return TrainTexts(training, measured)
+        found[name] = Asked(needed, ceil(share * behind), held_out_tokens is None)
+    return found
 
 
-def _load(
-    store: TokenStore, tokenizer: Any, wanted: int, apart: int, measured: Windows | None, separator: str | None
-) -> TrainTexts:
-    """One text, and what is held out of it, or is held out anyway."""
+def split(store: TokenStore, asked: Asked) -> TextPart:
+    """Windows to train on, and those behind them.
+
+    Raises:
+        ValueError: if there are none, or nothing is left to train on.
+        OSError: as `TokenStore.fill`.
+    """
+    needed = asked.training + asked.behind
+    there = store.fill(max(needed, HELD_OUT_SHARE * asked.behind) if asked.share else needed)
+    behind = min(asked.behind, max(1, there // HELD_OUT_SHARE)) if asked.share else asked.behind
+    count = min(asked.training, there - behind)
     data, window = store.source.source, store.packer.window
-    there = store.fill(wanted + apart)
-    if there <= apart:
+    if count < 1:
         raise ValueError(
-            f"{data} has {there} windows of {window} tokens, and the last {apart} are held out to measure on: nothing "
-            "is left to train on; give more text, hold out fewer tokens, or another text"
-            if apart
+            f"{data} has {plural(there, 'window')} of {window} tokens, and {behind} of the last ones are held out to "
+            "measure on: nothing is left to train on; give more text, hold out fewer tokens, or another text, or use a "
+            "smaller window"
+            if behind
             else f"{data} has no whole window of {window} tokens; give more text, or a smaller window"
         )
-    count, column, left_out = there - apart, store.known["column"], store.known["left_out"]
-    rows = store.rows(range(count))
-    notes = list(store.known["notes"])
-    if not are_apart(data, separator, store.packer.documents != "joined"):
-        looked_at = store.rows(range(min(there, max(1, _LOOKED_AT // window)))).with_format("torch")
-        notes += marks_in_text(tokenizer, looked_at[:]["input_ids"].flatten().tolist(), data)
-    if measured is None:
-        ids = store.rows(range(count, there)).with_format("torch")[:]["input_ids"]
-        measured = Windows(ids, data, digest_of(ids), separator, (), column, left_out)
-    elif store.shared(count, measured.ids, measured.digest):
+    rows, known = store.rows(range(count)), store.known
+    notes, column, left_out = tuple(known["notes"]), known["column"], known["left_out"]
+    training = TrainingText(rows, data, store.digest(count), notes, column, left_out)
+    return TextPart(store, training, store.rows(range(count, count + behind)) if behind else None)
+
+
+def together(
+    parts: Sequence[TextPart], several: Mapping[str, float], measured: Windows | None, separator: str | None = None
+) -> TrainTexts:
+    """One text or several, and what they are judged by: other text, or what is held out of them."""
+    training = parts[0].training if len(parts) == 1 else mixed([part.training for part in parts], several)
+    if measured is not None:
+        return TrainTexts(training, measured)
+    rows = datasets.concatenate_datasets([part.behind for part in parts if part.behind is not None])
+    if "labels" in rows.column_names:
+        found = each_by_itself(pieces(rows), training.source)
+    else:
+        ids = rows.with_format("torch")[:]["input_ids"]
+        found = Windows(ids, training.source, digest_of(ids))
+    found = replace(found, separator=separator, column=training.column, left_out=training.left_out)
+    return TrainTexts(training, found, len(rows))
+
+
+def each_by_itself(found: Iterable[Tokens], source: str) -> Windows:
+    """A window for each piece of a text, as long as the longest; only what is marked as its answer counts.
+
+    Raises:
+        ValueError: if there is nothing.
+    """
+    parts = list[tuple[Tensor, Tensor]]()
+    for each in found:
+        assert each.answer is not None
+        parts.append((torch.from_numpy(each.ids.astype(np.int64)), torch.from_numpy(each.answer)))
+    if not parts:
         raise ValueError(
-            f"windows of the held-out text {measured.source} are in the training text {data}, too; a model is not "
-            "judged by what it was trained on: hold out another text, or name none"
+            f"nothing is predicted in what is held out of {source}, where every document is one token; hold out more"
         )
-    training = TrainingText(rows, data, store.digest(count), tuple(notes), column, left_out)
-    return TrainTexts(training, measured)
+    ids, answers = (pad_sequence(list(each), batch_first=True) for each in zip(*parts, strict=True))
+    return Windows(ids, source, digest_of(torch.stack([ids, answers.long()])), answers=answers)
+
+
+def _with_marks(text: TrainingText, tokenizer: Any, separator: str | None, documents: Documents) -> TrainingText:
+    """A text, with what to say of marks in it that were read as text."""
+    if are_apart(text.source, separator, documents != "joined"):
+        return text
+    looked_at = text.rows.select(range(min(len(text), max(1, _LOOKED_AT // text.window)))).with_format("torch")
+    marks = marks_in_text(tokenizer, looked_at[:]["input_ids"].flatten().tolist(), text.source)
+    return replace(text, notes=(*text.notes, *marks))
 
 
 def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:

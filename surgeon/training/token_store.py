@@ -31,7 +31,7 @@ from surgeon.quality.tokens import Tokens
 from surgeon.training.packing import Documents, Packer, Row, columns
 
 ALL_TOKENS = 1 << 50  # more than any text has
-_FORMAT = 1
+_FORMATS: dict[Documents, int] = {"joined": 1, "apart": 1, "whole": 2}  # of windows; another one is made again
 _STATE_FILE, _KNOWN_FILE, _LOCK_FILE = "state.json", "known.json", ".lock"
 _FILE_TOKENS = 1 << 21  # no more is lost in a kill
 _ROWS_AT_ONCE = 1000
@@ -75,7 +75,13 @@ class TokenStore:
         self, source: TokenSource, window: int, documents: Documents = "joined", pad: int = 0, cache: Path | None = None
     ) -> None:
         self.source, self.packer = source, Packer(window, documents, pad)
-        follows = {"format": _FORMAT, "window": window, "documents": documents, "pad": pad, **source.identity()}
+        follows = {
+            "format": _FORMATS[documents],
+            "window": window,
+            "documents": documents,
+            "pad": pad,
+            **source.identity(),
+        }
         name = hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest()[:32]
         self.folder = (cache or datasets.config.HF_DATASETS_CACHE / "surgeon") / name
         self._files: list[int] = []  # how many windows each has

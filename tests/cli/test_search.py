@@ -202,10 +202,12 @@ def test_text_too_short_to_hold_some_out(
 ) -> None:
     short = tmp_path / "short.txt"
     short.write_text(tiny_text.read_text()[:1500])
-    assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000") == 1
+    assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000", "--holdout", "128") == 1
     assert "or hold out none" in capsys.readouterr().err
     assert not (tmp_path / "search" / "trials.csv").exists()
     assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000", "--holdout", "0") == 0
+    assert search(tiny_checkpoint, short, tmp_path / "some", "--tokens", "100000") == 0
+    assert "are used of the 100,000 asked for, and the last 128 are held out" in capsys.readouterr().err
     assert search(tiny_checkpoint, tiny_text, tmp_path / "other", "--holdout", "64") == 1
     assert "hold out 128 or more" in capsys.readouterr().err
 

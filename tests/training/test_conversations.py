@@ -54,14 +54,14 @@ def nll(model: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
 
 def test_conversations_stand_whole_in_windows_and_the_last_are_held_out(tmp_path: Path) -> None:
     data = written(tmp_path, ROWS)
-    found = load_texts(tokenizer(), data, WINDOW, 1 << 20, held_out_tokens=100)
+    found = load_texts(tokenizer(), data, WINDOW, 1 << 20, held_out_tokens=2 * WINDOW)
     expected = [(each.ids, each.answers) for each in tokens(ROWS[:9])]
     held_out = []
     for ids, answers in zip(found.held_out.ids, found.held_out.answers, strict=True):
         (same,) = (each for each in expected if each[0] == ids[: len(each[0])].tolist())
         assert answers.int().tolist() == same[1] + [0] * (len(ids) - len(same[1]))
         held_out.append(same)
-    assert sum(len(ids) for ids, _ in held_out) >= 100
+    assert found.behind == 2
     rows = found.training.rows.with_format("torch")
     there = []
     for row in rows:
@@ -77,10 +77,26 @@ def test_conversations_stand_whole_in_windows_and_the_last_are_held_out(tmp_path
     assert found.notes == (f"{data}: left out 1 row without an answer (of 10 rows read)",)
     assert found.record()["data_left_out"] == {"rows_without_answer": 1}
     answers = found.held_out.predicted
-    assert f"measured on {answers} tokens of answers of {data}, in windows of {WINDOW}" in found.line()
+    assert (
+        f"measured on {answers} predicted tokens of {data} (held out: the last 2 of {2 + len(rows)} windows)"
+        in found.line()
+    )
     few = load_texts(tokenizer(), data, WINDOW, 60, held_out_tokens=10)
     assert few.training.digest != found.training.digest
     assert len(few.training) == 1
+
+
+def test_loose_windows_of_conversations_take_nothing_from_training(tmp_path: Path) -> None:
+    """Windows that conversations do not fill are held out as windows; by default a tenth of them."""
+    rows = [{"messages": said(number % 9)[:2]} for number in range(60)]
+    window = max(len(each.ids) for each in tokens(rows)) * 5 // 4  # one conversation in each
+    data = written(tmp_path, rows, "loose.jsonl")
+    found = load_texts(tokenizer(), data, window, 16 * window, held_out_tokens=24 * window)
+    assert (len(found.training), found.behind, len(found.held_out.ids)) == (16, 24, 24)
+    assert found.held_out.predicted == sum(sum(each.answers) for each in tokens(rows)[16:40])
+    default = load_texts(tokenizer(), data, window, 1 << 20)
+    assert (len(default.training), default.behind) == (54, 6)
+    assert default.held_out.predicted == sum(sum(each.answers) for each in tokens(rows)[54:])
 
 
 def test_a_run_trains_on_answers_and_is_judged_by_answers(tmp_path: Path) -> None:
@@ -128,7 +144,7 @@ def test_what_does_not_go_with_conversations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"chat.jsonl holds conversations, and .*text.txt does not"):
         load_texts(tokenizer(), str(text), WINDOW, 100, data, 100)
     with pytest.raises(
-        ValueError, match="7 windows of conversations, and 1048576 tokens .* nothing is left to train on"
+        ValueError, match="7 windows of 90 tokens, and 11650 of the last ones are .* nothing is left to train on"
     ):
         load_texts(tokenizer(), data, WINDOW, 1 << 20, held_out_tokens=1 << 20)
     assert load_texts(tokenizer(), str(text), 16, 100, held_out_tokens=32).training.rows.column_names == ["input_ids"]

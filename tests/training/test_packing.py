@@ -10,11 +10,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional
 
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.quality.tokens import Tokens
+from surgeon.training.head_loss import text_loss
 from surgeon.training.packing import IGNORED, Documents, Packer, Row, attends_across
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
@@ -91,6 +94,89 @@ def test_stretches_and_interruptions_change_nothing(how: Documents) -> None:
     found += packer.rest()
     assert len(found) == len(wanted)
     assert all(np.array_equal(one[name], other[name]) for one, other in zip(found, wanted, strict=True) for name in one)
+
+
+def cut(lengths: Sequence[int], how: Documents, window: int) -> list[list[tuple[int, bool]]]:
+    """The pieces of documents as they must stand in windows, as (token, whether it is predicted), by a plain loop."""
+    found, place = list[list[tuple[int, bool]]](), 0
+    for each in documents_of(lengths):
+        piece = list[tuple[int, bool]]()
+        for number, (token, answer) in enumerate(zip(each.ids.tolist(), each.answer.tolist(), strict=True)):
+            if piece and (place if how == "apart" else number) % window == 0:
+                found.append(piece)
+                piece = []
+            piece.append((token, bool(piece) and answer))
+            place += 1
+        found.append(piece)
+    return found
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    window=st.integers(2, 11),
+    how=st.sampled_from(["apart", "whole"]),
+    step=st.integers(0, 13),
+)
+def test_every_piece_begins_anew(lengths: list[int], window: int, how: Documents, step: int) -> None:
+    """Documents of all lengths, as they come in stretches, of which some are empty, against a plain loop."""
+    packer, rows = Packer(window, how, pad=5), list[Row]()
+    for each in documents_of(lengths):
+        assert each.answer is not None
+        rows += packer.add(Tokens(each.ids[:0], each.answer[:0], ends=False))
+        for start in range(0, len(each.ids), step or len(each.ids)):
+            part = slice(start, start + (step or len(each.ids)))
+            rows += packer.add(Tokens(each.ids[part], each.answer[part], ends=part.stop >= len(each.ids)))
+    rows += packer.rest()
+    found = list[list[tuple[int, bool]]]()
+    for row in rows:
+        piece = list[tuple[int, bool]]()
+        for token, position, label in zip(*(row[name].tolist() for name in row), strict=True):
+            if position == 0:
+                piece = []
+                found.append(piece)
+            assert position == len(piece)
+            assert label in (IGNORED, token)
+            piece.append((token, bool(piece) and label != IGNORED))
+    wanted = cut(lengths, how, window)
+    if how == "apart":  # what does not fill a window is left out
+        total = sum(lengths) // window * window
+        kept = list[list[tuple[int, bool]]]()
+        for piece in wanted:
+            if (room := total - sum(map(len, kept))) > 0:
+                kept.append(piece[:room])
+        assert found == kept
+    else:
+        assert sorted(piece for piece in found if piece[0][0] != 5) == sorted(wanted)
+        padding = [piece for piece in found if piece[0][0] == 5]
+        assert not any(predicted for piece in padding for _, predicted in piece)
+
+
+@pytest.mark.parametrize("how", ["apart", "whole"])
+def test_the_loss_is_that_of_each_document_by_itself(how: Documents) -> None:
+    """Of documents that are shorter and much longer than a window, in every order that they can share one."""
+    window, lengths = 16, (5, 27, 1, 40, 16, 3, 33, 17, 2)
+    dice = np.random.default_rng(0)
+    documents = [dice.integers(6, 90, count).astype(np.int32) for count in lengths]
+    rows = packed([Tokens(each) for each in documents], how, window)
+    model = tiny_model("llama", 3).eval()
+    inputs = {name: torch.tensor(np.stack([row[name] for row in rows])).long() for name in rows[0]}
+    total, count, place = 0.0, 0, 0
+    for each in documents:
+        start = 0
+        while start < len(each):
+            end = min(len(each), start + window - (place % window if how == "apart" else 0))
+            piece = torch.tensor(each[start:end]).long()[None]
+            place, start = place + end - start, end
+            if place > len(rows) * window or piece.shape[1] < 2:
+                continue
+            with torch.no_grad():
+                logits = model(piece).logits[0, :-1]
+            total += float(functional.cross_entropy(logits, piece[0, 1:], reduction="sum"))
+            count += piece.shape[1] - 1
+    with torch.no_grad():
+        loss = float(text_loss(model, inputs))
+    assert loss == pytest.approx(total / count, rel=1e-5)
 
 
 def test_unknown_ways() -> None:

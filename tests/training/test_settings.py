@@ -41,6 +41,19 @@ def test_steps() -> None:
         TrainSettings().steps_on(7)
 
 
+def test_what_is_said_before_a_run() -> None:
+    assert TrainSettings(steps=10, warmup=9, batch=2).notes_on(20) == []
+    (late,) = TrainSettings(steps=10, warmup=10, batch=2, learning_rate=1e-3).notes_on(20)
+    assert late == (
+        "the learning rate rises over 10 steps, and the run has 10: it never comes to 0.001; use a warmup below 10, or "
+        "more steps"
+    )
+    (late,) = TrainSettings(epochs=2.0, warmup=30, batch=2).notes_on(20)
+    assert "rises over 30 steps, and the run has 20" in late
+    (again,) = TrainSettings(steps=10, batch=8).notes_on(32)
+    assert again == "the steps go through 80 windows, and the training text has 32: each is trained on 2.5 times"
+
+
 def test_adapters_learn_faster() -> None:
     assert TrainSettings().rate < TrainSettings(lora=4).rate
     assert TrainSettings(lora=4, learning_rate=3e-4).rate == 3e-4

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
+import surgeon.training.texts as texts_module
 from surgeon.models.edit import edit
 from surgeon.quality.data import Windows, digest_of, load_windows
-from surgeon.training.packing import IGNORED
+from surgeon.training.held_out import HeldOutQuality
+from surgeon.training.packing import IGNORED, Documents
+from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
+from surgeon.training.text_source import TextSource
 from surgeon.training.texts import (
     MixedPart,
     RunOrder,
     TrainingText,
     TrainingWindows,
     TrainTexts,
+    each_by_itself,
     load_train_texts,
     texts_by_weight,
 )
+from surgeon.training.token_store import TokenStore
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.training.runs import in_training, same, weights
 
@@ -43,6 +52,82 @@ def test_the_end_is_held_out(text: str) -> None:
     few = load_train_texts(tiny_tokenizer(), text, 8, 40, held_out_tokens=30)
     assert torch.equal(few.training.ids, found.training.ids[:5])
     assert torch.equal(few.held_out.ids, found.training.ids[5:8])
+
+
+def test_by_default_a_tenth_is_held_out(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = load_windows(tiny_tokenizer(), text, 8, 1 << 20).ids
+    found = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20)
+    tenth = len(every) // 10
+    assert torch.equal(found.training.ids, every[:-tenth])
+    assert torch.equal(found.held_out.ids, every[-tenth:])
+    assert (
+        f"measured on {tenth * 8:,} tokens of {text} (held out: the last {tenth} of {len(every)} windows)"
+        in found.line()
+    )
+    few = load_train_texts(tiny_tokenizer(), text, 8, 40)  # what is held out does not follow from what is trained on
+    assert torch.equal(few.training.ids, every[:5])
+    assert torch.equal(few.held_out.ids, every[5 : 5 + tenth])
+    one = load_train_texts(tiny_tokenizer(), text, len(every.flatten()) // 3, 1 << 20)
+    assert (len(one.training), len(one.held_out.ids)) == (2, 1)
+    monkeypatch.setattr(texts_module, "HELD_OUT_TOKENS", 24)
+    most = load_train_texts(tiny_tokenizer(), text, 8, 40)
+    assert torch.equal(most.held_out.ids, every[5:8])
+    with pytest.raises(ValueError, match="has 1 window of .*, and 1 of the last ones are held out .* nothing is left"):
+        load_train_texts(tiny_tokenizer(), text, len(every.flatten()), 1 << 20)
+
+
+@pytest.mark.parametrize("documents", ["apart", "whole"])
+def test_held_out_documents_are_measured_each_by_itself(tmp_path: Path, documents: Documents) -> None:
+    """Padding and marks that fill windows are no text, and windows that are not full take nothing from training."""
+    path, tokenizer, window = tmp_path / "rows.jsonl", tiny_tokenizer(), 24
+    rows = [" ".join(str(number * 7 + each) for each in range(1 + number * 5 % 13)) for number in range(120)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    found = load_train_texts(
+        tokenizer, str(path), window, 30 * window, held_out_tokens=9 * window, documents=documents, cache=tmp_path
+    )
+    assert len(found.training) == 30
+    store = TokenStore(TextSource(tokenizer, str(path), None, documents), window, documents, 1, tmp_path)
+    store.fill(39)
+    model = tiny_model("llama", 2, vocab_size=300).eval()
+    values = list[torch.Tensor]()
+    for row in store.rows(range(30, 39)).with_format("torch"):
+        starts = [place for place in range(window) if row["position_ids"][place] == 0]
+        for start, end in pairwise([*starts, window]):
+            ids = row["input_ids"][start:end]
+            assert (ids[0] == tokenizer.bos_token_id) or start == 0 or (ids == 1).all() or documents == "whole"
+            if len(ids) < 2 or (ids == tokenizer.eos_token_id).all():  # the latter is padding
+                continue
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, :-1]
+            values.append(functional.cross_entropy(logits, ids[1:], reduction="none"))
+    wanted = torch.cat(values)
+    measured = HeldOutQuality(found.held_out, None).measure(model)
+    assert measured.tokens == len(wanted) == found.held_out.predicted
+    assert measured.perplexity == pytest.approx(float(wanted.mean().exp()), rel=1e-5)
+    again = tmp_path / "racks"
+    again.mkdir()
+    write_texts(again, found)
+    assert HeldOutQuality(read_texts(again).held_out, None).measure(model) == measured
+    assert f"measured on {len(wanted)} predicted tokens of {path} (held out: the last 9 of 39 windows)" in found.line()
+
+
+def test_of_several_texts_each_holds_out_its_share(tmp_path: Path) -> None:
+    several = dict[str, float]()
+    for name, weight, rows in (("long", 3.0, 300), ("short", 1.0, 8)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(f'{{"text": "{name} {number} and so on"}}\n' for number in range(rows)))
+        several[str(path)] = weight
+    found = load_train_texts(tiny_tokenizer(), several, 24, 40 * 24, documents="whole")
+    alone = [load_train_texts(tiny_tokenizer(), one, 24, 1 << 20, documents="whole") for one in several]
+    assert [part.windows for part in found.training.parts] == [31, len(alone[1].training)]
+    assert found.behind == sum(each.behind for each in alone)
+    assert alone[1].behind == max(1, (alone[1].behind + len(alone[1].training)) // 10)
+    assert len(found.held_out.ids) == sum(len(each.held_out.ids) for each in alone)
+
+
+def test_nothing_to_predict_is_not_measured() -> None:
+    with pytest.raises(ValueError, match="nothing is predicted in what is held out of rows"):
+        each_by_itself([], "rows")
 
 
 def test_too_little_text(text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -80,6 +82,13 @@ def test_it_is_made_once_as_far_as_it_is_needed(tmp_path: Path) -> None:
     other = Numbers(name="others")
     assert (TokenStore(other, 8, cache=tmp_path).fill(1), TokenStore(Numbers(), 4, cache=tmp_path).fill(1)) == (1, 1)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_stores_of_whole_documents_that_were_marked_otherwise_are_not_taken(tmp_path: Path) -> None:
+    for documents, same in (("joined", True), ("apart", True), ("whole", False)):
+        follows = {"format": 1, "window": 8, "documents": documents, "pad": 0, **Numbers().identity()}
+        earlier = hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest()[:32]
+        assert (TokenStore(Numbers(), 8, documents, cache=tmp_path).folder.name == earlier) == same
 
 
 def test_digests_and_what_is_shared(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from surgeon.training.arguments import read_trainer_argument
 from surgeon.training.model import RackOptions
 from surgeon.training.packing import documents_of
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import HELD_OUT_TOKENS, check_texts
+from surgeon.training.texts import check_texts
 
 KIND = "configuration"
 PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
@@ -91,7 +91,7 @@ class ScratchKeys:
     tracks: TracksSection | None = None
     racks: RackOptions | None = None
     eval_data: _Text | None = None
-    eval_tokens: Annotated[int, Strict(), Field(ge=2)] = HELD_OUT_TOKENS
+    eval_tokens: Annotated[int, Strict(), Field(ge=2)] | None = None
     tokens: _Count | None = None
     window: Annotated[int, Strict(), Field(ge=2)] = DEFAULT_WINDOW
     separator: Annotated[str, Strict()] | None = None

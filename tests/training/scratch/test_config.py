@@ -30,7 +30,7 @@ def test_what_it_says() -> None:
     assert config.model["rms_norm_eps"] == 1e-6
     assert config.recipe.program(4).sync_points(2) == 8
     assert str(config.recipe.program(4)).startswith(">A0 >F0")
-    assert (config.window, config.eval_tokens, config.tokens) == (16, 16384, None)
+    assert (config.window, config.eval_tokens, config.tokens) == (16, None, None)
     expected = {"steps": 30, "batch": 4, "learning_rate": 2e-3, "arguments": {"weight_decay": 0.1, "bf16": True}}
     assert config.settings == TrainSettings(scope="all", **expected)
 
