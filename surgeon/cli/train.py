@@ -44,6 +44,9 @@ def train(
         list[str] | None, typer.Option(help="Text to train on in its place, as surgeon heal takes it, e.g. demo:train.")
     ] = None,
     eval_data: Annotated[str | None, typer.Option(help="Held-out text in its place, e.g. demo.")] = None,
+    show_row: Annotated[
+        bool, typer.Option("--show-row", help="Print one row of the text, with what is trained on between brackets.")
+    ] = False,
     trainer_arg: TrainerArgumentsOption = None,
     form: FormOption = "auto",
     dtype: Annotated[
@@ -86,7 +89,9 @@ def train(
         "device": device,
     }
     if not sweep:
-        found: RunResult | None = train_model(config, output, seed=seed, overwrite=overwrite, **how)
+        found: RunResult | None = train_model(config, output, seed=seed, overwrite=overwrite, show_row=show_row, **how)
+    elif show_row:
+        raise ValueError("--show-row is of one model; train one of the sweep's by itself to see a row")
     elif seed is not None:
         raise ValueError("--seed is of one model; write the seeds of a sweep into its configuration: seeds: [0, 1, 2]")
     elif overwrite:

@@ -16,7 +16,7 @@ import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
@@ -40,9 +40,8 @@ _OF_MESSAGES = ("role", "content", "tool_calls")
 
 def conversation_columns(row: Row) -> tuple[str, ...]:
     """Which of a row's columns hold a conversation, as docs/training-text.md has them; () if none."""
-    if all(isinstance(row.get(name), list) for name in _PREFERENCES) and "prompt" not in row:
-        return next((columns for columns in _COLUMNS[:2] if row.keys() >= set(columns)), _PREFERENCES[:1])
-    return next((columns for columns in _COLUMNS if row.keys() >= set(columns)), ())
+    preferences = _PREFERENCES[:1] if all(isinstance(row.get(name), list) for name in _PREFERENCES) else ()
+    return next((columns for columns in _COLUMNS if row.keys() >= set(columns)), preferences)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def _read(
         found = convert(row, where)
         reading.rows += 1
         reading.left_out.update(found.left_out)
-        reading.sizes.update(found.sizes)
+        reading.sizes.update(found.sizes, trained=sum(found.answers))
         if found.ids:
             has_answers = True
             yield found
@@ -139,7 +138,7 @@ class ConversationTokenizer:
             )
         self.tokenizer, self.columns, self.longest = tokenizer, tuple(columns), longest
 
-    def __call__(self, row: Mapping[str, Any], where: str) -> ConversationTokens:
+    def __call__(self, row: Row, where: str) -> ConversationTokens:
         """The tokens of a row.
 
         Args:
@@ -258,7 +257,8 @@ class _Chat:
 
     def marked(self, count: int) -> ConversationTokens:
         """The first messages, with the answers that the template marks."""
-        found = self._apply(self.messages[:count], return_dict=True, return_assistant_tokens_mask=True)
+        with self._rendering(count):
+            found = self._apply(self.messages[:count], return_dict=True, return_assistant_tokens_mask=True)
         if not any(found["assistant_masks"]):
             return ConversationTokens(left_out={"rows_without_answer": 1})
         return ConversationTokens(found["input_ids"], found["assistant_masks"])
@@ -298,16 +298,16 @@ class _Chat:
         return str(self._apply(messages, tokenize=False, **options))
 
     def _apply(self, messages: list[Message], **options: Any) -> Any:
+        return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
+
+    @contextmanager
+    def _rendering(self, count: int) -> Iterator[None]:
+        """Say which messages the template does not take."""
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{self.where} is a conversation, and the tokenizer has no chat template to write it in; put a "
                 "chat_template.jinja beside the model's tokenizer, that of its chat version, say, or give text"
             )
-        return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
-
-    @contextmanager
-    def _rendering(self, count: int) -> Iterator[None]:
-        """Say of which messages the template takes none."""
         try:
             yield
         except REFUSALS as error:
@@ -358,34 +358,26 @@ def _message(message: Any, where: str) -> Message:
     content, weight = message.get(keys[1]), message.get("weight")
     if _ROLES[role] == "assistant":
         if weight not in (None, 1):
-            raise ValueError(
-                f"{where} has the weight {shown(weight)}, and answers count alike; leave it out, or the key"
-            )
+            raise ValueError(f"{where} has the weight {shown(weight)}, and all answers count; leave it out, or the key")
         content = "" if content is None else content
     others = {name: value for name, value in message.items() if name not in (*keys, "weight")}
     return plain_message({"role": _ROLES[role], "content": content, **others}, where)
 
 
-def _system(row: Mapping[str, Any], messages: Sequence[Message], where: str) -> list[Message]:
-    """The message that a column beside a conversation stands for; none where it begins with it anyway."""
-    for column in _SYSTEM:
-        text = row.get(column)
-        if text in (None, ""):
-            continue
+def _system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
+    """The message that a column beside a conversation stands for; none where the conversation begins with it anyway."""
+    prompts = {f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")}
+    for place, text in prompts.items():
         if not isinstance(text, str):
-            raise ValueError(f"{where}: column {column!r} should hold a text, not {shown(text)}; mend this row")
-        if messages and messages[0]["role"] == "system":
-            if messages[0]["content"] != text:
-                raise ValueError(
-                    f"{where}: column {column!r} has one system prompt, {shown(text)}, and the messages begin with "
-                    "another; leave one of them out"
-                )
-            return []
-        return [{"role": "system", "content": text}]
-    return []
+            raise ValueError(f"{where}: {place} should hold a text, not {shown(text)}; mend this row")
+    begins = bool(messages) and messages[0]["role"] == "system"
+    said = prompts | ({"its first message": messages[0]["content"]} if begins else {})
+    if len(set(said.values())) > 1:
+        raise ValueError(f"{where}: {' and '.join(said)} have different system prompts; leave all but one out")
+    return [] if begins else [{"role": "system", "content": text} for text in set(prompts.values())]
 
 
-def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
+def _tools(row: Row, where: str) -> list[Any] | None:
     """What the model may call, as chat templates take it; tables have it as JSON, too."""
     tools = row.get("tools")
     try:
