@@ -171,7 +171,7 @@ def test_keys_that_nothing_reads_are_counted() -> None:
 
 
 def test_calls_of_tools_are_answers_in_the_form_in_which_the_template_writes_them() -> None:
-    """This one looks for an answer that is no text, and puts the JSON of arguments behind the name, as DeepSeek's does."""
+    """This one looks for an answer that is no text, and, as DeepSeek's, puts the JSON of arguments behind the name."""
     template = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}\n{% else %}"
         "{{ m.tool_calls[0].function.name + m.tool_calls[0].function.arguments }}</s>{% endif %}{% endfor %}"
