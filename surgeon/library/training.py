@@ -12,7 +12,7 @@ from surgeon.exports.prove import Proof
 from surgeon.library.opening import warn
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import describe_devices
-from surgeon.training.conversations import MARKS, first_row
+from surgeon.training.learned import MARKS, first_row, learned_line
 from surgeon.training.texts import TrainTexts
 
 
@@ -21,7 +21,7 @@ def announce(
 ) -> None:
     """Say on standard error, once for all processes, what is trained on what; and warn of what to know of the texts."""
     if processes.is_main_process:
-        say(f"{what}; {texts.line()}", describe_devices(processes, where))
+        say(f"{what}; {texts.line()}", learned_line(texts.training), describe_devices(processes, where))
         if show_row:
             say(f"one row, what is learned of it between {' '.join(MARKS)}:", first_row(texts.training, tokenizer))
         warn(texts.notes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,7 @@ from surgeon.training.texts import (
 )
 from surgeon.training.token_store import TokenStore
 
-MARKS = ("\u27e6", "\u27e7")  # white square brackets, around what is learned
 _RULES = 2  # raised where the same rows come to be other tokens
-_ROWS_AT_ONCE = 1000
 
 
 class ConversationSource:
@@ -126,29 +123,8 @@ def _parts(store: TokenStore, windows: int, held_out: int) -> tuple[TrainingText
             "measure on: nothing is left to train on; give more, hold out fewer tokens, or others"
         )
     known, ends = store.known, list(_conversations(store.rows(range(count, there)))) if held_out else []
-    rows, digest, notes = store.rows(range(count)), store.digest(count), tuple(known["notes"])
-    answers = store.remembered(f"answers of {count}", lambda: _count_answers(rows))
-    return TrainingText(rows, data, digest, notes, None, known["left_out"], answers=answers), ends
-
-
-def _count_answers(rows: datasets.Dataset) -> int:
-    """How many tokens of answers windows have."""
-    blocks = rows.select_columns("labels").with_format("numpy").iter(_ROWS_AT_ONCE)
-    return sum(int((block["labels"] != IGNORED).sum()) for block in blocks)
-
-
-def first_row(text: TrainingText, tokenizer: Any) -> str:
-    """The first document or conversation of a text, decoded; what is learned of it stands between marks."""
-    row = text.rows.with_format("numpy")[0]
-    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
-    begins = np.flatnonzero(row["position_ids"] == 0) if "position_ids" in row else np.zeros(1, int)
-    ends = np.flatnonzero(np.diff(labels != IGNORED)) + 1  # of stretches that are learned, or not
-    places = [*ends[ends < (begins[1] if len(begins) > 1 else len(ids))], begins[1] if len(begins) > 1 else len(ids)]
-    parts = []
-    for first, end in pairwise([0, *places]):
-        part = tokenizer.decode(ids[first:end])
-        parts.append(part if labels[first] == IGNORED else f"{MARKS[0]}{part}{MARKS[1]}")
-    return "".join(parts)
+    digest, notes = store.digest(count), tuple(known["notes"])
+    return TrainingText(store.rows(range(count)), data, digest, notes, None, known["left_out"]), ends
 
 
 def _held_out(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:

@@ -84,7 +84,6 @@ class TrainingText:
         rows: a window each, with columns as `surgeon.training.packing.columns` has them.
         source, digest, notes, column, left_out: as of `Windows`.
         parts: the texts that it is made of, where they are several.
-        answers: of conversations, how many tokens are learned; None of other text.
     """
 
     rows: datasets.Dataset
@@ -94,7 +93,6 @@ class TrainingText:
     column: str | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
     parts: tuple[MixedPart, ...] = ()
-    answers: int | None = None
 
     @classmethod
     def of(cls, windows: Windows) -> TrainingText:
@@ -137,9 +135,7 @@ class TrainTexts:
     def line(self) -> str:
         """How much there is of them, for people."""
         window = self.training.window
-        answers = self.training.answers
-        learned = "" if answers is None else f"{answers:,} tokens of answers among "
-        training = f"{learned}{len(self.training) * window:,} tokens of {self.training.source}"
+        training = f"{len(self.training) * window:,} tokens of {self.training.source}"
         what = "tokens" if self.held_out.answers is None else "tokens of answers"
         count = self.held_out.ids.numel() if self.held_out.answers is None else self.held_out.predicted
         held_out = f"{count:,} {what} of {self.held_out.source}"
@@ -245,7 +241,6 @@ def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> Traini
         hashlib.sha256(follows.encode()).hexdigest(),
         tuple(note for text in texts for note in text.notes),
         parts=parts,
-        answers=None if texts[0].answers is None else sum(text.answers or 0 for text in texts),
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from surgeon.models.edit import edit
 from surgeon.quality.conversations import ConversationTokenizer, ConversationTokens
-from surgeon.training.conversations import ConversationSource, first_row, in_template, load_texts
+from surgeon.training.conversations import ConversationSource, in_template, load_texts
 from surgeon.training.packing import IGNORED
 from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import train
@@ -78,8 +78,6 @@ def test_conversations_stand_whole_in_windows_and_the_last_are_held_out(tmp_path
     assert found.record()["data_left_out"] == {"rows_without_answer": 1}
     answers = found.held_out.predicted
     assert f"measured on {answers} tokens of answers of {data}, in windows of {WINDOW}" in found.line()
-    learned = sum(sum(marks) for _, marks in trained)
-    assert f"trained on {learned} tokens of answers among {len(rows) * WINDOW:,} tokens of {data}" in found.line()
     few = load_texts(tokenizer(), data, WINDOW, 60, held_out_tokens=10)
     assert few.training.digest != found.training.digest
     assert len(few.training) == 1
@@ -169,30 +167,11 @@ def test_conversations_are_tokenized_once_and_gone_on_with(tmp_path: Path) -> No
     assert store("one", MARKED).folder != full.folder
 
 
-def test_a_row_is_shown_with_what_is_learned_of_it(tmp_path: Path) -> None:
-    found = load_texts(tokenizer(), written(tmp_path, ROWS), WINDOW, 1 << 20, held_out_tokens=100)
-    ids = found.training.rows[0]["input_ids"]
-    row = next(
-        row["messages"] for row, each in zip(ROWS, tokens(ROWS), strict=True) if each.ids == ids[: len(each.ids)]
-    )
-    turns = [message["content"] for message in row]
-    expected = [
-        f"<|im_start|>user\n{turns[place]}<|im_end|>\n<|im_start|>assistant\n\u27e6{turns[place + 1]}<|im_end|>\n\u27e7"
-        for place in range(0, len(turns), 2)
-    ]
-    assert first_row(found.training, tokenizer()) == "".join(expected)
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT * 30)
-    joined = load_texts(tokenizer(), str(text), 16, 100, held_out_tokens=32)
-    assert first_row(joined.training, tokenizer()) == f"\u27e6{tokenizer().decode(joined.training.ids[0])}\u27e7"
-
-
 def test_several_texts_of_conversations_are_mixed_by_weight(tmp_path: Path) -> None:
     one, two = written(tmp_path, ROWS[:5]), written(tmp_path, ROWS[5:9], "two.jsonl")
     found = load_texts(tokenizer(), {one: 0.5, two: 0.5}, WINDOW, 1 << 20, held_out_tokens=60)
     assert [part.weight for part in found.training.parts] == [0.5, 0.5]
     assert sum(part.windows for part in found.training.parts) == len(found.training)
-    assert found.training.answers == sum(label != IGNORED for row in found.training.rows for label in row["labels"])
     held_out = [ids[: int(marks.nonzero().max()) + 1].tolist() for ids, marks in zip(*_measured(found), strict=True)]
     for rows in (ROWS[:5], ROWS[5:9]):
         assert any(each.ids in held_out for each in tokens(rows))
