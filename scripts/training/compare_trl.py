@@ -65,7 +65,7 @@ CONVERSATIONS = [
     said("Think.", "<think>\nlong\n</think>\n\nDone.", "More.", "<think>\nlonger\n</think>\n\nDone again."),
     said("Hello", "Hi", "Bye", "Goodbye", system="Be quick."),
 ]
-TEXTS = [("def f(x):", "\n    return x"), ("2 + 2 =", " 4"), ("Grüße", ": é 🙂")]
+TEXTS = [("def f(x):", "\n    return x"), ("2 + 2 =", " 4"), ("Grüße", ": é 🙂"), ("def f(x): return ", "self")]
 
 
 def tokenizer(template: str, special: str) -> Any:

@@ -38,8 +38,8 @@ class HealTextArguments:
         typer.Option(
             "--data",
             help="Text to train on; as --eval-data, or demo:train (what demo leaves out). Rows with messages, "
-            "conversations, or prompt and completion are conversations, of which answers alone are trained on. Several "
-            "texts with their shares of the windows: --data A=0.7 --data B=0.3.",
+            "conversations, or prompt and completion (or chosen) are conversations, of which answers alone are trained "
+            "on. Several texts with their shares of the windows: --data A=0.7 --data B=0.3.",
         ),
     ]
     tokens: Annotated[
@@ -61,6 +61,10 @@ class HealTextArguments:
         Path | None,
         typer.Option(help="A file with the chat template to write conversations in. Default: the tokenizer's own."),
     ] = None
+    show_row: Annotated[
+        bool,
+        typer.Option("--show-row", help="Print one row as text, with what is trained on of it between brackets."),
+    ] = False
     documents: Annotated[
         Literal["joined", "apart", "whole"],
         typer.Option(

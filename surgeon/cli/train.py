@@ -41,6 +41,9 @@ def train(
         list[str] | None, typer.Option(help="Text to train on in its place, as surgeon heal takes it, e.g. demo:train.")
     ] = None,
     eval_data: Annotated[str | None, typer.Option(help="Held-out text in its place, e.g. demo.")] = None,
+    show_row: Annotated[
+        bool, typer.Option("--show-row", help="Print one row of the text, with what is trained on between brackets.")
+    ] = False,
     trainer_arg: TrainerArgumentsOption = None,
     form: FormOption = "auto",
     dtype: Annotated[
@@ -72,6 +75,7 @@ def train(
         form=form,
         dtype=dtype,
         overwrite=overwrite,
+        show_row=show_row,
         device=device,
     )
     for path in () if found is None else found.files:

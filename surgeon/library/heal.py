@@ -56,6 +56,7 @@ def heal(
     window: int | None = None,
     separator: str | None = None,
     chat_template: str | Path | None = None,
+    show_row: bool = False,
     documents: Documents = "joined",
     keep_adapter: bool = False,
     as_draft: bool = False,
@@ -86,6 +87,7 @@ def heal(
         separator, documents: what is between documents of the text, and how they share windows: "joined", "apart" or
             "whole" (`surgeon.training.packing`).
         chat_template: a file with the template that conversations are written in, in place of the tokenizer's own.
+        show_row: print one row as text, with what is trained on of it between marks.
         keep_adapter: write `output/base` and `output/adapter` in place of a checkpoint with merged adapters.
         as_draft: train and judge it as a draft of its original, whose keys and values it reads then, and write in place
             of a checkpoint what it changes of that: norms, or adapters. `surgeon.generate` and `serve` take the folder.
@@ -130,7 +132,7 @@ def heal(
     )
     with processes.main_process_first():
         edited = with_factors(edited, folder / "factors")
-    announce(processes, where, settings.method, texts, settings)
+    announce(processes, where, settings.method, texts, settings, edited.model.tokenizer, show_row)
     runs = program_to_heal(edited)
     cut = None if racks is None else racks.cut(runs)
     packed = settings.lora is not None  # of a base that stays as it is

@@ -42,6 +42,7 @@ def train(
     form: str = "auto",
     dtype: str = "float32",
     overwrite: bool = False,
+    show_row: bool = False,
     device: str = "auto",
 ) -> ScratchRun | None:
     """Train a model from random weights, which are the same for every program on an architecture.
@@ -56,6 +57,7 @@ def train(
             (`surgeon.training.scratch.scale`).
         arguments: of transformers' TrainingArguments, beside the configuration's or in their place.
         form, dtype, overwrite: as `surgeon.export` takes them.
+        show_row: as `surgeon.heal` has it.
         device: "cpu", "cuda" (one GPU for each process), or "auto".
 
     Returns:
@@ -81,7 +83,7 @@ def train(
         lay_out(plan.program, plan.family, plan.architecture, form)  # refuses what could not be written, untrained
     processes, where = join_processes(device)
     texts = plan.texts()
-    announce(processes, where, _in_words(plan), texts, plan.config.settings)
+    announce(processes, where, _in_words(plan), texts, plan.config.settings, plan.tokenizer, show_row)
     folder = run_folder(target)
     found = train_blueprint(plan, texts, folder, where)
     if found is None:

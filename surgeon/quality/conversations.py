@@ -4,7 +4,10 @@ What a model writes at its turn is what its chat template puts behind the genera
 Where a template marks that itself ({% generation %}), its marks are taken. Of others an answer is what the whole
 conversation has in common with the conversation that ends with it, behind the conversation before it with the
 generation prompt: a model is only trained on what it would have read and written there. A template that writes an
-earlier answer anew once others follow (Qwen3 takes out what was thought) has nothing of the kind for it.
+earlier answer anew once others follow (Qwen3 takes out what was thought) has nothing of the kind for it. A token that
+begins in what was asked and ends in the answer counts as the answer's.
+
+Every key of a row is used, or counted as one that is left out, or the row is refused.
 """
 
 from __future__ import annotations
@@ -12,32 +15,33 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
 from typing import Any
 
-from jinja2 import TemplateError
-
+from surgeon.checkpoint.messages import REFUSALS, Message, differs, plain_message, with_calls_written, without_keys
 from surgeon.errors import first_line, shown
 from surgeon.quality.sources import table_rows
 from surgeon.quality.tables import Row
 from surgeon.quality.text_files import Reading, lone_surrogate
 from surgeon.words import plural
 
-_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"))
+_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "chosen"))
+_PREFERENCES = ("chosen", "rejected")  # lists of messages; the former is used
+_SYSTEM = ("system", "system_prompt", "system_message")  # columns beside messages
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant"}  # as ShareGPT has them
 _MARK = re.compile(r"{%-?\s*generation\s*-?%}")
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-
-Message = dict[str, Any]
+_OF_MESSAGES = ("role", "content", "tool_calls")
 
 
-def conversation_columns(names: Iterable[str]) -> tuple[str, ...]:
-    """Which of a table's columns hold conversations: messages, conversations, or prompt and completion; () if none."""
-    there = set(names)
-    return next((columns for columns in _COLUMNS if there.issuperset(columns)), ())
+def conversation_columns(row: Row) -> tuple[str, ...]:
+    """Which of a row's columns hold a conversation, as docs/training-text.md has them; () if none."""
+    preferences = _PREFERENCES[:1] if all(isinstance(row.get(name), list) for name in _PREFERENCES) else ()
+    return next((columns for columns in _COLUMNS if row.keys() >= set(columns)), preferences)
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,16 @@ class ConversationTokens:
         ids: its tokens; none where the row is left out.
         answers: 1 for each token that is trained on, 0 for the others.
         left_out: how many of what is not in them: rows_without_answer, rows_too_long (not even the first answer ends
-            within the limit), answers_cut (behind the limit), answers_rewritten (read, but not trained on).
+            within the limit), answers_cut (behind the limit), answers_behind_empty, answers_rewritten (read, but not
+            trained on); and 1 for each key that is not used, as "column 'id'" or "key 'name' of messages".
+        sizes: how many `characters` the tokens are, and of these tokens there are; how many `answer_characters` the
+            row has, trained on or not; answers_across, whose first token begins in what was asked.
     """
 
     ids: list[int] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 def read_conversations(
@@ -95,6 +103,7 @@ def _read(
         found = convert(row, where)
         reading.rows += 1
         reading.left_out.update(found.left_out)
+        reading.sizes.update(found.sizes, trained=sum(found.answers))
         if found.ids:
             has_answers = True
             yield found
@@ -129,7 +138,7 @@ class ConversationTokenizer:
             )
         self.tokenizer, self.columns, self.longest = tokenizer, tuple(columns), longest
 
-    def __call__(self, row: Mapping[str, Any], where: str) -> ConversationTokens:
+    def __call__(self, row: Row, where: str) -> ConversationTokens:
         """The tokens of a row.
 
         Args:
@@ -139,34 +148,65 @@ class ConversationTokenizer:
             ValueError: if it is no conversation, has an unknown role, or there is no template, or it cannot render it.
         """
         parts = [row.get(column) for column in self.columns]
+        if len(parts) > 1 and isinstance(parts[0], str) and isinstance(parts[1], str | None):
+            found, used = self._texts(parts[0], parts[1], where), self.columns
+        else:
+            asked, said = self._parts(parts, where)
+            system = _system(row, [*asked, *said], where)
+            chat = _Chat(self.tokenizer, [*system, *asked, *said], _tools(row, where), where)
+            found = self._chat(chat, len(system) + len(asked) if asked else 0)
+            used = (*self.columns, "tools", *_SYSTEM)
+        unused = [name for name, value in row.items() if name not in used and value not in (None, "", [], {})]
+        return replace(found, left_out={f"column {name!r}": 1 for name in unused} | found.left_out)
+
+    def _parts(self, parts: list[Any], where: str) -> tuple[list[Message], list[Message]]:
+        """What was asked before the answers that count, and what follows; nothing and all of it in one column."""
+        places = [f"{where}: column {name!r}" for name in self.columns]
         if len(parts) > 1 and isinstance(parts[0], str):
-            return self._texts(parts[0], parts[1], where)
-        lists = [_messages(part, f"{where}: column {name!r}") for name, part in zip(self.columns, parts, strict=True)]
-        chat = _Chat(self.tokenizer, [message for each in lists for message in each], _tools(row, where), where)
-        ends = [end for end in chat.ends() if len(lists) == 1 or end > len(lists[0])]
+            said = _messages(parts[1], places[1])
+            if not any(message["content"] == parts[0] for message in said):
+                raise ValueError(
+                    f"{where}: the prompt is a text, and the {self.columns[1]} is none, nor messages that have the "
+                    f"prompt as one of them: {shown(parts[1])}; give both as texts, or both as messages"
+                )
+            return [], said
+        *before, said = (_messages(part, place) for part, place in zip(parts, places, strict=True))
+        asked = before[0] if before else []
+        return asked, said[len(asked) :] if said[: len(asked)] == asked else said  # which some data says again
+
+    def _chat(self, chat: _Chat, asked: int) -> ConversationTokens:
+        """A chat's tokens, of whose first messages none is an answer."""
+        answers = [end for end in chat.answers() if end > asked]
+        ends = [end for end in chat.ends() if end > asked]
+        behind = {"answers_behind_empty": len(answers) - len(ends)} if len(answers) > len(ends) else {}
+        sizes = {"answer_characters": sum(_size(chat.messages[end - 1]) for end in answers)}
         if not ends:
-            return ConversationTokens(left_out={"rows_without_answer": 1})
+            return ConversationTokens(left_out={"rows_without_answer": 1} | behind, sizes=sizes)
+        chat = chat.with_calls(ends[-1])
         fitting = len(ends)
         if chat.length(ends[-1]) > self.longest:
             fitting = bisect_right(ends, self.longest, key=chat.length)
         if not fitting:
-            return ConversationTokens(left_out={"rows_too_long": 1})
-        marked = len(lists) == 1 and chat.has_marks  # they would count the answers in a prompt, too
+            return ConversationTokens(left_out={"rows_too_long": 1} | behind, sizes=sizes)
+        marked = not asked and chat.has_marks  # they would count the answers in a prompt, too
         found = chat.marked(ends[fitting - 1]) if marked else chat.compared(ends[:fitting])
         cut = {"answers_cut": len(ends) - fitting} if fitting < len(ends) else {}
-        return replace(found, left_out=cut | found.left_out)
+        if found.ids:
+            cut |= dict.fromkeys(chat.unused(ends[fitting - 1]), 1)
+            sizes |= {"characters": len(chat.text(ends[fitting - 1])), "tokens": len(found.ids)}
+        return replace(found, left_out=behind | cut | found.left_out, sizes=sizes | found.sizes)
 
-    def _texts(self, prompt: str, completion: Any, where: str) -> ConversationTokens:
-        if not isinstance(completion, str | None):
-            raise ValueError(f"{where}: the prompt is a text, and the completion is none: {shown(completion)}")
+    def _texts(self, prompt: str, completion: str | None, where: str) -> ConversationTokens:
         if not (completion or "").strip():
             return ConversationTokens(left_out={"rows_without_answer": 1})
         eos = self.tokenizer.eos_token or ""
         text = _checked(f"{prompt}{str(completion).removesuffix(eos)}{eos}", where)
+        sizes = {"answer_characters": len(text) - len(prompt)}
         coded = self.tokenizer(text, return_offsets_mapping=True)
         if len(coded["input_ids"]) > self.longest:
-            return ConversationTokens(left_out={"rows_too_long": 1})
-        return ConversationTokens(coded["input_ids"], _within(coded, len(prompt), len(text)))
+            return ConversationTokens(left_out={"rows_too_long": 1}, sizes=sizes)
+        sizes |= {"characters": len(text), "tokens": len(coded["input_ids"])} | _across(coded, len(prompt))
+        return ConversationTokens(coded["input_ids"], _within(coded, len(prompt), len(text)), sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -177,16 +217,38 @@ class _Chat:
     messages: list[Message]
     tools: list[Any] | None
     where: str
+    _texts: dict[tuple[int, bool], str] = field(default_factory=dict, init=False)
+    _coded: dict[int, Any] = field(default_factory=dict, init=False)
+
+    def answers(self) -> list[int]:
+        """How many messages there are up to each answer to something that says something."""
+        numbers = range(1, len(self.messages))
+        return [n + 1 for n in numbers if self.messages[n]["role"] == "assistant" and _is_filled(self.messages[n])]
 
     def ends(self) -> list[int]:
-        """How many messages there are up to each answer to something."""
+        """The same up to the first answer that says nothing."""
         assistants = (number for number, message in enumerate(self.messages) if message["role"] == "assistant")
         filled = takewhile(lambda number: _is_filled(self.messages[number]), assistants)
         return [number + 1 for number in filled if number]
 
+    def with_calls(self, count: int) -> _Chat:
+        """The first messages, with calls of tools in the form in which the template writes them."""
+        messages = self.messages[:count]
+        with self._rendering(count):
+            return replace(self, messages=with_calls_written(self._write, messages))
+
+    def unused(self, count: int) -> Iterator[str]:
+        """What of the first messages changes nothing in the template."""
+        messages = self.messages[:count]
+        for key in sorted({key for message in messages for key in message}.difference(_OF_MESSAGES)):
+            if not differs(self._write, without_keys(messages, key), self.text(count)):
+                yield f"key {key!r} of messages"
+        if self.tools and not differs(replace(self, tools=None)._write, messages, self.text(count)):
+            yield "column 'tools'"
+
     def length(self, count: int) -> int:
         """Of the first messages, in tokens."""
-        return len(self._coded(self._text(count))["input_ids"])
+        return len(self._tokens(count)["input_ids"])
 
     @property
     def has_marks(self) -> bool:
@@ -195,41 +257,60 @@ class _Chat:
 
     def marked(self, count: int) -> ConversationTokens:
         """The first messages, with the answers that the template marks."""
-        found = self._apply(count, return_dict=True, return_assistant_tokens_mask=True)
+        with self._rendering(count):
+            found = self._apply(self.messages[:count], return_dict=True, return_assistant_tokens_mask=True)
         if not any(found["assistant_masks"]):
             return ConversationTokens(left_out={"rows_without_answer": 1})
         return ConversationTokens(found["input_ids"], found["assistant_masks"])
 
     def compared(self, ends: Sequence[int]) -> ConversationTokens:
         """The messages up to the last of these ends, with the answers of which the template shows what they are."""
-        whole = self._text(ends[-1])
-        coded = self._coded(whole)
-        each = []
+        whole = self.text(ends[-1])
+        coded = self._tokens(ends[-1])
+        trained, across = list[list[int]](), Counter[str]()
         for end in ends:
-            asked, said = self._text(end - 1, add_generation_prompt=True), self._text(end)
-            is_asked = whole.startswith(asked)
-            each.append(_within(coded, len(asked), _common(whole, said)) if is_asked else [])
-        trained = [answer for answer in each if any(answer)]
-        lost = {"answers_rewritten": len(each) - len(trained)} if len(trained) < len(each) else {}
+            asked = self.text(end - 1, asks=True)
+            answer = _within(coded, len(asked), _common(whole, self.text(end))) if whole.startswith(asked) else []
+            if any(answer):
+                trained.append(answer)
+                across.update(_across(coded, len(asked)))
+        lost = {"answers_rewritten": len(ends) - len(trained)} if len(trained) < len(ends) else {}
         if not trained:
             return ConversationTokens(left_out=lost)
-        return ConversationTokens(coded["input_ids"], [int(any(token)) for token in zip(*trained, strict=True)], lost)
+        answers = [int(any(token)) for token in zip(*trained, strict=True)]
+        return ConversationTokens(coded["input_ids"], answers, lost, dict(across))
 
-    def _text(self, count: int, **options: Any) -> str:
-        return _checked(self._apply(count, tokenize=False, **options), self.where)
+    def text(self, count: int, asks: bool = False) -> str:
+        """The first messages; with the generation prompt behind them where they ask for an answer."""
+        if (count, asks) not in self._texts:
+            with self._rendering(count):
+                text = self._write(self.messages[:count], add_generation_prompt=asks)
+            self._texts[count, asks] = _checked(text, self.where)
+        return self._texts[count, asks]
 
-    def _coded(self, text: str) -> Any:
-        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    def _tokens(self, count: int) -> Any:
+        if count not in self._coded:
+            options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+            self._coded[count] = self.tokenizer(self.text(count), **options)
+        return self._coded[count]
 
-    def _apply(self, count: int, **options: Any) -> Any:
+    def _write(self, messages: list[Message], **options: Any) -> str:
+        return str(self._apply(messages, tokenize=False, **options))
+
+    def _apply(self, messages: list[Message], **options: Any) -> Any:
+        return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
+
+    @contextmanager
+    def _rendering(self, count: int) -> Iterator[None]:
+        """Say which messages the template does not take."""
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{self.where} is a conversation, and the tokenizer has no chat template to write it in; put a "
                 "chat_template.jinja beside the model's tokenizer, that of its chat version, say, or give text"
             )
         try:
-            return self.tokenizer.apply_chat_template(self.messages[:count], tools=self.tools, **options)
-        except _REFUSALS as error:
+            yield
+        except REFUSALS as error:
             raise ValueError(
                 f"{self.where}: the chat template cannot render its first {plural(count, 'message')} "
                 f"({first_line(error)}); mend the row or leave it out, or give the tokenizer another template"
@@ -237,8 +318,13 @@ class _Chat:
 
 
 def _within(coded: Any, first: int, behind: int) -> list[int]:
-    """1 for each token that lies between two places of a text, 0 for the others."""
-    return [int(first <= start < end <= behind) for start, end in coded["offset_mapping"]]
+    """1 for each token that ends between two places of a text, 0 for the others, and for those that lie nowhere."""
+    return [int(first < end <= behind) for _, end in coded["offset_mapping"]]
+
+
+def _across(coded: Any, place: int) -> dict[str, int]:
+    """Whether a token begins before a place of a text and ends behind it."""
+    return {"answers_across": 1} if any(start < place < end for start, end in coded["offset_mapping"]) else {}
 
 
 def _common(one: str, other: str) -> int:
@@ -247,29 +333,51 @@ def _common(one: str, other: str) -> int:
 
 
 def _is_filled(message: Message) -> bool:
-    content = message.get("content")
-    return bool(content.strip() if isinstance(content, str) else content) or bool(message.get("tool_calls"))
+    return bool(message["content"].strip()) or "tool_calls" in message
+
+
+def _size(message: Message) -> int:
+    """How many characters an answer says."""
+    calls = message.get("tool_calls")
+    return len(message["content"]) + (len(json.dumps(calls, ensure_ascii=False)) if calls else 0)
 
 
 def _messages(found: Any, where: str) -> list[Message]:
-    """The messages of a column, each with a role that templates know and a content."""
+    """The messages of a column, each with a role that templates know and a text as its content."""
     if not isinstance(found, list | None):
         raise ValueError(f"{where} should hold a list of messages, not {shown(found)}")
-    messages = []
-    for number, message in enumerate(found or []):
-        keys = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
-        if not isinstance(message, dict) or keys[0] not in message:
-            raise ValueError(f"{where}: message {number} has no role (or from): {shown(message)}")
-        if (role := message[keys[0]]) not in _ROLES:
-            raise ValueError(
-                f"{where}: message {number} has an unknown role, {shown(role)}; known: {', '.join(_ROLES)}"
-            )
-        others = {name: value for name, value in message.items() if name not in keys}
-        messages.append({"role": _ROLES[role], "content": message.get(keys[1]), **others})
-    return messages
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(found or [])]
 
 
-def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
+def _message(message: Any, where: str) -> Message:
+    keys = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
+    if not isinstance(message, dict) or keys[0] not in message:
+        raise ValueError(f"{where} has no role (or from): {shown(message)}")
+    if (role := message[keys[0]]) not in _ROLES:
+        raise ValueError(f"{where} has an unknown role, {shown(role)}; known: {', '.join(_ROLES)}")
+    content, weight = message.get(keys[1]), message.get("weight")
+    if _ROLES[role] == "assistant":
+        if weight not in (None, 1):
+            raise ValueError(f"{where} has the weight {shown(weight)}, and all answers count; leave it out, or the key")
+        content = "" if content is None else content
+    others = {name: value for name, value in message.items() if name not in (*keys, "weight")}
+    return plain_message({"role": _ROLES[role], "content": content, **others}, where)
+
+
+def _system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
+    """The message that a column beside a conversation stands for; none where the conversation begins with it anyway."""
+    prompts = {f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")}
+    for place, text in prompts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: {place} should hold a text, not {shown(text)}; mend this row")
+    begins = bool(messages) and messages[0]["role"] == "system"
+    said = prompts | ({"its first message": messages[0]["content"]} if begins else {})
+    if len(set(said.values())) > 1:
+        raise ValueError(f"{where}: {' and '.join(said)} have different system prompts; leave all but one out")
+    return [] if begins else [{"role": "system", "content": text} for text in set(prompts.values())]
+
+
+def _tools(row: Row, where: str) -> list[Any] | None:
     """What the model may call, as chat templates take it; tables have it as JSON, too."""
     tools = row.get("tools")
     try:

@@ -72,8 +72,8 @@ def documents(
         if separator is not None:
             yield from ([part] for part in _split(pieces, separator, reading))
         elif by_row and not is_text:
-            text = "".join(pieces).strip()
-            if text:
+            text = "".join(pieces)
+            if text.strip():
                 yield [text]
             else:
                 reading.left_out["empty_documents"] += 1
@@ -126,7 +126,12 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
     if beside is not None and beside.is_file():
         return beside, column
     if there is not None and data != DEMO:
-        raise ValueError(f"{data} is a folder; name a file in it")
+        if there.is_dir():
+            raise ValueError(f"{data} is a folder; name a file in it")
+        raise ValueError(
+            f"{data} is a pipe or a device, which can be read only once; write it to a file (zcat text.gz > text.txt), "
+            "or name the file itself (text and JSON lines are also read from .gz)"
+        )
     name = name if colon and is_table(Path(name)) else data
     file = Path(name)
     if ending(file) in TEXT_FILES or is_packed(file) or is_table(file) or is_path(name):
@@ -135,18 +140,18 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
 
 
 def _split(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[str]:
-    """What stands between separators, in a text that comes in pieces; blank parts are left out."""
+    """What stands between separators and the line ends beside them, in a text that comes in pieces; blank parts not."""
     rest, is_first = "", True
     for piece in pieces:
         *parts, rest = (rest + piece).split(separator)
         for part in parts:
             is_first = False
             if part.strip():
-                yield part.strip()
+                yield part.strip("\n")
             else:
                 reading.left_out["empty_documents"] += 1
     if rest.strip():
-        yield rest.strip()
+        yield rest.strip("\n")
     elif is_first:  # else it is the end of a text whose documents all end with a separator
         reading.left_out["empty_documents"] += 1
 
@@ -176,12 +181,27 @@ def table_rows(data: str, reading: Reading) -> tuple[str | None, Iterator[tuple[
         return None
     path, column = file_and_column(data)
     if path is not None:
-        return (column, read_rows(path, reading)) if is_table(path) else None
+        if not is_table(path):
+            return None
+        rows = read_rows(path, reading)
+        return column, (_without_nulls(rows) if ending(path) == PARQUET else rows)
     if data in (DEMO, DEMO_TRAINING):
         return None
     name, *_, column = _parts(data)
-    rows = _open_dataset(data)
-    return column or None, ((f"{name}: row {number}", row) for number, row in enumerate(rows, start=1))
+    located = ((f"{name}: row {number}", row) for number, row in enumerate(_open_dataset(data), start=1))
+    return column or None, _without_nulls(located)
+
+
+def _without_nulls(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Rows of Arrow, where each object in a column has the keys of all of them, without those that are null."""
+    for where, row in rows:
+        yield where, {name: _without_null_keys(value) for name, value in row.items()}
+
+
+def _without_null_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_null_keys(each) for name, each in value.items() if each is not None}
+    return [_without_null_keys(each) for each in value] if isinstance(value, list) else value
 
 
 def _parts(data: str) -> list[str]:

@@ -20,6 +20,7 @@ from surgeon.quality.text_files import Reading, ending, is_packed, lone_surrogat
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 PARQUET = ".parquet"
 TEXT_COLUMN = "text"
+_ROLE_KEYS = {"role", "from"}  # of messages
 _PARQUET_ROWS = 64
 _ROWS_LOOKED_AT, _CHARACTERS_LOOKED_AT = 1000, 1 << 26
 
@@ -106,7 +107,8 @@ def read_column(
     is_guessed = column is None and chosen not in looked_at[-1][1]
     if is_guessed:
         with_text = dict.fromkeys(name for _, row in looked_at for name in _of_text(row))
-        chosen = _choose_column(place, with_text, source, how)
+        chats = dict.fromkeys(name for _, row in looked_at for name in row if _holds_messages(row[name]))
+        chosen = _choose_column(place, with_text, source, chats, how)
         if not is_whole:
             reading.notes.append(f"column {chosen!r} is read, the only one of text in {place}")
     elif chosen not in looked_at[-1][1]:
@@ -151,11 +153,24 @@ def _of_text(row: Row) -> list[str]:
     return [name for name, value in row.items() if isinstance(value, str) or name == TEXT_COLUMN]
 
 
-def _choose_column(place: str, with_text: Iterable[str], source: str, how: str = "{source}:{column}") -> str:
+def _holds_messages(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and not first.keys().isdisjoint(_ROLE_KEYS)
+
+
+def _choose_column(
+    place: str, with_text: Iterable[str], source: str, with_chats: Iterable[str], how: str = "{source}:{column}"
+) -> str:
     """The column to read of `source`, by what was looked at of it, `place`; arguments as `read_column`."""
     names = list(with_text)
     if TEXT_COLUMN in names:
         return TEXT_COLUMN
+    for chat in with_chats:
+        columns = " or ".join(how.format(source=source, column=name) for name in names) or "give text"
+        raise ValueError(
+            f"{place} holds conversations in column {chat!r}, which are not read as text; heal and train take them "
+            f"(as {how.format(source=source, column=chat)}); to read another column as text, say which: {columns}"
+        )
     if len(names) == 1:
         return names[0]
     if not names:
@@ -203,4 +218,10 @@ def _parquet_column(path: Path, column: str | None) -> str:
     kinds = {each.name: each.type.value_type if types.is_dictionary(each.type) else each.type for each in schema}
     strings = (types.is_string, types.is_large_string, types.is_string_view)
     with_text = [name for name, kind in kinds.items() if name == TEXT_COLUMN or any(is_(kind) for is_ in strings)]
-    return _choose_column(str(path), with_text, str(path))
+    lists = {name: kind.value_type for name, kind in kinds.items() if types.is_list(kind) or types.is_large_list(kind)}
+    with_chats = [
+        name
+        for name, kind in lists.items()
+        if types.is_struct(kind) and not _ROLE_KEYS.isdisjoint(field.name for field in kind)
+    ]
+    return _choose_column(str(path), with_text, str(path), with_chats)

@@ -34,6 +34,7 @@ _NO_TEXT = {
     b"PK\x03\x04": ("a zip archive", "unpack it (unzip {path})"),
 }
 _LONGEST_MARK = max(map(len, _NO_TEXT))
+_FEW = 0.1  # of the tokens of answers
 
 
 @dataclass
@@ -45,12 +46,14 @@ class Reading:
         rows: of a table, how many have been read.
         left_out: how many of what is no part of the text that comes out: byte_order_marks, carriage_returns,
             null_rows, rows_without_column, empty_documents; and of conversations what `ConversationTokens` names.
+        sizes: of conversations, as `ConversationTokens` names them, and how many tokens are `trained` on.
         notes: what else to know, one line each.
     """
 
     column: str | None = None
     rows: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
     def lines(self, source: str) -> list[str]:
@@ -65,12 +68,30 @@ class Reading:
             "rows_without_answer": f"{plural(count['rows_without_answer'], 'row')} without an answer",
             "rows_too_long": f"{plural(count['rows_too_long'], 'row')} whose first answer ends behind a window's end",
             "answers_cut": f"{plural(count['answers_cut'], 'answer')} behind a window's end",
+            "answers_behind_empty": f"{plural(count['answers_behind_empty'], 'answer')} behind an empty one",
             "answers_rewritten": f"the learning of {plural(count['answers_rewritten'], 'answer')} that the chat "
             "template writes in another way than the model at its turn",
         }
+        words |= {name: f"{name} of {plural(count[name], 'row')}" for name in sorted(count) if name not in words}
         named = [words[name] for name in words if count[name]]
         read = f" (of {plural(self.rows, 'row')} read)" if self.rows else ""
-        return [*self.notes, *([f"{source}: left out {', '.join(named)}{read}"] if named else [])]
+        left_out = [f"{source}: left out {', '.join(named)}{read}"] if named else []
+        return [*self.notes, *left_out, *(f"{source}: {line}" for line in self._of_answers())]
+
+    def _of_answers(self) -> Iterator[str]:
+        """What to know of the answers of conversations; their characters tell about how many tokens they are."""
+        size = self.sizes
+        if across := size["answers_across"]:
+            yield (
+                f"{plural(across, 'answer')} that begin inside a token, together with the end of what was asked, count "
+                "from that token on; a prompt that ends in a space is better without, and the answer with it"
+            )
+        about = round(size["answer_characters"] * size["tokens"] / max(1, size["characters"]))
+        if size["trained"] < _FEW * about:
+            yield (
+                f"only {plural(size['trained'], 'token')} of answers count, where the answers in its rows are about "
+                f"{about:,}; see what is left out, and one row as it is trained on (--show-row)"
+            )
 
 
 def ending(path: Path) -> str:

@@ -8,11 +8,10 @@ from inspect import signature
 from itertools import accumulate
 from typing import Any
 
-from jinja2 import TemplateError
-
 from surgeon.checkpoint.encoding import Encoder
+from surgeon.checkpoint.messages import REFUSALS, Message, plain_message, with_calls_written
 from surgeon.checkpoint.texts import Continuation
-from surgeon.server.errors import invalid, short
+from surgeon.server.errors import invalid
 
 FIELD = "chat_template_kwargs"
 MOST_VARIABLES = 1 << 16  # bytes of them
@@ -112,11 +111,16 @@ class Texts:
             raise invalid("messages is empty; give at least one message", "messages")
         variables = self._checked(variables or {})
         plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
-        try:
+
+        def write(form: list[Message]) -> str:
             text: str = self.tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True, tokenize=False, **variables
+                form, add_generation_prompt=True, tokenize=False, **variables
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            return text
+
+        try:
+            text = write(with_calls_written(write, plain))
+        except REFUSALS as error:
             what = f"these messages with this {FIELD}" if variables else "these messages"
             raise invalid(f"the model's chat template does not take {what}: {error}", "messages") from error
         return Prompt(self._encode(text, "messages", most, special=False))
@@ -149,23 +153,13 @@ class Texts:
         return self._pieces[token]
 
 
-def _plain(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """A message whose content is one text, whether it came so or in parts."""
-    if not isinstance(message.get("role"), str):
-        raise invalid(f'{name}.role must be a text such as "user", not {short(message.get("role"))}', "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part, f"{name}.content.{number}") for number, part in enumerate(content))
-    if not isinstance(content, str):
-        raise invalid(f"{name}.content must be a text or a list of parts, not {short(content)}", "messages")
-    _check_text(content, "messages")
-    return message | {"content": content}
-
-
-def _part(part: Any, name: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise invalid(f'{name} must be {{"type": "text", "text": ...}}, not {short(part)}', "messages")
+def _plain(message: dict[str, Any], name: str) -> Message:
+    try:
+        found = plain_message(message, name)
+    except ValueError as error:
+        raise invalid(str(error), "messages") from None
+    _check_text(found["content"], "messages")
+    return found
 
 
 def _check_text(text: str, name: str) -> None:

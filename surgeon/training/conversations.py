@@ -30,6 +30,8 @@ from surgeon.training.texts import (
 )
 from surgeon.training.token_store import TokenStore
 
+_RULES = 2  # raised where the same rows come to be other tokens
+
 
 class ConversationSource:
     """Conversations as tokens, for a `TokenStore`; none is longer than a window."""
@@ -42,7 +44,7 @@ class ConversationSource:
         path, _ = file_and_column(self.source)
         file = [] if path is None else [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
         written = {"tokenizer": tokenizer_digest(self._tokenizer), "chat_template": self._tokenizer.chat_template}
-        return {"conversations": self.source, "file": file, "longest": self._window, **written}
+        return {"conversations": self.source, "file": file, "longest": self._window, "rules": _RULES, **written}
 
     def read(self) -> Iterator[list[Tokens]]:
         """As `TokenSource` has it."""
@@ -52,11 +54,13 @@ class ConversationSource:
 
     def state(self) -> dict[str, Any]:
         """As `TokenSource` has it."""
-        return {"rows": self._reading.rows, "left_out": dict(self._reading.left_out)}
+        reading = self._reading
+        return {"rows": reading.rows, "left_out": dict(reading.left_out), "sizes": dict(reading.sizes)}
 
     def resume(self, state: dict[str, Any]) -> None:
         """As `TokenSource` has it; rows are read again up to there, and not tokenized."""
-        self._reading.rows, self._reading.left_out = int(state["rows"]), Counter(state["left_out"])
+        self._reading.rows = int(state["rows"])
+        self._reading.left_out, self._reading.sizes = Counter(state["left_out"]), Counter(state["sizes"])
 
     def known(self) -> dict[str, Any]:
         """As `TokenSource` has it."""

@@ -45,6 +45,8 @@ class TextSource:
         if self.source in (DEMO, DEMO_TRAINING):
             files = [hashlib.sha256("".join(chain(*documents(self.source, None))).encode()).hexdigest()]
         follows = {"text": self.source, "files": files, "separator": self.separator, "by_row": self.by_row}
+        if self.separator is not None or self.by_row:
+            follows["ends"] = "as they are"  # of documents, which once were stripped
         return follows | {"tokenizer": tokenizer_digest(self._tokenizer)}
 
     def read(self) -> Iterator[list[Tokens]]:

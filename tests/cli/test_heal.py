@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,10 @@ def test_conversations_are_healed_on_by_their_answers(surgeon_says: Run, tiny_ch
     arguments = ("heal", recipe, "--data", data, *little, "-o", tmp_path / "healed")
     code, _, err = surgeon_says(*arguments)
     assert (code, "chat.jsonl:1 is a conversation, and the tokenizer has no chat template" in err) == (1, True)
-    code, _, err = surgeon_says(*arguments, "--chat-template", template, "--preset", "ladder")
+    code, _, err = surgeon_says(*arguments, "--chat-template", template, "--preset", "ladder", "--show-row")
     assert code == 0, err
+    assert re.search(r"of the [\d,]+ tokens to train on, padding among them, [\d,]+ are learned\n", err)
+    assert "\n[user] user of the dog</s>\u27e6[assistant] assistant of the dog</s>\u27e7" in err
     assert "epochs 2.0; the paper's data is BAAI/Infinity-Instruct:7M:train" in err
     assert "tokens of answers of" in err
     assert "left out 6 answers behind a window's end (of 12 rows read)" in err

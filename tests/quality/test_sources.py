@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import tracemalloc
@@ -24,8 +25,25 @@ from tests.tiny_models import tiny_tokenizer
 def test_rows_are_one_text_or_documents(write: Callable[[list[Row]], Path]) -> None:
     path = write([{"id": 1, "text": "Grüße"}, {"id": 2, "text": " the fox## the dog "}, {"id": 3, "text": ""}])
     assert texts(path) == ["Grüße\n\n the fox## the dog \n\n"]
-    assert texts(path, "<sep>") == ["Grüße", "the fox## the dog"]
-    assert texts(path, "##") == ["Grüße", "the fox", "the dog"]
+    assert texts(path, "<sep>") == ["Grüße", " the fox## the dog "]
+    assert texts(path, "##") == ["Grüße", " the fox", " the dog "]
+
+
+def test_what_documents_begin_and_end_with_is_theirs(tmp_path: Path) -> None:
+    code = "    return x\n\n"
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": code}, {"text": " \n"}, {"text": "\n  y"}])
+    assert ["".join(pieces) for pieces in sources.documents(str(path), None, by_row=True)] == [code, "\n  y"]
+    (tmp_path / "a.txt").write_text("  x\n##\n    y \n##\n")  # but for line ends beside separators
+    assert texts(tmp_path / "a.txt", "##") == ["  x", "    y "]
+
+
+def test_pipes_are_refused_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(ValueError, match=r"(pipe|/dev/null) is a pipe or a device, which can be read only once"):
+            texts(name)
+    with pytest.raises(ValueError, match="is a folder; name a file in it"):
+        sources.file_and_column(str(tmp_path))
 
 
 def test_many_rows_are_joined_alike_at_every_place(write: Callable[[list[Row]], Path]) -> None:

@@ -175,3 +175,16 @@ def test_damaged_json(tmp_path: Path, lines: str | bytes, message: str) -> None:
     path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
     with pytest.raises(ValueError, match=message):
         texts(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_beside_conversations_no_column_is_guessed(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    rows = [{"id": "the fox", "dialog": [{"role": "user", "content": "the dog"}]}]
+    if name.endswith(".parquet"):
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        write_jsonl(path, rows)
+    with pytest.raises(ValueError, match=rf"conversations in column 'dialog', .* \(as {path}:dialog\); .* {path}:id$"):
+        texts(path)
+    assert texts(f"{path}:id") == ["the fox"]

@@ -34,6 +34,24 @@ def test_prompts_keep_their_text() -> None:
     assert texts.prompt("dog", 9) == Prompt(tokenizer("dog").input_ids, "dog")
 
 
+def test_a_history_with_calls_of_tools_is_written() -> None:
+    """As OpenAI's API has it: no content, and arguments as JSON, of which templates take an object."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.at }})"
+        "{% endfor %}{{ m.content }}\n{% endfor %}"
+    )
+    texts = Texts(tokenizer)
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "dog"}'}}]}
+    chat = [{"role": "user", "content": "the"}, called, {"role": "tool", "tool_call_id": "1", "content": "fox"}]
+    expected = tokenizer("the\nlook(dog)\nfox\n", add_special_tokens=False).input_ids
+    assert texts.chat(chat, 99).tokens == expected
+    assert texts.chat([chat[0], called | {"content": None, "refusal": None}, chat[2]], 99).tokens == expected
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ApiError, match="template does not take these messages: it leaves out tool_calls"):
+        texts.chat(chat, 99)
+
+
 @pytest.mark.parametrize(
     ("given", "several"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6]], [[5], [6]]), ([], [[]])],

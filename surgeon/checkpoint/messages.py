@@ -1,0 +1,125 @@
+"""Messages of chats as chat templates take them.
+
+People and clients write one message in several ways, and a template reads one: contents are texts or lists of parts; an
+answer that calls tools has no content, an empty one, or null; the arguments of a call are an object (as transformers'
+own templates take them) or its JSON (as OpenAI's API sends them, and DeepSeek's templates take them).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jinja2 import TemplateError
+
+from surgeon.errors import shown
+
+# What chat templates raise about messages that they do not take.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+Message = dict[str, Any]
+
+
+def plain_message(message: Message, name: str) -> Message:
+    """A message whose content is one text, and which has no key that says nothing.
+
+    Args:
+        name: of the message, for errors.
+
+    Raises:
+        ValueError: if its role or its content is no text, or its calls are no list of objects.
+    """
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f'{name}.role must be a text such as "user", not {shown(message.get("role"))}')
+    calls, content = message.get("tool_calls"), message.get("content")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise ValueError(f"{name}.tool_calls must be a list of objects, not {shown(calls)}")
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{name}.content.{number}") for number, part in enumerate(content))
+    elif content is None and calls and message["role"] == "assistant":
+        content = ""
+    if not isinstance(content, str):
+        raise ValueError(f"{name}.content must be a text or a list of parts, not {shown(content)}")
+    plain = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or value)}
+    return plain | {"content": content}
+
+
+def _part(part: Any, name: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise ValueError(f'{name} must be {{"type": "text", "text": ...}}, not {shown(part)}')
+
+
+def with_calls_written(write: Callable[[list[Message]], str], messages: list[Message]) -> list[Message]:
+    """Plain messages in the first form in which a template takes them and writes their calls of tools.
+
+    Args:
+        write: puts messages into the template.
+
+    Raises:
+        ValueError: if it takes them in some form, and writes no calls in any.
+        TemplateError, ...: as `REFUSALS`, what it says to the first form, if it takes none.
+    """
+    if not any("tool_calls" in message for message in messages):
+        return messages
+    refusal: Exception | None = None
+    is_taken = False
+    for form in _forms(messages):
+        try:
+            text = write(form)
+        except REFUSALS as error:
+            refusal = refusal or error
+            continue
+        is_taken = True
+        if differs(write, without_keys(form, "tool_calls"), text):
+            return form
+    if refusal is not None and not is_taken:
+        raise refusal
+    raise ValueError("it leaves out tool_calls; take another template, or leave out such messages")
+
+
+def differs(write: Callable[[list[Message]], str], messages: list[Message], text: str) -> bool:
+    """Whether a template writes something else than a text for some messages, or does not take them."""
+    try:
+        return write(messages) != text
+    except REFUSALS:
+        return True
+
+
+def without_keys(messages: list[Message], *keys: str) -> list[Message]:
+    """The same messages, without some of their keys."""
+    return [{key: value for key, value in message.items() if key not in keys} for message in messages]
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    for empty in ("", None):
+        for with_arguments in (_as_object, _as_json):
+            yield [
+                message
+                if "tool_calls" not in message
+                else message
+                | {"content": message["content"] or empty}
+                | {"tool_calls": [_called(call, with_arguments) for call in message["tool_calls"]]}
+                for message in messages
+            ]
+
+
+def _called(call: dict[str, Any], with_arguments: Callable[[Any], Any]) -> dict[str, Any]:
+    """A call of a tool, whose function stands in it, or is what it is."""
+    if isinstance(function := call.get("function"), dict):
+        return call | {"function": _called(function, with_arguments)}
+    return call | {"arguments": with_arguments(call["arguments"])} if call.get("arguments") is not None else call
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:  # a template may write it as it is
+        return arguments
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,34 @@
+"""What of a text is learned, for people: how many of its tokens, and which of its first row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from surgeon.training.packing import IGNORED
+from surgeon.training.texts import TrainingText
+
+MARKS = ("\u27e6", "\u27e7")  # white square brackets, around what is learned
+_ROWS_AT_ONCE = 1000
+
+
+def learned_line(text: TrainingText) -> str:
+    """How many tokens of a text are learned; nothing where all are but the first of each window."""
+    if "labels" not in text.rows.column_names:
+        return ""
+    blocks = text.rows.select_columns("labels").with_format("numpy").iter(_ROWS_AT_ONCE)
+    learned = sum(int((block["labels"] != IGNORED).sum()) for block in blocks)
+    return f"of the {len(text) * text.window:,} tokens to train on, padding among them, {learned:,} are learned"
+
+
+def first_row(text: TrainingText, tokenizer: Any) -> str:
+    """The first document or conversation of a text, decoded; what is learned of it stands between marks."""
+    row = text.rows.with_format("numpy")[0]
+    ids, learned = row["input_ids"], row.get("labels", row["input_ids"]) != IGNORED
+    begins = np.flatnonzero(row["position_ids"] == 0) if "position_ids" in row else np.zeros(1, int)
+    end = begins[1] if len(begins) > 1 else len(ids)
+    turns = np.flatnonzero(np.diff(learned[:end])) + 1  # from what is learned to what is not, and back
+    parts = [(tokenizer.decode(ids[first:last]), learned[first]) for first, last in pairwise([0, *turns, end])]
+    return "".join(f"{MARKS[0]}{part}{MARKS[1]}" if is_learned else part for part, is_learned in parts)
