@@ -114,16 +114,10 @@ class StoredModel:
         as rows of the embedding, norms are often kept in more digits, and buffers may be of any kind.
 
         Raises:
-            ValueError: if the embedding is missing, or holds no floating-point numbers.
+            ValueError: if the embedding is missing.
         """
         name = self.weights.names.of(f"{self.family.embedding}.weight")
-        stored = self.checkpoint.dtype(name)
-        if not stored.is_floating_point:
-            raise ValueError(
-                f"{self.folder}: tensor {name} holds {str(stored).removeprefix('torch.')}, which cannot be computed "
-                "in; use a checkpoint of floating-point weights"
-            )
-        return stored
+        return self.checkpoint.dtype(name)
 
     def compute_dtype(self, device: torch.device | str) -> torch.dtype:
         """The dtype to compute in: that in which the embedding is stored, but float32 for 16-bit weights on a CPU.

@@ -124,6 +124,10 @@ class TensorFiles:
         """One whole tensor; what is not looked at of it is not read."""
         if name in self._derived:
             return self._made(name)
+        entry = self._entry(name)
+        if 0 < self.num_bytes(name) <= BLOCK:  # in less time than the header of a large file is parsed again
+            read = torch.frombuffer(bytearray(b"".join(self.blocks(name))), dtype=entry.dtype)
+            return read.view(entry.shape)
         with self._open(name) as file:
             tensor: Tensor = file.get_tensor(self._stored_names.get(name, name))
         return tensor

@@ -120,3 +120,34 @@ def test_what_is_wrong_is_said_as_it_is_opened(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(entries))
         with pytest.raises(ValueError, match=said):
             load(folder)
+
+
+def test_a_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Whose scales fit it: only its architecture can tell."""
+    folder, _ = quantised(tmp_path, "fp8")
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with (
+        pytest.warns(UserWarning, match="stored as FP8"),
+        pytest.raises(ValueError, match=f"tensor {name} has the shape .*, but config.json asks for"),
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("scheme", [case(one, default=one in ("fp8", "nf4")) for one in SCHEMES])
+def test_storage_types_without_a_configuration_are_refused(scheme: str, tmp_path: Path) -> None:
+    folder, _ = quantised(tmp_path, scheme)
+    entries = json.loads((folder / "config.json").read_text())
+    del entries["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=r"tensor model\.layers\..* and belongs to no quantization_config"):
+        open_model(folder)
+
+
+def test_values_are_checked_as_it_is_opened(tmp_path: Path) -> None:
+    folder, _ = quantised(tmp_path, "int8")
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight_format"
+    save_file(tensors | {name: torch.tensor(2, dtype=torch.uint8)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"tensor {name} holds 2, and should hold 0 for a layout in rows"):
+        open_model(folder)

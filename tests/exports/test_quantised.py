@@ -183,6 +183,21 @@ def test_names_of_layers_follow_them(sources: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_modules_left_alone_by_another_name(sources: Path, tmp_path: Path) -> None:
+    """MiniMax lists them as `ignored_layers`, which is read where `modules_to_not_convert` is not there."""
+    folder = tmp_path / "named"
+    shutil.copytree(source(sources, "fp8"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignored_layers"] = ["lm_head", "model.layers.3.x"]
+    (folder / "config.json").write_text(json.dumps(config))
+    run_export(folder, tmp_path / "out", "A0~A1 F0 A3 F3")
+    said = quantization_of(tmp_path / "out")
+    averages = [f"model.layers.0.self_attn.{role}_proj" for role in "qkvo"]
+    assert "modules_to_not_convert" not in said
+    assert said["ignored_layers"][:2] == ["lm_head", "model.layers.1.x"]
+    assert sorted(said["ignored_layers"][2:]) == sorted(averages)
+
+
 @pytest.mark.parametrize("packed", [True, case(False, default=False)])
 def test_an_adapter_beside_a_quantised_base(packed: bool, sources: Path, tmp_path: Path) -> None:
     """What is trained over weights that stay frozen is an adapter for the quantised ones (QLoRA)."""

@@ -12,13 +12,13 @@ from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.read import QUANTIZATION
 from surgeon.checkpoint.stored import StoredModel
 
-# Where each method lists the modules that it leaves alone, by name.
+# Where each method lists the modules that it leaves alone, by name: the first of these that is there is read.
 _LEFT_ALONE = {
-    "fp8": "modules_to_not_convert",
-    "awq": "modules_to_not_convert",
-    "mxfp4": "modules_to_not_convert",
-    "compressed-tensors": "ignore",
-    "bitsandbytes": "llm_int8_skip_modules",
+    "fp8": ("modules_to_not_convert", "ignored_layers"),
+    "awq": ("modules_to_not_convert",),
+    "mxfp4": ("modules_to_not_convert",),
+    "compressed-tensors": ("ignore",),
+    "bitsandbytes": ("llm_int8_skip_modules",),
 }
 _BY_PATTERN = "dynamic"  # of GPTQ: patterns of modules, of which "-:" leaves those that match alone
 
@@ -48,7 +48,8 @@ def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[Planne
     if method == "gptq":
         patterns: dict[str, Any] = {rf"-:^{re.escape(module)}$": {} for module in dense}
         return followed | ({_BY_PATTERN: (followed.get(_BY_PATTERN) or {}) | patterns} if dense else {})
-    key = _LEFT_ALONE[method]
+    keys = _LEFT_ALONE[method]
+    key = next((one for one in keys if followed.get(one) is not None), keys[0])
     if dense:  # a list that is not there stands for the head alone
         followed[key] = [*(followed.get(key) or [head]), *dense]
     return followed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from surgeon.models.weights.quantised.bitsandbytes import FourBits, Int8
-from surgeon.models.weights.quantised.matrix import Quantised, Scheme
+from surgeon.models.weights.quantised.matrix import FLOATS, Quantised, Scheme
 from surgeon.models.weights.quantised.methods import Rule, rules_of
 from surgeon.models.weights.quantised.mxfp4 import Mxfp4
 from surgeon.models.weights.quantised.packed import Awq, Gptq
@@ -94,7 +94,7 @@ def _refuse_the_rest(store: Store, found: Mapping[str, Quantised], why: str) -> 
         steps = name.split(".")
         inside = any(".".join(steps[:count]) in modules for count in range(1, len(steps))) or name.startswith(stacks)
         dtype = store.dtype(name)
-        if dtype in STORAGE and not is_mask:
+        if (dtype in STORAGE and not is_mask) or (name.endswith(WEIGHT) and dtype not in FLOATS):
             what = f"holds {str(dtype).removeprefix('torch.')}, which stands for other numbers"
         elif name.endswith(endings) or (inside and not name.endswith("bias")):
             what = "looks like a part of a quantised matrix"

@@ -36,7 +36,8 @@ class Along(NamedTuple):
 
     def bounds(self, first: int, end: int) -> tuple[int, int]:
         """The tensor's elements for those of the matrix from first to end-1."""
-        return math.floor(first * self.per_element), math.ceil(end * self.per_element)
+        part, of = self.per_element.as_integer_ratio()  # a product with a fraction takes ten times as long
+        return first * part // of, -(-end * part // of)
 
 
 class PartSpec(NamedTuple):
@@ -61,11 +62,9 @@ class PartSpec(NamedTuple):
     def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
         """Its shape for a matrix of one."""
         sizes = dict(self.sizes)
-        sizes |= {
-            place.dim: place.bounds(0, size)[1]
-            for size, place in zip(of, self.along, strict=False)
-            if place is not None
-        }
+        for size, place in zip(of, self.along, strict=False):  # `along` may be empty
+            if place is not None:
+                sizes[place.dim] = place.bounds(0, size)[1]
         return tuple(sizes[dim] for dim in range(len(sizes)))
 
 
@@ -206,17 +205,18 @@ class Quantised:
 
     def _check(self, ending: str, arrangement: Arrangement) -> None:
         """Refuse a tensor of another type, shape, or other values than its part has."""
-        part, name, by = arrangement.parts[ending], self.parts[ending], self.scheme.description
+        part, name = arrangement.parts[ending], self.parts[ending]
         if not part.dtypes:
             return
         dtype, stored, wanted = self.store.dtype(name), self.store.shape(name), part.shape(arrangement.shape)
         if dtype not in part.dtypes:
             allowed = " or ".join(_called(one) for one in part.dtypes)
-            raise self.fault(ending, f"holds {_called(dtype)}, and {by} needs {allowed}")
+            raise self.fault(ending, f"holds {_called(dtype)}, and {self.scheme.description} needs {allowed}")
         rest = stored[len(wanted) :]
         if stored[: len(wanted)] != wanted or (rest and (not part.ones_follow or set(rest) != {1})):
             size = f"{' x '.join(map(str, arrangement.shape))}, by {self.parts[arrangement.by]}"
-            raise self.fault(ending, f"has the shape {stored}, and {by} needs {wanted} for a matrix of {size}")
+            needed = f"{self.scheme.description} needs {wanted} for a matrix of {size}"
+            raise self.fault(ending, f"has the shape {stored}, and {needed}")
         stated = self.scheme.stated(ending, arrangement.shape)
         if stated is not None and not torch.equal(self.tensor(ending).long(), stated.long()):
             raise self.fault(ending, f"should hold {part.meaning}")
