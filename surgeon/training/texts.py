@@ -156,7 +156,7 @@ class TrainTexts:
         count = self.held_out.ids.numel() if self.held_out.answers is None else self.held_out.predicted
         held_out = f"{count:,} {what} of {self.held_out.source}"
         if self.behind:
-            held_out += f" (held out: the last {self.behind} of {len(self.training) + self.behind} windows)"
+            held_out += f" (held out: {plural(self.behind, 'window')} behind them)"
         return f"trained on {training}, measured on {held_out}, in windows of {window}"
 
     def record(self) -> dict[str, Any]:

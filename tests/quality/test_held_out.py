@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from surgeon.quality.data import DEMO, held_out, load_windows
+from surgeon.quality.data import DEMO, held_out, load_windows, tokens_before_rest
 from tests.tiny_models import TEXT, tiny_tokenizer
 
 
@@ -67,3 +68,21 @@ def test_what_is_no_held_out_text(tokenizer: Any, data: str) -> None:
         held_out(tokenizer, nearly)
     with pytest.raises(ValueError, match="whole windows of 16 tokens, not 5"):
         load_windows(tokenizer, data, window=16, tokens=64, after=5)
+
+
+def test_by_default_a_tenth_of_a_short_text_is_left(tokenizer: Any, data: str) -> None:
+    every = len(tokenizer(TEXT * 20)["input_ids"]) // 16
+    with pytest.warns(
+        UserWarning, match=rf"first {(every - every // 10) * 16:,} are used of the 65,536 asked for, and"
+    ):
+        used = tokens_before_rest(tokenizer, data, 16, 1 << 16)
+    assert used == (every - every // 10) * 16
+    searched = load_windows(tokenizer, data, 16, used)
+    assert len(held_out(tokenizer, searched).ids) == every // 10
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tokens_before_rest(tokenizer, data, 16, used) == used  # as workers of a search ask again
+        assert tokens_before_rest(tokenizer, data, 16, 64 + 5) == 64 + 5
+        assert tokens_before_rest(tokenizer, data, every * 16, 1 << 16) == 1 << 16  # nothing is left, which is refused
+    with pytest.warns(UserWarning, match="held out"):
+        assert tokens_before_rest(tokenizer, data, every * 16 // 4, 1 << 16, least=2) == 2 * (every * 16 // 4)
