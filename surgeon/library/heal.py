@@ -34,6 +34,7 @@ from surgeon.training.heal import (
     student_of,
     training_of,
 )
+from surgeon.training.learned import learned_lines
 from surgeon.training.model import RackOptions, train_model
 from surgeon.training.packing import Documents
 from surgeon.training.resume import run_folder
@@ -132,8 +133,10 @@ def heal(
     )
     with processes.main_process_first():
         edited = with_factors(edited, folder / "factors")
-    announce(processes, where, settings.method, texts, edited.model.tokenizer, show_row)
+    announce(processes, where, settings.method, texts)
     runs = program_to_heal(edited)
+    if processes.is_main_process:
+        say(*learned_lines(texts.training, edited.model.tokenizer, show_row))
     cut = None if racks is None else racks.cut(runs)
     packed = settings.lora is not None  # of a base that stays as it is
     student = student_of(edited, packed)

@@ -18,6 +18,7 @@ from surgeon.opened import open_model
 from surgeon.provenance import provenance
 from surgeon.results.training import ScratchRun
 from surgeon.training.arguments import join_processes
+from surgeon.training.learned import learned_lines
 from surgeon.training.model import TrainedModel, train_model
 from surgeon.training.resume import run_folder
 from surgeon.training.scratch.build import Blueprint, blueprint
@@ -83,8 +84,10 @@ def train(
         lay_out(plan.program, plan.family, plan.architecture, form)  # refuses what could not be written, untrained
     processes, where = join_processes(device)
     texts = plan.texts()
-    announce(processes, where, _in_words(plan), texts, plan.tokenizer, show_row)
+    announce(processes, where, _in_words(plan), texts)
     folder = run_folder(target)
+    if processes.is_main_process:
+        say(*learned_lines(texts.training, plan.tokenizer, show_row))
     found = train_blueprint(plan, texts, folder, where)
     if found is None:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from accelerate import PartialState
 
@@ -12,18 +11,13 @@ from surgeon.exports.prove import Proof
 from surgeon.library.opening import warn
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import describe_devices
-from surgeon.training.learned import MARKS, first_row, learned_line
 from surgeon.training.texts import TrainTexts
 
 
-def announce(
-    processes: PartialState, where: str, what: str, texts: TrainTexts, tokenizer: Any, show_row: bool = False
-) -> None:
+def announce(processes: PartialState, where: str, what: str, texts: TrainTexts) -> None:
     """Say on standard error, once for all processes, what is trained on what; and warn of what to know of the texts."""
     if processes.is_main_process:
-        say(f"{what}; {texts.line()}", learned_line(texts.training), describe_devices(processes, where))
-        if show_row:
-            say(f"one row, what is learned of it between {' '.join(MARKS)}:", first_row(texts.training, tokenizer))
+        say(f"{what}; {texts.line()}", describe_devices(processes, where))
         warn(texts.notes)
 
 
