@@ -16,7 +16,7 @@ from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.library.training import announce, say, say_proof, say_stages
+from surgeon.library.training import announce, say, say_learned, say_proof, say_stages
 from surgeon.opened import EditedModel, Model
 from surgeon.quality.data import window_for
 from surgeon.results.draft_card import draft_card
@@ -34,7 +34,6 @@ from surgeon.training.heal import (
     student_of,
     training_of,
 )
-from surgeon.training.learned import learned_lines
 from surgeon.training.model import RackOptions, train_model
 from surgeon.training.packing import Documents
 from surgeon.training.resume import run_folder
@@ -135,8 +134,7 @@ def heal(
         edited = with_factors(edited, folder / "factors")
     announce(processes, where, settings.method, texts)
     runs = program_to_heal(edited)
-    if processes.is_main_process:
-        say(*learned_lines(texts.training, edited.model.tokenizer, show_row))
+    say_learned(processes, texts, edited.model.tokenizer, show_row)
     cut = None if racks is None else racks.cut(runs)
     packed = settings.lora is not None  # of a base that stays as it is
     student = student_of(edited, packed)

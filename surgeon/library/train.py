@@ -12,13 +12,12 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.training import Training, no_source
 from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
-from surgeon.library.training import announce, say, say_proof, say_stages
+from surgeon.library.training import announce, say, say_learned, say_proof, say_stages
 from surgeon.named import public
 from surgeon.opened import open_model
 from surgeon.provenance import provenance
 from surgeon.results.training import ScratchRun
 from surgeon.training.arguments import join_processes
-from surgeon.training.learned import learned_lines
 from surgeon.training.model import TrainedModel, train_model
 from surgeon.training.resume import run_folder
 from surgeon.training.scratch.build import Blueprint, blueprint
@@ -86,8 +85,7 @@ def train(
     texts = plan.texts()
     announce(processes, where, _in_words(plan), texts)
     folder = run_folder(target)
-    if processes.is_main_process:
-        say(*learned_lines(texts.training, plan.tokenizer, show_row))
+    say_learned(processes, texts, plan.tokenizer, show_row)
     found = train_blueprint(plan, texts, folder, where)
     if found is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from accelerate import PartialState
 
@@ -11,6 +12,7 @@ from surgeon.exports.prove import Proof
 from surgeon.library.opening import warn
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import describe_devices
+from surgeon.training.learned import learned_lines
 from surgeon.training.texts import TrainTexts
 
 
@@ -19,6 +21,12 @@ def announce(processes: PartialState, where: str, what: str, texts: TrainTexts) 
     if processes.is_main_process:
         say(f"{what}; {texts.line()}", describe_devices(processes, where))
         warn(texts.notes)
+
+
+def say_learned(processes: PartialState, texts: TrainTexts, tokenizer: Any, show_row: bool) -> None:
+    """Say once for all processes how much of the training text is learned, and which of one row where that is asked."""
+    if processes.is_main_process:
+        say(*learned_lines(texts.training, tokenizer, show_row))
 
 
 def say_stages(stages: Mapping[str, TextQuality | None], as_draft: bool = False) -> None:
