@@ -12,7 +12,7 @@ from surgeon.exports.prove import Proof
 from surgeon.library.opening import warn
 from surgeon.quality.text import TextQuality
 from surgeon.training.arguments import describe_devices
-from surgeon.training.learned import MARKS, first_row, learned_line
+from surgeon.training.learned import learned_lines
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 
@@ -29,9 +29,8 @@ def announce(
     """Say on standard error, once for all processes, what is trained on what; and warn of what to know of the texts."""
     notes = (*texts.notes, *settings.notes_on(len(texts.training)))  # refuses too little text, in every process
     if processes.is_main_process:
-        say(f"{what}; {texts.line()}", learned_line(texts.training), describe_devices(processes, where))
-        if show_row:
-            say(f"one row, what is learned of it between {' '.join(MARKS)}:", first_row(texts.training, tokenizer))
+        learned = learned_lines(texts.training, tokenizer, show_row)
+        say(f"{what}; {texts.line()}", *learned, describe_devices(processes, where))
         warn(notes)
 
 
