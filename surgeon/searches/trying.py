@@ -52,7 +52,7 @@ def try_programs(
         now = time.monotonic()
         if until is None or (now < until and not done):
             return count
-        return min(count, int((until - now) * done / (now - began))) if now < until else 0
+        return min(count, max(1, int((until - now) * done / (now - began)))) if now < until else 0
 
     def ask(stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:
         if any(one.state in FINISHED for one in stored) and not (count := in_time(count)):
