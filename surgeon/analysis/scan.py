@@ -281,7 +281,7 @@ class _Run:
         return [one for one in windows if all(self.journal.is_done(program, [one]) for program in programs)]
 
     def _measure_base(self, windows: Sequence[int]) -> None:
-        """Measure the model's own program wherever it was not, without a limit of time: all cells are told beside it."""
+        """Measure the model's own program where it was not yet, with no limit of time; all cells are told beside it."""
         options = MeasureOptions(self.at_once, self.journal.is_done, memory=self.subject.memory)
         plan = self.work.plan.only({self.work.dense})
         self.journal.add_new(measure(self.subject.model, self.subject.windows.ids, plan, options), windows)

@@ -1,7 +1,7 @@
 """`surgeon.explore`: what a model can spare, within some minutes, on one page with what to do next.
 
 It goes in rounds of fixed sizes, each on more text and with finer stretches than the one before, until the minutes are
-over. After every pass of a round the page has what there is.
+over. The page has what there is after the first pass, and again whenever there is much more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from surgeon.progress import TimeOver, clock, time_limit
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO, load_windows, window_for
 from surgeon.results.check import NO, Check
-from surgeon.results.explore import ExploreRun
+from surgeon.results.explore import BUSY, ExploreRun
 from surgeon.results.result import RunResult
 from surgeon.results.scan import Scan
 from surgeon.results.search import SearchRun
@@ -53,10 +53,10 @@ WINDOWS, SHORTEST = 16, 64  # that a text is cut into; tokens of the shortest wi
 BATCHES = (1, 8)  # that are predicted
 _OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short as edits
 _TRYING = 0.6  # of the time that is left, for trials; winners are measured again behind them
-_DRAWING = 0.05  # of the time, for the page at the end, until one was drawn
-_MEASURING = 0.25  # of the time that is left, for measuring this machine
+_DRAWING = 0.05  # of the time, for a page, until one was drawn
+_SELDOM = 5  # times as long as a page takes, until there is another one
+_MEASURING = 0.3  # of the time that is left, for measuring this machine
 _PROBE = 0.2  # seconds, to see how much of the processors is free
-_BUSY = 0.75  # of the processors: where less is free, other work is said to slow this
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def plan_rounds(layers: int, window: int, text: int) -> list[Round]:
     """
     rounds = []
     for count, (tokens, places, trials) in enumerate(SIZES, start=1):
-        tokens = min(tokens, text // 2)
-        longest = min(window, max(SHORTEST, tokens // WINDOWS))
-        every = 1 << max(0, int(math.log2(max(1.0, layers / places))))  # a power of 2, so that grids hold coarser ones
-        rounds.append(Round(count, tokens // longest * longest, longest, every, trials * layers))
+        most = min(tokens, text // 2)
+        longest = min(window, max(SHORTEST, most // WINDOWS))
+        every = 1 << int(math.log2(max(1.0, layers / places)))  # a power of 2, so that finer grids hold coarser ones
+        rounds.append(Round(count, most // longest * longest, longest, every, trials * layers))
     return rounds
 
 
@@ -171,7 +171,8 @@ def explore(
     exploring.steps["check"] = checked.described["model"], time.monotonic() - begun
     for one in rounds:
         exploring.measure(one)
-    exploring.draw()
+    if exploring.undrawn:
+        exploring.draw()
     return exploring.end()
 
 
@@ -205,6 +206,7 @@ class _Exploring:
         begun: when this call began, by `time.monotonic`.
         before: seconds that earlier calls took.
         drawing: seconds that the page takes.
+        undrawn: seconds that was measured for what it does not have.
     """
 
     model: Model
@@ -219,8 +221,10 @@ class _Exploring:
     steps: dict[str, tuple[str, float]] = field(default_factory=dict)
     before: float = 0.0
     drawing: float = 0.0
+    undrawn: float = math.inf
     left_out: dict[str, str] = field(default_factory=dict)
     predictions: list[Predictions] = field(default_factory=list)
+    drafts: dict[str, bool] = field(default_factory=dict)  # by recipe: whether its program can draft
     page: ReportPage = field(init=False)
 
     def go_on_with_the_folder(self) -> None:
@@ -253,8 +257,8 @@ class _Exploring:
 
     @property
     def left(self) -> float:
-        """Seconds until the page has to be drawn; below 0 where it took longer."""
-        return 60 * float(self.record["minutes"]) - self.spent - self.drawing
+        """Seconds until pictures and the page have to be drawn; below 0 where it took longer."""
+        return 60 * float(self.record["minutes"]) - self.spent - 2 * self.drawing
 
     def _works(self, area: str, names: Sequence[str]) -> list[str]:
         verdicts = self.checked.of_area(area)
@@ -311,12 +315,12 @@ class _Exploring:
             self._measure_machine()
 
     def _do(self, one: Round, name: str, what: str, work: Callable[[Path], RunResult]) -> None:
-        """Do a pass of a round, unless it is done or the time is over, and draw what there is then."""
+        """Do a pass of a round, unless it is done or the time is over, and draw what there is now and then."""
         step = f"{one.name}/{name}"
         if step in self.record["done"] or self.left <= 0:
             return
         free = _free_share()
-        if free < _BUSY <= self.record["free"]:
+        if free < BUSY <= self.record["free"]:
             self.say(f"other work slows this machine: {free:.0%} of its processors are free; going on with these")
         self.record["free"] = min(self.record["free"], round(free, 2))
         did = "the time was over before its end"
@@ -331,7 +335,9 @@ class _Exploring:
             pass
         finally:
             self._end(f"{name} {one.number}", did, start)
-        self.draw()
+        self.undrawn += time.monotonic() - start
+        if self.undrawn >= _SELDOM * self.drawing:
+            self.draw()
 
     def _begin(self, name: str, what: str) -> float:
         self.say(f"[{clock(self.spent)} of {clock(60 * self.record['minutes'])}] {name}: {what}")
@@ -406,6 +412,7 @@ class _Exploring:
         self.record["next"] = [vars(one) for one in self._next(scanned, found).all()]
         self._run().write(self.folder)
         self.page = report(self.folder, self.folder / PAGE)
+        self.undrawn = 0.0
         self.drawing = time.monotonic() - start
 
     def _next(self, scanned: Scan | None, found: SearchRun | None) -> NextSteps:
@@ -413,9 +420,10 @@ class _Exploring:
         able = [count for count in RANKS if self._works("ranks", [plural(count, "rank")])]
         devices = torch.cuda.device_count() or usable_cores()
         ranks = max((count for count in able if count <= devices), default=1)
-        knee, drafting = self.folder / KNEE, dict[str, Any]()
-        if found is not None:
+        knee = self.folder / KNEE
+        if found is not None and found.recipe_text not in self.drafts:
             drafting = check(self.model, ranks=[ranks], draft=knee).of_area("ranks")
+            self.drafts[found.recipe_text] = "draft" in drafting and drafting["draft"].works != NO
         return NextSteps(
             self.record,
             self.folder,
@@ -426,7 +434,7 @@ class _Exploring:
             self.spaces,
             ranks,
             max(able, default=1),
-            drafts="draft" in drafting and drafting["draft"].works != NO,
+            drafts=found is not None and self.drafts[found.recipe_text],
             can_go_on=f"{self.rounds[-1].name}/search" not in self.record["done"],
         )
 
@@ -453,12 +461,10 @@ class _Exploring:
     def _leave_out(self, scanned: Scan | None, similar: Similarity | None, found: SearchRun | None) -> None:
         """Note what there is nothing of, and why."""
         late = "the time was over before its end; with more --minutes the same command goes on"
+        compares = self._works("scan", ["similarity"])
         reasons = {
             "scan": (scanned, late if self.maps else "no map works with this model (surgeon check says why)"),
-            "similarity": (
-                similar,
-                late if self._works("scan", ["similarity"]) else "it does not work with this model",
-            ),
+            "similarity": (similar, late if compares else "it does not work with this model (surgeon check says why)"),
             "search": (found, late if self.spaces else "layers can neither be paired nor left out (surgeon check)"),
             "this machine": (self._here(), "its speed is not known; surgeon calibrate measures it"),
         }

@@ -13,6 +13,7 @@ from surgeon.results.check import NO, Check
 from surgeon.results.explore import NextStep
 from surgeon.results.scan import Scan
 from surgeon.results.search import SearchRun
+from surgeon.words import plural
 
 _STEPS = 100  # of healing: enough to see what it brings
 _LONGER = 6  # times the minutes
@@ -106,13 +107,16 @@ class NextSteps:
         )
 
     def _scan_on(self, scan: Scan) -> NextStep:
-        every = scan.record["every"]
+        every, missing = scan.record["every"], scan.record.get("cells_missing", 0)
         what = "Draw the other maps"
         why = "Ladders, repeats, low ranks, widths: all that a scan knows, on the same text."
         operations = "all"
-        if every > 1 or scan.record.get("cells_missing"):
+        if every > 1 or missing:
             what = "Scan every stretch of layers"
-            why = f"The maps so far have stretches of every {every} layers; this goes on in their folder."
+            why = "The maps so far have " + ("every stretch" if every == 1 else f"stretches of every {every} layers")
+            if missing:
+                why += f", but for {plural(missing, 'cell')} for which there was no time"
+            why = f"{why}; this goes on in their folder."
             operations = ",".join(scan.record["asked"]["operations"])
         folder = quote(str(scan.files[0].parent))
         return NextStep(
@@ -143,10 +147,8 @@ class NextSteps:
 
     @property
     def _text(self) -> str:
-        separator = self.record["separator"]
-        return f"--data {quote(self.record['data'])}" + (
-            "" if separator is None else f" --separator {quote(separator)}"
-        )
+        text, separator = f"--data {quote(self.record['data'])}", self.record["separator"]
+        return text if separator is None else f"{text} --separator {quote(separator)}"
 
     @property
     def _memory(self) -> str:
