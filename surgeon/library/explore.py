@@ -53,14 +53,14 @@ WINDOWS, SHORTEST = 16, 64  # that a text is cut into; tokens of the shortest wi
 BATCHES = (1, 8)  # that are predicted
 _OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short as edits
 _TRYING = 0.6  # of the time that is left, for trials; winners are measured again behind them
-_DRAWING = 0.05  # of the time, for a page, until one was drawn
+_DRAWING = 6.0  # seconds that a page takes, on processors that are free, until one was drawn
 _SELDOM = 5  # times as long as a page takes, until there is another one
 _MEASURING = 0.3  # of the time that is left, for measuring this machine
 _PROBE = 0.2  # seconds, to see how much of the processors is free
 
 
 @dataclass(frozen=True)
-class Round:
+class ExploreRound:
     """What a round measures on.
 
     Attributes:
@@ -81,7 +81,7 @@ class Round:
         return f"round-{self.number}"
 
 
-def plan_rounds(layers: int, window: int, text: int) -> list[Round]:
+def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
     """The rounds for a model of so many layers, the smallest first.
 
     Args:
@@ -93,7 +93,7 @@ def plan_rounds(layers: int, window: int, text: int) -> list[Round]:
         most = min(tokens, text // 2)
         longest = min(window, max(SHORTEST, most // WINDOWS))
         every = 1 << int(math.log2(max(1.0, layers / places)))  # a power of 2, so that finer grids hold coarser ones
-        rounds.append(Round(count, most // longest * longest, longest, every, trials * layers))
+        rounds.append(ExploreRound(count, most // longest * longest, longest, every, trials * layers))
     return rounds
 
 
@@ -180,7 +180,7 @@ def _say(line: str) -> None:
     print(hanging("", line), file=sys.stderr, flush=True)
 
 
-def _rounds(model: Model, data: str, separator: str | None) -> list[Round]:
+def _rounds(model: Model, data: str, separator: str | None) -> list[ExploreRound]:
     """The rounds that a text is long enough for.
 
     Raises:
@@ -213,7 +213,7 @@ class _Exploring:
     data: str
     checked: Check
     folder: Path
-    rounds: list[Round]
+    rounds: list[ExploreRound]
     record: dict[str, Any]
     machines: list[Hardware]
     say: Callable[[str], Any]
@@ -234,8 +234,9 @@ class _Exploring:
             ValueError: if that is of something else.
         """
         make_folder(self.folder)
-        self.drawing = _DRAWING * 60 * float(self.record["minutes"])
         self.record |= {"done": [], "free": 1.0}
+        self._watch_other_work()
+        self.drawing = _DRAWING / self.record["free"]
         if not (self.folder / ExploreRun.RECORD).is_file():
             return
         earlier = ExploreRun.read(self.folder, self.model.hash)
@@ -274,7 +275,7 @@ class _Exploring:
         """Of the search, those that work with the model."""
         return [SPACES[name] for name in self._works("search", [*SPACES])]
 
-    def measure(self, one: Round) -> None:
+    def measure(self, one: ExploreRound) -> None:
         """Do what is not done yet of a round, until the time is over."""
         folder = self.folder / one.name
         text: dict[str, Any] = {"tokens": one.tokens, "window": one.window}
@@ -314,15 +315,12 @@ class _Exploring:
         if one.number == 2:
             self._measure_machine()
 
-    def _do(self, one: Round, name: str, what: str, work: Callable[[Path], RunResult]) -> None:
+    def _do(self, one: ExploreRound, name: str, what: str, work: Callable[[Path], RunResult]) -> None:
         """Do a pass of a round, unless it is done or the time is over, and draw what there is now and then."""
         step = f"{one.name}/{name}"
         if step in self.record["done"] or self.left <= 0:
             return
-        free = _free_share()
-        if free < BUSY <= self.record["free"]:
-            self.say(f"other work slows this machine: {free:.0%} of its processors are free; going on with these")
-        self.record["free"] = min(self.record["free"], round(free, 2))
+        self._watch_other_work()
         did = "the time was over before its end"
         start = self._begin(name, what)
         try:
@@ -338,6 +336,13 @@ class _Exploring:
         self.undrawn += time.monotonic() - start
         if self.undrawn >= _SELDOM * self.drawing:
             self.draw()
+
+    def _watch_other_work(self) -> None:
+        """Note how much of the processors other work leaves, and say it once where that is little."""
+        free = _free_share()
+        if free < BUSY <= self.record["free"]:
+            self.say(f"other work slows this machine: {free:.0%} of its processors are free; going on with these")
+        self.record["free"] = min(self.record["free"], round(free, 2))
 
     def _begin(self, name: str, what: str) -> float:
         self.say(f"[{clock(self.spent)} of {clock(60 * self.record['minutes'])}] {name}: {what}")
@@ -494,7 +499,7 @@ def _free_share() -> float:
     start, used = time.monotonic(), time.process_time()
     while (seconds := time.monotonic() - start) < _PROBE:
         torch.mm(matrix, matrix)
-    return min(1.0, (time.process_time() - used) / seconds / torch.get_num_threads())
+    return min(1.0, max(0.01, (time.process_time() - used) / seconds / torch.get_num_threads()))
 
 
 def _in_words(found: RunResult) -> str:

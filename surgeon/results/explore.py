@@ -12,7 +12,6 @@ from surgeon.progress import clock
 from surgeon.results.result import RunResult, TableFile
 from surgeon.words import hanging
 
-
 BUSY = 0.75  # of the processors: where less is free, other work is said to slow an exploration
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import typer
+from surgeon.library.explored_speed import HERE
+from surgeon.library.exploring import UnderWay
 
 import surgeon
 from surgeon.cli.app import app, main
@@ -22,8 +24,6 @@ from surgeon.cost.hardware_file import MACHINES, load_hardware
 from surgeon.language.recipe import read_recipe
 from surgeon.library import explore as module
 from surgeon.library.explore import explore
-from surgeon.library.explored_speed import HERE
-from surgeon.library.exploring import UnderWay
 from surgeon.library.next_steps import Explored
 from surgeon.results.check import Check, Verdict
 from surgeon.results.explore import NextStep
