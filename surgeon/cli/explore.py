@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from surgeon.cli.options import DATA_HELP, DefaultOutputOption, MemoryOption, ModelArgument, SeparatorOption
+from surgeon.cli.options import DATA_HELP, DefaultOutputOption, MemoryOption, ModelArgument, SeparatorOption, several
 
 
 def explore(
@@ -27,10 +27,10 @@ def explore(
     ] = 10,
     hardware: Annotated[
         list[str] | None,
-        typer.Option(
+        several(
             "--hardware",
             metavar="NAME|FILE.yaml",
-            help="Predict for this hardware beside what is found here, as surgeon predict does; may be repeated.",
+            help="Predict for this hardware beside what is found here, as surgeon predict does.",
         ),
     ] = None,
     separator: SeparatorOption = None,

@@ -15,7 +15,8 @@ from surgeon.cli.options import (
     CompressOption,
     ProgramOption,
     VariantLayersOption,
-    parse_batches,
+    parse_counts,
+    several,
 )
 from surgeon.language.operations.declare import VARIANTS, described
 
@@ -36,11 +37,12 @@ class PredictedPrograms:
 
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Predict this too, and compare; may be repeated. Another model or recipe, a program such as "
+        several(
+            "--compare",
+            help="Predict this too, and compare. Another model or recipe, a program such as "
             f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
             "computed in two halves, one while the other's reductions are on their way), upper-bound (ranks that never "
-            "wait for each other: wrong results, and the best time there can be)."
+            "wait for each other: wrong results, and the best time there can be).",
         ),
     ] = None
     layers: VariantLayersOption = None
@@ -51,7 +53,7 @@ class PredictedPrograms:
 class PredictedLoad:
     """What is asked of the model, in the user's words; a group of options (see grouped.py)."""
 
-    batch: BatchesOption = "1"
+    batch: BatchesOption = None
     prompt: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of each prompt. Default: 1024, or half of the model's positions."),
@@ -154,10 +156,11 @@ class BestArguments:
         float | None, typer.Option(help="With --best: low ranks may leave this share of each matrix's parameters.")
     ] = None
     allow: Annotated[
-        str | None,
-        typer.Option(
+        list[str] | None,
+        several(
+            "--allow",
             help="With --best: only these, e.g. lp,ladder; of halves, lp, ladder, ladder-over-lp, fused, tracks:4, "
-            "lowrank, lp+lowrank, ladder+lowrank."
+            "lowrank, lp+lowrank, ladder+lowrank.",
         ),
     ] = None
     by: Annotated[
@@ -176,8 +179,7 @@ class BestArguments:
         """
         from surgeon.cost.best import Allowance
 
-        allowed = tuple(name.strip() for name in self.allow.split(",")) if self.allow else ()
-        return Allowance(self.depth, self.keep, allowed)
+        return Allowance(self.depth, self.keep, tuple(self.allow or ()))
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,8 @@ class PredictedDraftsArguments:
         ),
     ] = None
     acceptance: Annotated[
-        str | None,
-        typer.Option(help="With --draft: the chance of a drafted token to be right; several as 0.6,0.8. Default: 0.8."),
+        list[str] | None,
+        several("--acceptance", help="With --draft: the chance of a drafted token to be right. Default: 0.8."),
     ] = None
 
     def chances(self) -> list[float]:
@@ -204,9 +206,10 @@ class PredictedDraftsArguments:
             ValueError: if they are no numbers.
         """
         try:
-            return [float(part) for part in (self.acceptance or "0.8").split(",")]
+            return [float(part) for part in self.acceptance or ["0.8"]]
         except ValueError:
-            raise ValueError(f"--acceptance {self.acceptance!r} is no list of chances; write e.g. 0.6,0.8") from None
+            given = ",".join(self.acceptance or ())
+            raise ValueError(f"--acceptance {given!r} is no list of chances; write e.g. 0.6,0.8") from None
 
 
 @dataclass(frozen=True)
@@ -231,8 +234,9 @@ class StepArguments:
     """A training from scratch, in the user's words; a group of options (see grouped.py)."""
 
     devices: Annotated[
-        str | None,
-        typer.Option(
+        list[str] | None,
+        several(
+            "--devices",
             metavar="8,64",
             help="Training instead: MODEL is a configuration of surgeon train (.yaml), and a step of its optimiser is "
             "predicted on so many devices that share the batch.",
@@ -271,8 +275,8 @@ def predict(
     training: RacksArguments,
     step: StepArguments,
     over: Annotated[
-        str | None,
-        typer.Option(
+        list[str] | None,
+        several(
             "--sweep",
             help="Predict all combinations, e.g. ranks=1..64,batch=1..256: from the first to the last, doubling. Of "
             "ranks, batch, prompt, new.",
@@ -324,8 +328,8 @@ def predict(
         if not best.best and getattr(best, name) is not None:
             raise ValueError(f"--{name} is for --best; give --best, too")
     common: dict[str, Any] = {"layers": programs.layers, "prompt": load.prompt, "new": load.new}
-    common |= {"ranks": on.deployment(), "sweep": over, "output": output}
-    one: dict[str, Any] = {"program": programs.program, "batch": parse_batches(load.batch)}
+    common |= {"ranks": on.deployment(), "sweep": over and ",".join(over), "output": output}
+    one: dict[str, Any] = {"program": programs.program, "batch": parse_counts("--batch", load.batch, [1])}
     found: Any
     if best.best:
         found = best_programs(model, hardware, allowance=best.allowance(), by=cast("Any", best.by), **common)
@@ -373,7 +377,7 @@ def _train_on_racks(asked: RacksArguments, model: str, hardware: str) -> None:
     typer.echo(f"{heading} {asked.tokens} tokens\n\n{aligned(lines)}\n\n{_RACKS_NOTE}")
 
 
-def _train_on_devices(config: str, hardware: str, devices: str, tokenizer: str | None) -> None:
+def _train_on_devices(config: str, hardware: str, devices: list[str], tokenizer: str | None) -> None:
     """Print what a step of a training from scratch takes on each number of devices.
 
     Raises:
@@ -382,11 +386,7 @@ def _train_on_devices(config: str, hardware: str, devices: str, tokenizer: str |
     from surgeon.library.predict_training import predict_training
     from surgeon.words import aligned
 
-    try:
-        numbers = [int(part) for part in devices.split(",")]
-    except ValueError:
-        raise ValueError(f"--devices {devices!r} is no list of numbers; write e.g. 8,64") from None
-    found = predict_training(config, hardware, numbers, tokenizer=tokenizer)
+    found = predict_training(config, hardware, parse_counts("--devices", devices, ()), tokenizer=tokenizer)
     lines = [["Devices", "How", "Step s", "Waiting", "GB", "B tokens a day", "Days"]]
     for number, (one, steps) in found.items():
         memory = f"{one.memory / 1e9:.0f}" + ("" if one.fits else ", more than there is")

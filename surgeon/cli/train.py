@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from surgeon.cli.options import FormOption, OverwriteOption, ProcessDeviceOption, TrainerArgumentsOption
+from surgeon.cli.options import FormOption, OverwriteOption, ProcessDeviceOption, TrainerArgumentsOption, several
 
 if TYPE_CHECKING:
     from surgeon.results.result import RunResult
@@ -41,7 +41,8 @@ def train(
         str | None, typer.Option(help="A folder, a hub name or demo, in place of the configuration's.")
     ] = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Text to train on in its place, as surgeon heal takes it, e.g. demo:train.")
+        list[str] | None,
+        several("--data", help="Text to train on in its place, as surgeon heal takes it, e.g. demo:train."),
     ] = None,
     eval_data: Annotated[str | None, typer.Option(help="Held-out text in its place, e.g. demo.")] = None,
     trainer_arg: TrainerArgumentsOption = None,
