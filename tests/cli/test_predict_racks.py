@@ -33,6 +33,6 @@ def test_a_step_of_a_training(surgeon_says: Run) -> None:
     code, _, error = surgeon_says("predict", folder / "racks-1b.yaml", *asked, "6")
     assert (code, "6 devices do not divide among 4 racks; take a multiple of 4" in error) == (1, True)
     code, _, error = surgeon_says("predict", folder / "racks-1b.yaml", *asked, "many")
-    assert (code, "--devices 'many' is no list of numbers; write e.g. 8,64" in error) == (1, True)
+    assert (code, "--devices 'many' is no whole number from 1; write numbers such as 1,8" in error) == (1, True)
     code, _, error = surgeon_says("predict", folder / "racks-1b.yaml", *asked[:-1])
     assert (code, "--tokenizer is for --devices; give --devices, too" in error) == (1, True)
