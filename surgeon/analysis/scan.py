@@ -127,7 +127,7 @@ def scan(
         run = _Run(subject, work, at_once, journal, workers, batch, units, sampled)
         outcomes = list(run.outcomes(screened))
         missing = len(work.cells) - len(outcomes)
-        if not outcomes and missing:
+        if missing and all(work.programs[one.cell.program] == program for one in outcomes):
             raise TimeOver("the time was over before the first cell")
         if not missing:
             journal.finish(selection)

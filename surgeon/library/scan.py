@@ -43,7 +43,7 @@ def scan(
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset (docs/texts.md), or "demo"; by default that, with a warning.
         output: folder for cells.csv, permutations.csv, scan.json and pictures.
-        operations: names of heatmaps, also by commas ("lp,prune"); by default the five of the paper, "all" for every one.
+        operations: names of heatmaps, also "lp,prune"; by default the five of the paper, "all" for every one.
         layers: only stretches inside this range; "4:30" is layers 4 to 29.
         max_length: only stretches of at most this many layers.
         every: only stretches that begin at multiples of it, and whose length is one.
