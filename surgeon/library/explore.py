@@ -312,7 +312,7 @@ class _Exploring:
                     **text,
                 ),
             )
-        if one.number == 2:
+        if one.number == 2 and self.left > 0:
             self._measure_machine()
 
     def _do(self, one: ExploreRound, name: str, what: str, work: Callable[[Path], RunResult]) -> None:
@@ -363,7 +363,7 @@ class _Exploring:
     def _measure_machine(self) -> None:
         """Measure this machine, unless its figures are known, where there is time for it."""
         ranks = [count for count in (1, 2) if self._works("ranks", [plural(count, "rank")])]
-        if self._here() is not None or self.left <= 0 or 1 not in ranks:
+        if self._here() is not None or 1 not in ranks:
             return
         did, start = "a part of the time was not enough to measure it", self._begin("machine", "what it can do")
         try:
