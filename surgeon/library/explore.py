@@ -54,6 +54,7 @@ BATCHES = (1, 8)  # that are predicted
 _OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short as edits
 _TRYING = 0.6  # of the time that is left, for trials; winners are measured again behind them
 _DRAWING = 6.0  # seconds that a page takes, on processors that are free, until one was drawn
+_DRAWN = 0.1  # of the time, at most, for that first page
 _SELDOM = 5  # times as long as a page takes, until there is another one
 _MEASURING = 0.3  # of the time that is left, for measuring this machine
 _PROBE = 0.2  # seconds, to see how much of the processors is free
@@ -236,7 +237,7 @@ class _Exploring:
         make_folder(self.folder)
         self.record |= {"done": [], "free": 1.0}
         self._watch_other_work()
-        self.drawing = _DRAWING / self.record["free"]
+        self.drawing = min(_DRAWING / self.record["free"], _DRAWN * 60 * float(self.record["minutes"]))
         if not (self.folder / ExploreRun.RECORD).is_file():
             return
         earlier = ExploreRun.read(self.folder, self.model.hash)

@@ -274,6 +274,16 @@ def test_other_work_is_said_and_does_not_stop_it(
     assert kept.slowed in " ".join(str(kept).split())
 
 
+def test_little_time_on_a_busy_machine_is_not_kept_for_the_page(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=0.5, seconds=10)
+    monkeypatch.setattr(module, "_free_share", lambda: 0.05)
+    passes.exploring.go_on_with_the_folder()
+    assert passes.exploring.left == pytest.approx(0.8 * 30)
+    assert passes.go()[0] == "round-1/scan"
+
+
 def test_the_page_has_the_scan_with_most_cells(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
