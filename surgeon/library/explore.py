@@ -23,6 +23,7 @@ from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import hardware_of, load_hardware
 from surgeon.library.calibrate import calibrate
 from surgeon.library.check import RANKS, check
+from surgeon.library.explore_rounds import SIZES, ExploreRound, plan_rounds
 from surgeon.library.next_steps import NextSteps
 from surgeon.library.opening import as_list
 from surgeon.library.predict import Predictions, predict
@@ -47,9 +48,6 @@ from surgeon.words import hanging, known, number, plural
 MAPS = (*SCANNED, "lp")
 SPACES = {"pair": "pair", "drop": "drop:layers"}  # what a knee is looked for in, by what a check calls it
 PAGE, KNEE, HERE = "explore.html", "knee.yaml", "this-machine.yaml"
-# Of a round: tokens of the text, in how many places stretches begin at least, trials for each layer.
-SIZES = ((256, 3, 1), (1024, 6, 2), (2048, 12, 4), (4096, 24, 8), (8192, math.inf, 8))
-WINDOWS, SHORTEST = 16, 64  # that a text is cut into; tokens of the shortest window
 BATCHES = (1, 8)  # that are predicted
 _OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short as edits
 _TRYING = 0.6  # of the time that is left, for trials; winners are measured again behind them
@@ -58,44 +56,6 @@ _DRAWN = 0.1  # of the time, at most, for that first page
 _SELDOM = 5  # times as long as a page takes, until there is another one
 _MEASURING = 0.3  # of the time that is left, for measuring this machine
 _PROBE = 0.2  # seconds, to see how much of the processors is free
-
-
-@dataclass(frozen=True)
-class ExploreRound:
-    """What a round measures on.
-
-    Attributes:
-        tokens: of the text, in windows of `window`; a search holds out as many.
-        every: stretches of layers begin at its multiples, and their lengths are such.
-        trials: of the search, at most.
-    """
-
-    number: int
-    tokens: int
-    window: int
-    every: int
-    trials: int
-
-    @property
-    def name(self) -> str:
-        """Of its folder."""
-        return f"round-{self.number}"
-
-
-def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
-    """The rounds for a model of so many layers, the smallest first.
-
-    Args:
-        window: the longest that the model may get.
-        text: tokens that there are.
-    """
-    rounds = []
-    for count, (tokens, places, trials) in enumerate(SIZES, start=1):
-        most = min(tokens, text // 2)
-        longest = min(window, max(SHORTEST, most // WINDOWS))
-        every = 1 << int(math.log2(max(1.0, layers / places)))  # a power of 2, so that finer grids hold coarser ones
-        rounds.append(ExploreRound(count, most // longest * longest, longest, every, trials * layers))
-    return rounds
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,7 +21,8 @@ from surgeon.cli.app import app, main
 from surgeon.cost.hardware_file import MACHINES
 from surgeon.language.recipe import read_recipe
 from surgeon.library import explore as module
-from surgeon.library.explore import HERE, explore, plan_rounds
+from surgeon.library.explore import HERE, explore
+from surgeon.library.explore_rounds import plan_rounds
 from surgeon.library.next_steps import NextSteps
 from surgeon.progress import TimeOver
 from surgeon.results.check import Check, Verdict
