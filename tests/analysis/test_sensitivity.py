@@ -180,7 +180,7 @@ def test_what_is_finished_runs_nothing_again(windows: Windows, tmp_path: Path, m
     ("change", "message"),
     [
         ({"model_hash": "other"}, "another model .hash of its configuration and weights.: weights, now other"),
-        ({"lanczos": Lanczos(iterations=7)}, "another number of iterations: 200, now 7"),
+        ({"lanczos": Lanczos(iterations=7)}, "another number of iterations: 300, now 7"),
         ({"jacobian_windows": 3}, r"choice of windows for Jacobians: \[0, 4\], now \[0, 2, 4\]"),
     ],
 )
