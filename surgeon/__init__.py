@@ -14,6 +14,8 @@ Importing surgeon imports nothing heavy: each name below is fetched from its mod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from surgeon.version import __version__
+
 if TYPE_CHECKING:
     from surgeon.demo import demo_data, demo_model
     from surgeon.exports.saving import load
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from surgeon.training.distill.distiller import Distillation
     from surgeon.training.model import RackOptions
     from surgeon.training.settings import TrainSettings
-
-__version__ = "0.2.0"
 
 # Where names come from; those that are not here have a file of their own in the library. A colon: its name there.
 _ELSEWHERE = {

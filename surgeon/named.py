@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +39,19 @@ def on_disk(text: str | Path) -> Path | None:
         unknown = f"there is no telling whether there is {path}: {error.strerror}; see who may read its folders"
         raise type(error)(unknown) from error
     return path
+
+
+def split_values(values: Iterable[str]) -> list[str]:
+    """Each of several values, of which a text may have some with commas between.
+
+    A program is one value, and so is what is there on this machine's disk, also with a part (:) or a share (=) behind.
+    """
+    found = []
+    for text in values:
+        ends = (place for place, letter in enumerate(f"{text}:") if letter in ":=")
+        whole = "," not in text or is_program(text) or any(on_disk(text[:end]) is not None for end in ends)
+        found += [text] if whole else [part.strip() for part in text.split(",") if part.strip()]
+    return found
 
 
 def name_of(text: str | Path) -> str:

@@ -12,11 +12,40 @@ SECONDS_BETWEEN_LINES = 10.0
 Advance = Callable[[float], None]
 
 
+class TimeOver(Exception):
+    """A time limit ended some work between two of its steps; what it has kept so far stays, as after Ctrl-C."""
+
+
+_ends: list[float] = []  # of the time limits that hold, by `time.monotonic`
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Let all work that shows its progress end with `TimeOver` at its first step after so many seconds."""
+    _ends.append(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _ends.pop()
+
+
+def require_time() -> None:
+    """End work whose time is over.
+
+    Raises:
+        TimeOver: if a time limit that holds has passed.
+    """
+    if _ends and time.monotonic() > min(_ends):
+        raise TimeOver("the time was over")
+
+
 @contextmanager
 def progress(
     what: str, total: float | None, unit: str, done: float = 0, note: Callable[[], str] = lambda: ""
 ) -> Iterator[Advance]:
     """Show how far some work is; yields a function to be called with each amount of it that is done.
+
+    Within a `time_limit` that function raises `TimeOver` once the time is over.
 
     Args:
         what: the work, a few words.
@@ -24,13 +53,13 @@ def progress(
         done: how much was done earlier (a resumed run); it does not count towards the speed.
         note: what to say beside it, as it is at the time; a few words.
     """
-    if sys.stderr.isatty():
-        with _bar(what, total, done, note) as advance:
-            yield advance
-    else:
-        lines = _Lines(what, total, unit, done, note)
-        yield lines.advance
-        lines.end()
+    with _bar(what, total, done, note) if sys.stderr.isatty() else _lines(what, total, unit, done, note) as show:
+
+        def advance(amount: float) -> None:
+            show(amount)
+            require_time()
+
+        yield advance
 
 
 @contextmanager
@@ -63,6 +92,13 @@ def _bar(what: str, total: float | None, done: float, note: Callable[[], str]) -
             bar.update(task, advance=amount, description=", ".join(filter(None, [what, note()])))
 
         yield advance
+
+
+@contextmanager
+def _lines(what: str, total: float | None, unit: str, done: float, note: Callable[[], str]) -> Iterator[Advance]:
+    lines = _Lines(what, total, unit, done, note)
+    yield lines.advance
+    lines.end()
 
 
 class _Lines:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from surgeon.version import __version__
+
 # Of everything measured; rises when what was measured before is not to be gone on with, or shown.
 # 3: before, models with dropout in their configuration were measured with it on.
 FORMAT = 3
@@ -49,10 +51,8 @@ def versions() -> dict[str, str]:
     import torch
     import transformers
 
-    import surgeon
-
     return {
-        "surgeon": surgeon.__version__,
+        "surgeon": __version__,
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "python": platform.python_version(),

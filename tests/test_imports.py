@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 # several rooms use and knows nothing of models stands first. `demo` is only data (a model's folder and text) and the
 # command of that name lies in `cli`.
 FLOORS = [
-    ["errors", "progress", "memory", "gpus", "provenance", "threads", "named", "words", "beside", "demo"],
+    ["version", "errors", "progress", "memory", "gpus", "provenance", "threads", "named", "words", "beside", "demo"],
     ["processes"],
     ["language"],
     ["models"],
@@ -98,6 +98,18 @@ def test_imports_go_one_way() -> None:
     assert not wrong
 
 
+def test_no_room_imports_the_whole_package() -> None:
+    """Which forwards names of the highest floors; its version has a file of its own."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Import) and any(alias.name == "surgeon" for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and node.module == "surgeon")
+    ]
+    assert not wrong
+
+
 def test_the_program_knows_nothing() -> None:
     assert {part for part, _ in imported_parts(PACKAGE / "language" / "program.py")} <= {"language"}
 
@@ -135,30 +147,21 @@ def test_rooms_without_torch(room: str) -> None:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """The modules of the package that each module imports when it is imported itself, or would for its types."""
+    """The modules of the package that each module imports, at its top, for its types, or inside a function."""
     modules = {name: path for name, path in MODULES.items() if name != "surgeon"}  # which only forwards names
     return {name: imports_of(path, modules) - {name} for name, path in modules.items()}
 
 
 def imports_of(path: Path, names: Mapping[str, Path]) -> set[str]:
-    """Which of these modules a file imports when it is imported itself."""
+    """Which of these modules a file imports anywhere in it."""
     found: set[str] = set()
-    for node in top_level(ast.parse(path.read_text()).body):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        else:
+        elif isinstance(node, ast.ImportFrom):
             one_by_one = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {each if each in names else str(node.module) for each in one_by_one}
     return found & names.keys()
-
-
-def top_level(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports outside functions, those for types only among them."""
-    for node in body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If | ast.Try):
-            yield from top_level(node.body)
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
@@ -192,6 +195,16 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
 def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a", "e"}}
     assert sorted(map(sorted, circles(graph))) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_imports_inside_functions_are_seen(tmp_path: Path) -> None:
+    """Two modules of which one imports the other only as it is called make a circle."""
+    files = {"one": "import two", "two": "def late():\n    from one import thing\n    return thing"}
+    paths = {name: tmp_path / f"{name}.py" for name in files}
+    for name, text in files.items():
+        paths[name].write_text(text)
+    graph = {name: imports_of(path, paths) for name, path in paths.items()}
+    assert circles(graph) == [{"one", "two"}]
 
 
 def test_there_are_no_circles() -> None:

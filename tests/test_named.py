@@ -13,9 +13,8 @@ from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import locate
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.language.recipe import read_recipe
-from surgeon.named import is_hub_name, is_path, is_program, is_recipe, name_of, on_disk, public
+from surgeon.named import is_hub_name, is_path, is_program, is_recipe, name_of, on_disk, public, split_values
 from surgeon.quality.sources import documents, file_and_column
-from surgeon.quality.tasks_load import split_names
 
 LONG = " ".join(f"A{k} F{k}" for k in range(60))  # longer than a name on any file system may be
 UNNAMEABLE = [LONG, "x" * 5000, "no\0name", "lone\ud800surrogate"]
@@ -98,9 +97,9 @@ def test_data_of_such_a_name_is_missing(text: str) -> None:
 
 def test_many_tasks_are_a_list_and_no_file(tmp_path: Path) -> None:
     names = [f"task-number-{number}" for number in range(40)]
-    assert split_names([",".join(names)]) == names
+    assert split_values([",".join(names)]) == names
     (tmp_path / "a,b.jsonl").write_text("")
-    assert split_names([str(tmp_path / "a,b.jsonl")]) == [str(tmp_path / "a,b.jsonl")]
+    assert split_values([str(tmp_path / "a,b.jsonl")]) == [str(tmp_path / "a,b.jsonl")]
 
 
 def test_the_demos_text_is_no_folder_called_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

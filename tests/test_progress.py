@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 
 from surgeon import progress as progress_module
-from surgeon.progress import progress
+from surgeon.progress import TimeOver, progress, require_time, time_limit
 
 
 def test_plain_lines_with_an_estimate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +54,22 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(5)
     assert "100%" in terminal.getvalue()
     assert "left:" in terminal.getvalue()
+
+
+def test_a_time_limit_ends_work_at_its_first_step_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+    steps: list[int] = []
+
+    def work() -> None:
+        with time_limit(60), time_limit(0.05), progress("scan", 100, "sublayers") as advance:
+            for step in range(100):
+                steps.append(step)
+                time.sleep(0.02)
+                advance(1)
+
+    with pytest.raises(TimeOver):
+        work()
+    assert 1 <= len(steps) < 20
+    require_time()  # the limit holds no longer
+    with time_limit(60), progress("scan", 1, "sublayers") as advance:
+        advance(1)
+    assert "scan: done" in capsys.readouterr().err

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from surgeon.analysis.engine.walk import LayerPass, Walk
-from surgeon.analysis.jacobian import OperatorNorm, PowerIteration, push
+from surgeon.analysis.jacobian import Lanczos, OperatorNorm, push
 
 _JACOBIANS = ("attention_jacobian", "mlp_jacobian", "next_mlp_jacobian")
 TERMS = (
@@ -51,14 +51,14 @@ class PairTerms:
             `attention_norm`, |A_{k+1}(x)|; `mlp_norm`, |F_k(u_k)|; the three operator norms; the three terms of the
             bound and their sum; `first_order`, the size of the error by the Jacobians' products with the actual
             changes; `error`, the size of the error itself.
-        norms: the power iterations behind the operator norms.
+        norms: how the operator norms were found.
     """
 
     values: dict[str, float]
     norms: list[OperatorNorm]
 
 
-def pair_terms(walk: Walk, first: int, passed: LayerPass, power: PowerIteration) -> PairTerms:
+def pair_terms(walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos) -> PairTerms:
     """The terms of the error of an LP pair; to be called within `differentiable`.
 
     Args:
@@ -75,9 +75,9 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, power: PowerIteration)
     attention = partial(walk.attention, following)
     mlp, next_mlp = partial(walk.mlp, first), partial(walk.mlp, following)
     norms = [
-        power.norm(attention, x),
-        power.norm(mlp, passed.middle, by_token=True),
-        power.norm(next_mlp, shared, by_token=True),
+        lanczos.norm(attention, x),
+        lanczos.norm(mlp, passed.middle, by_token=True),
+        lanczos.norm(next_mlp, shared, by_token=True),
     ]
     # To first order; each difference is "in sequence" minus "in parallel".
     attention_change = push(attention, x, update)
@@ -101,9 +101,9 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, power: PowerIteration)
     return PairTerms(values, norms)
 
 
-def layer_norm(walk: Walk, layer: int, stream: Tensor, power: PowerIteration) -> OperatorNorm:
+def layer_norm(walk: Walk, layer: int, stream: Tensor, lanczos: Lanczos) -> OperatorNorm:
     """The operator norm of I + J_f, the Jacobian of a whole layer's map (equation 13); within `differentiable`."""
-    return power.norm(lambda at: walk.layer(layer, at).after, stream)
+    return lanczos.norm(lambda at: walk.layer(layer, at).after, stream)
 
 
 def _norm(stream: Tensor) -> float:

@@ -29,7 +29,7 @@ from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
-from surgeon.progress import progress
+from surgeon.progress import TimeOver, progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.summary import Values, perplexity, perplexity_interval
 from surgeon.results.scan import Scan
@@ -87,7 +87,8 @@ def scan(
     """Measure every cell asked for, and write `cells.csv`, `permutations.csv` (if any are random) and `scan.json`.
 
     Started again on the same folder it goes on where it was. Cells of earlier scans of the folder that came to their
-    end stay in the tables.
+    end stay in the tables. Where a time limit ends it, the tables have what was measured by then, and the record says
+    how many cells were not.
 
     A model that runs a program of its own (native tracks, say) is compared with itself, and has cells where it runs
     the layers of a stretch whole and in order.
@@ -104,6 +105,7 @@ def scan(
         ValueError: if the folder holds a scan of another model, data or seed, the memory limit is too small, or the
             model runs a program whose weights are those of no layer, or which has none of these layers whole.
         OSError: if the folder cannot be written to.
+        TimeOver: if a time limit ended it before the first cell.
     """
     model, windows = subject.model, subject.windows
     identity = {
@@ -124,9 +126,15 @@ def scan(
         units = most_important(model, programs, windows, folder, model_hash=known, memory=subject.memory)
         run = _Run(subject, work, at_once, journal, workers, batch, units, sampled)
         outcomes = list(run.outcomes(screened))
-        journal.finish(selection)
+        missing = len(work.cells) - len(outcomes)
+        if missing and all(work.programs[one.cell.program] == program for one in outcomes):
+            raise TimeOver("the time was over before the first cell")
+        if not missing:
+            journal.finish(selection)
         asked = selection.to_json()
         record = subject.provenance(seed=seed) | asked
+        if missing:
+            record["cells_missing"] = missing
         record |= {"asked": asked, "screen": screen.settings() if screened else None}
         if work.is_edited:
             record["program"] = str(program)
@@ -202,11 +210,11 @@ class ScanWork:
             for name in names
         }
         base = self.plan.sublayers[self.dense]
-        run = {"base": base, **{name: round(float(ran[name])) for name in names}}
+        run = {"base": base, **{name: round(float(ran.get(name, 0.0))) for name in names}}
         return {
             "operations": names,
             "permutations": max((len(cell.seeds) for cell in self.cells), default=0),
-            "cells": len(self.cells),
+            "cells": len(table),
             "sublayers_run": {**run, "total": round(base + float(ran.sum()))},
             "sublayers_of_a_loop": {"base": base, **loop, "total": base + sum(loop.values())},
         }
@@ -234,7 +242,7 @@ class _Run:
         return self.journal.acceptances(self.work.programs[program], windows)
 
     def outcomes(self, screened: bool) -> Iterator[Outcome]:
-        """Every cell, with the windows that its numbers rest on, once all of them are measured."""
+        """Every cell that was measured, with the windows that its numbers rest on; all, unless time is over before."""
         everything = range(len(self.subject.windows.ids))
         rounds = screen.rounds(len(everything)) if self.journal.spread else [list(everything)]
         cells, taken = self.work.cells, list[int]()
@@ -243,7 +251,11 @@ class _Run:
         for number, added in enumerate(rounds, start=1):
             needed = {self.work.dense, *(self.work.programs[program] for cell in cells for program in cell.programs)}
             plan = self.work.plan.only(needed)
-            self._measure(f"scan, round {number} of {len(rounds)}" if len(rounds) > 1 else "scan", plan, added)
+            try:
+                self._measure(f"scan, round {number} of {len(rounds)}" if len(rounds) > 1 else "scan", plan, added)
+            except TimeOver:
+                self._measure_base(everything)
+                break
             taken += added
             for program, sublayers in plan.sublayers.items():
                 cost[program] += sublayers * len(added) / len(everything)
@@ -256,9 +268,23 @@ class _Run:
         del cost[self.work.dense]
         for cell in self.work.cells:
             programs = [self.work.programs[program] for program in cell.programs]
-            whole = all(self.journal.is_done(program, everything) for program in programs)
+            measured: Sequence[int] = everything
+            if not all(self.journal.is_done(program, everything) for program in programs):
+                measured = settled_on.get(cell) or self._windows_of(programs)
             new = sum(cost.pop(program, 0.0) for program in programs)
-            yield Outcome(cell, everything if whole else settled_on[cell], new)
+            if measured:
+                yield Outcome(cell, measured, new)
+
+    def _windows_of(self, programs: Sequence[Program]) -> list[int]:
+        """The windows that all of these programs were measured on."""
+        windows = range(len(self.subject.windows.ids))
+        return [one for one in windows if all(self.journal.is_done(program, [one]) for program in programs)]
+
+    def _measure_base(self, windows: Sequence[int]) -> None:
+        """Measure the model's own program where it was not yet, with no limit of time; all cells are told beside it."""
+        options = MeasureOptions(self.at_once, self.journal.is_done, memory=self.subject.memory)
+        plan = self.work.plan.only({self.work.dense})
+        self.journal.add_new(measure(self.subject.model, self.subject.windows.ids, plan, options), windows)
 
     def _measure(self, name: str, plan: SharedPlan, windows: list[int]) -> None:
         """Run a plan's programs on these windows, where the journal does not have them yet."""

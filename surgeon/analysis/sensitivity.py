@@ -20,7 +20,7 @@ from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.engine.walk import LayerPass, Walk
-from surgeon.analysis.jacobian import PowerIteration, differentiable
+from surgeon.analysis.jacobian import Lanczos, differentiable
 from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
 from surgeon.analysis.subject import Subject
 from surgeon.language.operations.pair import pair
@@ -54,7 +54,7 @@ class SensitivityJournal(ProgramJournal):
 
 
 def sensitivity(
-    subject: Subject, folder: Path, *, power: PowerIteration | None = None, jacobian_windows: int = DEFAULT_WINDOWS
+    subject: Subject, folder: Path, *, lanczos: Lanczos | None = None, jacobian_windows: int = DEFAULT_WINDOWS
 ) -> Sensitivity:
     """Measure all pairs of neighbouring layers, and write `sensitivity.csv` and `sensitivity.json`.
 
@@ -62,7 +62,7 @@ def sensitivity(
     Jacobians take one window, whatever it is.
 
     Args:
-        power: how operator norms are found.
+        lanczos: how operator norms are found.
         jacobian_windows: on how many windows, spread over all of them.
 
     Raises:
@@ -75,29 +75,29 @@ def sensitivity(
     num_layers = model.config.num_hidden_layers
     if jacobian_windows < 1:
         raise ValueError(f"the number of windows for Jacobians must be at least 1, not {jacobian_windows}")
-    power = power or PowerIteration()
+    lanczos = lanczos or Lanczos()
     chosen = spread(len(windows.ids), jacobian_windows)
     identity = {
         "model_hash": subject.opened.hash,
         "data": windows.digest,
         "choice of windows for Jacobians": chosen,
-        "number of iterations": power.iterations,
-        "tolerance": power.tolerance,
-        "seed": power.seed,
+        "number of iterations": lanczos.iterations,
+        "tolerance": lanczos.tolerance,
+        "seed": lanczos.seed,
     }
     dense = program_of(model)
     pairs = [pair(dense, range(first, first + 2)) for first in range(num_layers - 1)]
     with SensitivityJournal(folder, identity, len(windows.ids)) as journal:
         _measure_damage(subject, dense, pairs, journal)
-        _compute_terms(subject, chosen, power, journal)
+        _compute_terms(subject, chosen, lanczos, journal)
     base_perplexity = perplexity(journal.values(dense, range(len(windows.ids)))[0])
     table = _table(journal, chosen, pairs, base_perplexity)
     correlations = _correlations(table)
     within = [one["terms"]["error"] <= one["terms"]["bound"] for one in journal.layers.values() if one["terms"]]
-    record = subject.provenance(seed=power.seed) | {
+    record = subject.provenance(seed=lanczos.seed) | {
         "jacobian_windows": chosen,
-        "iterations": power.iterations,
-        "tolerance": power.tolerance,
+        "iterations": lanczos.iterations,
+        "tolerance": lanczos.tolerance,
         "base_perplexity": base_perplexity,
         "errors_within_bound": sum(within),
         "errors": len(within),
@@ -123,7 +123,7 @@ def _measure_damage(subject: Subject, dense: Program, pairs: list[Program], jour
         journal.add_new(measure(subject.model, ids, plan, options), everything)
 
 
-def _compute_terms(subject: Subject, chosen: list[int], power: PowerIteration, journal: SensitivityJournal) -> None:
+def _compute_terms(subject: Subject, chosen: list[int], lanczos: Lanczos, journal: SensitivityJournal) -> None:
     """Compute for each layer by itself what the journal does not have yet."""
     num_layers: int = subject.model.config.num_hidden_layers
     with progress("jacobians", len(chosen) * num_layers, "layers", len(journal.layers)) as ran:
@@ -137,17 +137,17 @@ def _compute_terms(subject: Subject, chosen: list[int], power: PowerIteration, j
                 for layer in range(todo[-1] + 1):
                     passed = walk.dense_layer(layer, stream)
                     if layer in todo:
-                        about = _about_layer(walk, passed, layer, num_layers, power)
+                        about = _about_layer(walk, passed, layer, num_layers, lanczos)
                         journal.keep({"window": window, "layer": layer} | about)
                         ran(1)
                     stream = passed.after
 
 
-def _about_layer(walk: Walk, passed: LayerPass, layer: int, num_layers: int, power: PowerIteration) -> dict[str, Any]:
+def _about_layer(walk: Walk, passed: LayerPass, layer: int, num_layers: int, lanczos: Lanczos) -> dict[str, Any]:
     """The terms of equation 12 of the pair that a layer begins, and its factor in equation 13."""
-    terms = pair_terms(walk, layer, passed, power) if layer + 1 < num_layers else None
+    terms = pair_terms(walk, layer, passed, lanczos) if layer + 1 < num_layers else None
     # No pair has the first two layers after it.
-    gain = layer_norm(walk, layer, passed.before, power) if layer > 1 else None
+    gain = layer_norm(walk, layer, passed.before, lanczos) if layer > 1 else None
     norms = [*(terms.norms if terms else []), *([gain] if gain else [])]
     return {
         "terms": terms.values if terms else None,

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 
-from surgeon import __version__
 from surgeon.cli.bench import bench
 from surgeon.cli.calibrate import calibrate
 from surgeon.cli.card import card
@@ -43,6 +42,7 @@ from surgeon.cli.spectrum import spectrum
 from surgeon.cli.train import train
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.threads import wait_asleep
+from surgeon.version import __version__
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
 COMMANDS = (

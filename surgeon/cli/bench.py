@@ -18,7 +18,8 @@ from surgeon.cli.options import (
     RoundsOption,
     RunArguments,
     VariantLayersOption,
-    parse_batches,
+    parse_counts,
+    several,
 )
 from surgeon.language.operations.declare import VARIANTS, described
 
@@ -38,11 +39,12 @@ class ProgramArguments:
 
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Measure this too, in turns, and compare; may be repeated. A checkpoint, a recipe, a program such as "
+        several(
+            "--compare",
+            help="Measure this too, in turns, and compare. A checkpoint, a recipe, a program such as "
             f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
             "computed in two halves, one while the other's reductions are on their way), upper-bound (without any "
-            "communication: wrong results, and the best time there can be)."
+            "communication: wrong results, and the best time there can be).",
         ),
     ] = None
     layers: VariantLayersOption = None
@@ -52,7 +54,7 @@ class ProgramArguments:
 class LoadArguments:
     """What every program is given to do, in the user's words; a group of options (see grouped.py)."""
 
-    batch: BatchesOption = "1"
+    batch: BatchesOption = None
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; they are random.")] = 64
     new: NewTokensOption = 32
     rounds: RoundsOption = 5
@@ -113,7 +115,8 @@ def bench(
     """
     from surgeon.library.bench import bench as measure
 
-    given: dict[str, Any] = vars(load) | {"batch": parse_batches(load.batch)} | run.options() | vars(files)
+    batch = parse_counts("--batch", load.batch, [1])
+    given: dict[str, Any] = vars(load) | {"batch": batch} | run.options() | vars(files)
     found = measure(model, compare=programs.compare or (), layers=programs.layers, data=data, **given)
     typer.echo(str(found))
     for timeline in found.traces:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgeon.cli.options import CheckpointArgument, DtypeOption, RanksDeviceOption, RoundsOption
+from surgeon.cli.options import CheckpointArgument, DtypeOption, RanksDeviceOption, RoundsOption, parse_counts, several
 
 
 def calibrate(
@@ -17,8 +17,12 @@ def calibrate(
     ],
     *,
     ranks: Annotated[
-        str, typer.Option(help="Numbers of ranks that are measured, each with all of them at work; 1 among them.")
-    ] = "1,2",
+        list[str] | None,
+        several(
+            "--ranks",
+            help="Numbers of ranks that are measured, each with all of them at work; 1 among them. Default: 1,2.",
+        ),
+    ] = None,
     rounds: RoundsOption = 5,
     device: RanksDeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -34,8 +38,5 @@ def calibrate(
     """
     from surgeon.library.calibrate import calibrate as measure
 
-    counts = [part.strip() for part in ranks.split(",")]
-    if not all(count.isdecimal() and int(count) for count in counts):
-        raise ValueError(f"--ranks {ranks!r} is no list of numbers of ranks; write e.g. 1,2")
-    measure(model, output, ranks=[*map(int, counts)], rounds=rounds, device=device, dtype=dtype)
+    measure(model, output, ranks=parse_counts("--ranks", ranks, [1, 2]), rounds=rounds, device=device, dtype=dtype)
     typer.echo(str(output))

@@ -8,12 +8,16 @@ from typing import Annotated
 
 import typer
 
+from surgeon.cli.options import parse_counts, several
+
 
 def check(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A folder, a config.json, a hub name, or demo; no weights needed.")
     ],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to look at, by commas.")] = "1,2,4,8",
+    ranks: Annotated[
+        list[str] | None, several("--ranks", help="Numbers of ranks to look at. Default: 1,2,4,8.")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -37,13 +41,10 @@ def check(
     architecture that surgeon does not know it says which one is nearest and what is otherwise; the exit status is then
     1, as it is where a file cannot be read.
     """
-    try:
-        numbers = [int(one) for one in ranks.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--ranks are numbers with commas between, as in 1,2,4, not {ranks!r}") from error
+    from surgeon.library.check import RANKS
     from surgeon.library.check import check as check_model
 
-    found = check_model(model, ranks=numbers, dtype=dtype, draft=draft, output=output)
+    found = check_model(model, ranks=parse_counts("--ranks", ranks, RANKS), dtype=dtype, draft=draft, output=output)
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else str(found))
     if found.refused is not None:
         raise typer.Exit(1)

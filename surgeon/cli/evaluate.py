@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DATA_HELP, ProgramOption, TextArguments
+from surgeon.cli.options import DATA_HELP, ProgramOption, TextArguments, several
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class SubjectArguments:
 
     tasks: Annotated[
         list[str] | None,
-        typer.Option(
+        several(
             "--tasks",
-            help="Tasks, with commas between or the option repeated: names of lm-eval's tasks and groups; paper (the "
+            help="Tasks: names of lm-eval's tasks and groups; paper (the "
             "nine of the Layer Parallelism paper); or paths: a .jsonl file (see below), a YAML file of lm-eval's, "
             "whose code is run, or a folder of those.",
         ),

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from surgeon.cli.options import DATA_HELP, DefaultOutputOption, MemoryOption, ModelArgument, SeparatorOption
+from surgeon.cli.options import DATA_HELP, DefaultOutputOption, MemoryOption, ModelArgument, SeparatorOption, several
 
 
 def explore(
@@ -21,16 +21,14 @@ def explore(
     *,
     minutes: Annotated[
         float,
-        typer.Option(
-            "--minutes", help="That all of it may take; they settle how much text, how fine, how many trials."
-        ),
+        typer.Option("--minutes", help="After which it stops, with what was measured by then."),
     ] = 10,
     hardware: Annotated[
         list[str] | None,
-        typer.Option(
+        several(
             "--hardware",
             metavar="NAME|FILE.yaml",
-            help="Predict for this hardware beside what is found here, as surgeon predict does; may be repeated.",
+            help="Predict for this hardware beside what is found here, as surgeon predict does.",
         ),
     ] = None,
     separator: SeparatorOption = None,
@@ -41,13 +39,12 @@ def explore(
 ) -> None:
     """Find what a model can spare, within some minutes, and put it on one page with what to do next.
 
-    Measures how long the model takes here, then does what there is time for: a screened scan of stretches of layers,
-    what each layer owes to the one before (CKA), a search for the depth at which quality breaks off (the knee), and
-    predictions for the hardware found. The page, explore.html, ends each story with the command that goes on with it;
-    knee.yaml is the recipe of the program at the knee.
+    Goes in rounds, each on more text and finer than the one before, until the minutes are over: a screened scan of
+    stretches of layers, what each layer owes to the one before (CKA), and a search for the depth at which quality
+    breaks off (the knee); with predictions for the hardware found. The page, explore.html, ends each story with the
+    command that goes on with it; knee.yaml is the recipe of the program at the knee.
 
-    Interrupted, the same command goes on where it was. With more --minutes it goes on, too: stretches get finer, and
-    trials more.
+    Interrupted, the same command goes on where it was; with more --minutes, too.
     """
     from surgeon.library.explore import explore as run
 

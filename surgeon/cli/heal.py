@@ -20,6 +20,7 @@ from surgeon.cli.options import (
     SeparatorOption,
     TrainerArgumentsOption,
     WindowOption,
+    several,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class HealTextArguments:
 
     data: Annotated[
         list[str],
-        typer.Option(
+        several(
             "--data",
             help="Text to train on; as --eval-data, or demo:train (what demo leaves out). Rows with messages, "
             "conversations, or prompt and completion (or chosen) are conversations, of which answers alone are trained "

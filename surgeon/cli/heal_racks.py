@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgeon.cli.options import several
+
 if TYPE_CHECKING:
     from surgeon.training.model import RackOptions
 
@@ -16,8 +18,9 @@ class HealRacksArguments:
     """Racks that are healed one by one, in the user's words; a group of options (see grouped.py)."""
 
     racks: Annotated[
-        str | None,
-        typer.Option(
+        list[str] | None,
+        several(
+            "--racks",
             metavar="RANGES",
             help="Cut the model by depth into racks (0:8,8:16 are layers 0 to 7 and 8 to 15), each trained by a loss "
             "of its own; no gradient goes from one to another. All weights are trained. With --distill both each rack "
@@ -96,5 +99,5 @@ class HealRacksArguments:
 
         if self.racks is None:
             return None
-        coda, ranges = 1 if self.coda is None else self.coda, self.racks.split(",")
-        return RackOptions(ranges, coda, self.in_processes, self.average, self.rack_ahead, self.rack_replicas)
+        coda = 1 if self.coda is None else self.coda
+        return RackOptions(self.racks, coda, self.in_processes, self.average, self.rack_ahead, self.rack_replicas)

@@ -5,11 +5,14 @@ Light, like every module here: typer and the standard library. Use as `data: Dat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+
+from surgeon.named import split_values
 
 if TYPE_CHECKING:
     from surgeon.runtime.comm.quantised import Compression
@@ -21,6 +24,17 @@ DATA_HELP = (
     "column is meant), a folder of such files, a dataset as name[:config[:split[:column]]], or demo (source files of "
     "the Python standard library). What is left out of it, such as rows without text, is said (docs/texts.md)."
 )
+
+
+def _each(values: list[Any] | None) -> list[Any] | None:
+    """Every value by itself, of the same type."""
+    return values and [type(values[0])(one) for one in split_values(map(str, values))]
+
+
+def several(*names: str, help: str, metavar: str | None = None) -> Any:
+    """An option that takes several values, with commas between or the option again; of the type `list[...]`."""
+    return typer.Option(*names, help=f"{help} Several by commas, or the option again.", metavar=metavar, callback=_each)
+
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A model: a checkpoint folder, a name on the Hugging Face hub, or demo.")
@@ -47,7 +61,9 @@ SeparatorOption = Annotated[
         "the tokenizer's BOS. Rows of a table or a dataset are documents of their own then.",
     ),
 ]
-BatchesOption = Annotated[str, typer.Option("--batch", help="How many texts are computed together; several as 1,8.")]
+BatchesOption = Annotated[
+    list[str] | None, several("--batch", help="How many texts are computed together. Default: 1.", metavar="1,8")
+]
 NewTokensOption = Annotated[int, typer.Option("--new", min=1, help="Tokens to add to each.")]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="How often everything is measured.")]
 VariantLayersOption = Annotated[
@@ -75,10 +91,10 @@ SampledOption = Annotated[
 ]
 ResultsOption = Annotated[
     list[Path] | None,
-    typer.Option(
+    several(
         "--results",
         metavar="FOLDER|FILE",
-        help="What surgeon eval, bench or search wrote with --output, for the model card; may be repeated.",
+        help="What surgeon eval, bench or search wrote with --output, for the model card.",
     ),
 ]
 
@@ -357,13 +373,13 @@ class PipelineArguments:
         return replace(run, tp=ranks).options() | {"pipeline": True, "in_flight": self.in_flight}
 
 
-def parse_batches(text: str) -> list[int]:
-    """The batch sizes of --batch, each once.
+def parse_counts(name: str, values: list[str] | None, default: Sequence[int]) -> list[int]:
+    """The numbers of an option that takes several, each once.
 
     Raises:
-        ValueError: if it is no list of sizes.
+        ValueError: if one is no whole number from 1.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--batch {text!r} is no list of batch sizes; write e.g. 1,8")
-    return list(dict.fromkeys(map(int, parts)))
+    for one in values or ():
+        if not (one.isdecimal() and int(one)):
+            raise ValueError(f"{name} {one!r} is no whole number from 1; write numbers such as 1,8")
+    return [*dict.fromkeys(map(int, values))] if values else [*default]

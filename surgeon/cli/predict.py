@@ -15,7 +15,8 @@ from surgeon.cli.options import (
     CompressOption,
     ProgramOption,
     VariantLayersOption,
-    parse_batches,
+    parse_counts,
+    several,
 )
 from surgeon.language.operations.declare import VARIANTS, described
 
@@ -32,11 +33,12 @@ class PredictedPrograms:
 
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Predict this too, and compare; may be repeated. Another model or recipe, a program such as "
+        several(
+            "--compare",
+            help="Predict this too, and compare. Another model or recipe, a program such as "
             f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
             "computed in two halves, one while the other's reductions are on their way), upper-bound (ranks that never "
-            "wait for each other: wrong results, and the best time there can be)."
+            "wait for each other: wrong results, and the best time there can be).",
         ),
     ] = None
     layers: VariantLayersOption = None
@@ -47,7 +49,7 @@ class PredictedPrograms:
 class PredictedLoad:
     """What is asked of the model, in the user's words; a group of options (see grouped.py)."""
 
-    batch: BatchesOption = "1"
+    batch: BatchesOption = None
     prompt: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of each prompt. Default: 1024, or half of the model's positions."),
@@ -150,10 +152,11 @@ class BestArguments:
         float | None, typer.Option(help="With --best: low ranks may leave this share of each matrix's parameters.")
     ] = None
     allow: Annotated[
-        str | None,
-        typer.Option(
+        list[str] | None,
+        several(
+            "--allow",
             help="With --best: only these, e.g. lp,ladder; of halves, lp, ladder, ladder-over-lp, fused, tracks:4, "
-            "lowrank, lp+lowrank, ladder+lowrank."
+            "lowrank, lp+lowrank, ladder+lowrank.",
         ),
     ] = None
     by: Annotated[
@@ -172,8 +175,7 @@ class BestArguments:
         """
         from surgeon.cost.best import Allowance
 
-        allowed = tuple(name.strip() for name in self.allow.split(",")) if self.allow else ()
-        return Allowance(self.depth, self.keep, allowed)
+        return Allowance(self.depth, self.keep, tuple(self.allow or ()))
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,8 @@ class PredictedDraftsArguments:
         ),
     ] = None
     acceptance: Annotated[
-        str | None,
-        typer.Option(help="With --draft: the chance of a drafted token to be right; several as 0.6,0.8. Default: 0.8."),
+        list[str] | None,
+        several("--acceptance", help="With --draft: the chance of a drafted token to be right. Default: 0.8."),
     ] = None
 
     def chances(self) -> list[float]:
@@ -200,9 +202,10 @@ class PredictedDraftsArguments:
             ValueError: if they are no numbers.
         """
         try:
-            return [float(part) for part in (self.acceptance or "0.8").split(",")]
+            return [float(part) for part in self.acceptance or ["0.8"]]
         except ValueError:
-            raise ValueError(f"--acceptance {self.acceptance!r} is no list of chances; write e.g. 0.6,0.8") from None
+            given = ",".join(self.acceptance or ())
+            raise ValueError(f"--acceptance {given!r} is no list of chances; write e.g. 0.6,0.8") from None
 
 
 @grouped
@@ -228,8 +231,8 @@ def predict(
     best: BestArguments,
     drafts: PredictedDraftsArguments,
     over: Annotated[
-        str | None,
-        typer.Option(
+        list[str] | None,
+        several(
             "--sweep",
             help="Predict all combinations, e.g. ranks=1..64,batch=1..256: from the first to the last, doubling. Of "
             "ranks, batch, prompt, new.",
@@ -268,8 +271,8 @@ def predict(
         if not best.best and getattr(best, name) is not None:
             raise ValueError(f"--{name} is for --best; give --best, too")
     common: dict[str, Any] = {"layers": programs.layers, "prompt": load.prompt, "new": load.new}
-    common |= {"ranks": on.deployment(), "sweep": over, "output": output}
-    one: dict[str, Any] = {"program": programs.program, "batch": parse_batches(load.batch)}
+    common |= {"ranks": on.deployment(), "sweep": over and ",".join(over), "output": output}
+    one: dict[str, Any] = {"program": programs.program, "batch": parse_counts("--batch", load.batch, [1])}
     found: Any
     if best.best:
         found = best_programs(model, hardware, allowance=best.allowance(), by=cast("Any", best.by), **common)

@@ -15,6 +15,7 @@ from surgeon.cli.options import (
     ModelArgument,
     SampledOption,
     TextArguments,
+    several,
 )
 from surgeon.language.operations.declare import HEATMAPS, described
 
@@ -29,9 +30,9 @@ class CellArguments:
 
     operation: Annotated[
         list[str] | None,
-        typer.Option(
+        several(
             "--operation",
-            help=f"A heatmap to make; may be repeated. {_PAPER} (the default: these five), {_OTHERS}, or "
+            help=f"A heatmap to make. {_PAPER} (the default: these five), {_OTHERS}, or "
             "all; an operation's name stands for all maps that it has.",
         ),
     ] = None

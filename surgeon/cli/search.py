@@ -16,6 +16,7 @@ from surgeon.cli.options import (
     ModelArgument,
     SampledOption,
     TextArguments,
+    several,
 )
 
 _WIDTH, _KEY = 80, 12  # columns of a terminal, and of what stands before a line
@@ -59,8 +60,8 @@ class SearchQuestion:
     """What is searched for, in the user's words; a group of options (see grouped.py)."""
 
     space: Annotated[
-        str | None,
-        typer.Option(
+        list[str] | None,
+        several(
             "--space",
             metavar="NAME[:N],...",
             help="What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, "
@@ -69,24 +70,24 @@ class SearchQuestion:
         ),
     ] = None
     budget: Annotated[
-        str | None,
-        typer.Option(
+        list[str] | None,
+        several(
             "--budget",
-            help="What to come down to, several by commas: depth=12, syncs, params=0.8x, size=20MB, weight_bytes, "
+            help="What to come down to: depth=12, syncs, params=0.8x, size=20MB, weight_bytes, "
             "kv_bytes, wire_bytes, latency=12ms@h100-sxm, speedup>=1.3@h100-sxm; and the quality to keep: "
             "divergence<=0.02, perplexity<=1.05x. With both, also the front between them. Without one: how deep is "
             "this model really, and how large?",
         ),
     ] = None
     objective: Annotated[
-        str,
-        typer.Option(
+        list[str] | None,
+        several(
             "--objective",
             help="What to make small: divergence, perplexity, accuracy:TASK, or a cost such as depth or size. Several "
-            "by commas give a Pareto front, and so does a cost without a limit of quality. Or draft (on this machine; "
-            "draft@h100-sxm): the program with which generate --draft is expected to be fastest.",
+            "give a Pareto front, and so does a cost without a limit of quality. Or draft (on this machine; "
+            "draft@h100-sxm): the program with which generate --draft is expected to be fastest. Default: divergence.",
         ),
-    ] = "divergence"
+    ] = None
     sampled_acceptance: SampledOption = False
     sampler: Annotated[
         str,
@@ -183,11 +184,11 @@ def search(
     text: TextArguments,
     using: Annotated[
         list[str] | None,
-        typer.Option(
+        several(
             "--using",
             metavar="FOLDER",
             help="What a pass over the same model has found (a folder of surgeon scan, spectrum, similarity or "
-            "sensitivity); may be repeated. What was measured on the same text is not measured again.",
+            "sensitivity). What was measured on the same text is not measured again.",
         ),
     ] = None,
     memory: MemoryOption = None,
@@ -203,7 +204,9 @@ def search(
     from surgeon.library.search import search as run_search
     from surgeon.words import plural
 
-    options = vars(asked) | vars(use) | vars(last) | vars(work) | vars(text)
+    options = (
+        vars(asked) | {"objective": asked.objective or "divergence"} | vars(use) | vars(last) | vars(work) | vars(text)
+    )
     found = run_search(model, data, output, trials, minutes=minutes, **options, using=using or (), memory=memory)
     question, winner, trial = found.question, found.winner, found.winner.trial
     pricing, measured = question.budget.pricing, trial.measured

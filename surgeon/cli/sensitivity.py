@@ -23,9 +23,7 @@ def sensitivity(
     ] = 4,
     iterations: Annotated[
         int,
-        typer.Option(
-            min=1, help="The most iterations for a Jacobian's norm; it ends when one changes it by under 0.1%."
-        ),
+        typer.Option(min=1, help="The most iterations for a Jacobian's norm; those that bound it to 1% are enough."),
     ] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the vectors that the iterations start from.")] = 0,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import CheckpointArgument, DraftArguments, ServedRun
+from surgeon.cli.options import CheckpointArgument, DraftArguments, ServedRun, several
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class AddressArguments:
     ] = None
     cors_origins: Annotated[
         list[str] | None,
-        typer.Option(
+        several(
             "--cors-origin",
             metavar="ORIGIN",
             help="Web pages that may use the server from a browser, by where they come from, such as "
-            "http://localhost:3000; may be repeated. * is any page that somebody opens, so ask for a key then. "
+            "http://localhost:3000. * is any page that somebody opens, so ask for a key then. "
             "Default: none.",
         ),
     ] = None

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from surgeon.cli.grouped import grouped
-from surgeon.cli.options import DataOption, DefaultOutputOption, ModelArgument, TextArguments
+from surgeon.cli.options import DataOption, DefaultOutputOption, ModelArgument, TextArguments, several
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,20 @@ class MatrixArguments:
 
     layers: Annotated[str | None, typer.Option(help="Only these layers; 4:30 is layers 4 to 29. Default: all.")] = None
     weights: Annotated[
-        str | None,
-        typer.Option(
-            help="Only these matrices, such as q,k or gate,up,down (also v and o). Default: all that the model has."
+        list[str] | None,
+        several(
+            "--weights",
+            help="Only these matrices, such as q,k or gate,up,down (also v and o). Default: all that the model has.",
         ),
     ] = None
     ranks: Annotated[
-        str,
-        typer.Option(
-            help="Ranks to cut each matrix down to: shares of its full rank (1/8 or 0.125), or whole numbers."
+        list[str] | None,
+        several(
+            "--ranks",
+            help="Ranks to cut each matrix down to: shares of its full rank (1/8 or 0.125), or whole numbers. Default: "
+            "1/8,1/4,1/2,3/4.",
         ),
-    ] = "1/8,1/4,1/2,3/4"
+    ] = None
     method: Annotated[
         Literal["whitened", "plain"],
         typer.Option(
@@ -115,7 +118,7 @@ def spectrum(
         output,
         layers=matrices.layers,
         weights=matrices.weights,
-        ranks=matrices.ranks,
+        ranks=matrices.ranks or "1/8,1/4,1/2,3/4",
         method=matrices.method,
         damage=not matrices.no_damage,
         **vars(ranks),

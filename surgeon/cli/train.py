@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from surgeon.cli.options import FormOption, OverwriteOption, ProcessDeviceOption, TrainerArgumentsOption
+from surgeon.cli.options import FormOption, OverwriteOption, ProcessDeviceOption, TrainerArgumentsOption, several
 
 
 def train(
@@ -38,7 +38,8 @@ def train(
         str | None, typer.Option(help="A folder, a hub name or demo, in place of the configuration's.")
     ] = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Text to train on in its place, as surgeon heal takes it, e.g. demo:train.")
+        list[str] | None,
+        several("--data", help="Text to train on in its place, as surgeon heal takes it, e.g. demo:train."),
     ] = None,
     eval_data: Annotated[str | None, typer.Option(help="Held-out text in its place, e.g. demo.")] = None,
     show_row: Annotated[

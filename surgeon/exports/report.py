@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import surgeon
 from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_the_original
@@ -16,6 +15,7 @@ from surgeon.exports.prove import Proof
 from surgeon.opened import Model
 from surgeon.processes.files import write_json
 from surgeon.provenance import versions
+from surgeon.version import __version__
 
 
 def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def write_report(
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: records[name] if name in records else FileRecord.of(folder / name) for name in names}
-    report = {"surgeon": surgeon.__version__, "source": source_record(plan.original, plan.companions.folder)} | edits
+    report = {"surgeon": __version__, "source": source_record(plan.original, plan.companions.folder)} | edits
     report |= {"companions": plan.companions.to_json(), "proof": asdict(proof)}
     report |= {"files": {name: asdict(record) for name, record in files.items()}, "versions": versions()}
     write_json(folder / REPORT_FILE, report)

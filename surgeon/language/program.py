@@ -24,8 +24,15 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from html import escape
 
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Sublayer
+
+# What notebooks show: boxes in the order in which they run, those of one step in a column (late ones dashed), and
+# branches of a fork in rows.
+_COLOURS = {ATTENTION: "#cfe2f3", FEED_FORWARD: "#fce5cd"}
+_BOX = "border:1px solid #888;border-radius:3px;padding:1px 5px;margin:1px;color:#000;white-space:nowrap;"
+_COLUMN = "display:inline-flex;flex-direction:column;vertical-align:middle;margin:2px;"
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,14 @@ class Step:
     def __repr__(self) -> str:
         return f"Step({str(self)!r})"
 
+    def _repr_html_(self) -> str:
+        border = "border-style:dashed;" if self.late else ""
+        boxes = (
+            f'<span style="{_BOX}{border}background:{_COLOURS[one.kind]}">{escape(str(one))}</span>'
+            for one in self.sublayers
+        )
+        return f'<span style="{_COLUMN}" title="{escape(str(self))}">{"".join(boxes)}</span>'
+
 
 @dataclass(frozen=True)
 class Fork:
@@ -66,6 +81,11 @@ class Fork:
 
     def __repr__(self) -> str:
         return f"Fork({str(self)!r})"
+
+    def _repr_html_(self) -> str:
+        rows = ("".join(node._repr_html_() for node in branch) for branch in self.branches)
+        lines = "".join(f"<span>{row}</span>" for row in rows)
+        return f'<span style="{_COLUMN}border:1px solid #888;border-radius:6px;padding:2px">{lines}</span>'
 
 
 Node = Step | Fork
@@ -84,9 +104,9 @@ class Program:
         return f"Program.parse({str(self)!r})"
 
     def _repr_html_(self) -> str:
-        from surgeon.language.picture import program_html  # which only notebooks ask for
-
-        return program_html(self)
+        row = "".join(node._repr_html_() for node in self.nodes)
+        steps = f"{len(self.nodes)} steps and forks, {self.effective_depth(1):g} one after the other"
+        return f'<div style="font:12px monospace;line-height:1.5">{row}<div>{steps}</div></div>'
 
     def __len__(self) -> int:
         return len(self.nodes)

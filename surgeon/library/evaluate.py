@@ -21,6 +21,7 @@ from surgeon.library.opening import as_list, warn
 from surgeon.models.edit import edit, restore
 from surgeon.models.verified import DraftOnText, NoVerifiedKeys, draft_on_text
 from surgeon.models.weights import TruncatedSVD
+from surgeon.named import split_values
 from surgeon.opened import EditedModel, Model, choose_device, open_edited
 from surgeon.processes.files import make_folder, write_json
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
@@ -208,11 +209,11 @@ def _load_tasks(
 ) -> tuple[Tasks, TaskSettings]:
     with needs_extra("tasks", "measuring tasks"):
         from surgeon.quality.tasks import TaskSettings
-        from surgeon.quality.tasks_load import Seeds, load_tasks, split_names
+        from surgeon.quality.tasks_load import Seeds, load_tasks
 
     seeds = Seeds.all(seed)
     settings = TaskSettings(limit, batch_size, chat, seeds)
-    return load_tasks(split_names([*map(str, tasks)]), positions, shots, seeds), settings
+    return load_tasks(split_values(map(str, tasks)), positions, shots, seeds), settings
 
 
 def _on_tasks(

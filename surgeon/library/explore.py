@@ -1,75 +1,61 @@
-"""`surgeon.explore`: what a model can spare, within some minutes, on one page with what to do next."""
+"""`surgeon.explore`: what a model can spare, within some minutes, on one page with what to do next.
+
+It goes in rounds of fixed sizes, each on more text and with finer stretches than the one before, until the minutes are
+over. The page has what there is after the first pass, and again whenever there is much more.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
-from surgeon.analysis.cells import SCANNED, select
-from surgeon.analysis.engine.sharing import SharedPlan, share
-from surgeon.analysis.pace import measure_pace
-from surgeon.analysis.scan import ScanWork
-from surgeon.analysis.subject import Subject, load_for_analysis
+from surgeon.analysis import screen
+from surgeon.analysis.cells import SCANNED
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.hardware_file import hardware_of, load_hardware
 from surgeon.library.calibrate import calibrate
 from surgeon.library.check import RANKS, check
-from surgeon.library.explored_speed import CALIBRATED, HERE, PASSES, STARTING, fastest, known_here, predict_on
-from surgeon.library.exploring import UnderWay
-from surgeon.library.next_steps import Explored
-from surgeon.library.opening import as_folder, as_list
-from surgeon.library.predict import Predictions
+from surgeon.library.explore_rounds import SIZES, ExploreRound, plan_rounds
+from surgeon.library.next_steps import NextSteps
+from surgeon.library.opening import as_list
+from surgeon.library.predict import Predictions, predict
 from surgeon.library.report import ReportPage, report
-from surgeon.library.run_sizes import (
-    DRAWING,
-    OPENINGS,
-    SIMILARITY,
-    TOKENS,
-    WINDOWS,
-    cells,
-    choose_sizes,
-    coarse,
-    finer,
-    require_text,
-    search_runs,
-)
 from surgeon.library.scan import scan
 from surgeon.library.search import search
 from surgeon.library.similarity import similarity
-from surgeon.memory import parse_size
-from surgeon.models.edit import as_stored
 from surgeon.opened import Model, open_model
-from surgeon.processes.files import write_text
-from surgeon.progress import clock
+from surgeon.processes.files import make_folder, write_text
+from surgeon.progress import TimeOver, clock, time_limit
+from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO, load_windows, window_for
 from surgeon.results.check import NO, Check
-from surgeon.results.explore import ExploreRun, NextStep
+from surgeon.results.explore import BUSY, ExploreRun
+from surgeon.results.result import RunResult
 from surgeon.results.scan import Scan
 from surgeon.results.search import SearchRun
 from surgeon.results.similarity import Similarity
-from surgeon.searches.search import BATCH
 from surgeon.threads import usable_cores
 from surgeon.words import hanging, known, number, plural
 
 MAPS = (*SCANNED, "lp")
 SPACES = {"pair": "pair", "drop": "drop:layers"}  # what a knee is looked for in, by what a check calls it
-PAGE, KNEE = "explore.html", "knee.yaml"
+PAGE, KNEE, HERE = "explore.html", "knee.yaml", "this-machine.yaml"
+BATCHES = (1, 8)  # that are predicted
 _OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short as edits
-_TRIALS = 8  # for each layer, where there is time
-_SHORTEST = 2  # tokens of the windows that a text is counted in
-_SHARE = 0.2  # of the time that is left, which a calibration may take before there is a search
-_LAST_SHARE = 0.5  # and behind it
-_BUSY = 2.0  # times as slow as an idle machine: figures of it would be of other work
-_LAST = 4  # runs of the model on held-out text when a search ends
-_LAST_LAYER = 0.7  # and of each layer
-_LAST_DRAWING = 8.0  # seconds, of the search's pictures and the page
+_TRYING = 0.6  # of the time that is left, for trials; winners are measured again behind them
+_DRAWING = 6.0  # seconds that a page takes, on processors that are free, until one was drawn
+_DRAWN = 0.1  # of the time, at most, for that first page
+_SELDOM = 5  # times as long as a page takes, until there is another one
+_MEASURING = 0.3  # of the time that is left, for measuring this machine
+_PROBE = 0.2  # seconds, to see how much of the processors is free
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +64,8 @@ class Exploration(ExploreRun):
 
     Attributes:
         checked: what would work with the model.
-        scan, similarity, search: what the passes have found; None where one cannot be done, which `left_out` says.
+        scan, similarity, search: what the passes have found; None where one cannot be done or had no time, which
+            `left_out` says.
         predictions: what the program at the knee would cost, on the hardware found and on what was asked for.
         page: all of it.
     """
@@ -103,100 +90,137 @@ def explore(
     memory: int | str | None = None,
     say: Callable[[str], Any] | None = None,
 ) -> Exploration:
-    """Check, scan and search a model within some minutes; what the folder has already is gone on with.
+    """Check, scan and search a model for some minutes; what the folder has already is gone on with.
 
-    First it is measured how long the model takes here. That settles how much text, which stretches of layers and how
-    many trials there is time for: a screened scan, similarity, a search for the depth at which quality breaks off (the
-    knee), and predictions for the hardware found.
+    Rounds go from little text to more, and from long stretches of layers to all. Each has a screened scan, similarity,
+    and a search for the depth at which quality breaks off (the knee); predictions are for the hardware found.
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset (docs/texts.md), or "demo".
         output: folder for the page (explore.html), the recipe of the program at the knee (knee.yaml), explore.csv,
-            explore.json, and a folder for each pass.
-        minutes: that all of it may take, with what earlier calls on the folder took.
+            explore.json, and a folder for each round.
+        minutes: after which it stops, with what earlier calls on the folder took; what is measured by then counts.
         hardware: what else is predicted for: names such as "h100-sxm", or files as `calibrate` writes them.
         separator: between documents of the text.
         memory: the most that the process may take, in bytes or as text ("2GB").
         say: gets a line about each step as it begins; by default it goes to standard error.
 
     Raises:
-        FileNotFoundError, ValueError: if the model, the text or a hardware cannot be used, no text is given, the
-            minutes are too few (with those that would do), or the folder holds an exploration of something else.
+        FileNotFoundError, ValueError: if the model, the text or a hardware cannot be used, no text is given or too
+            little, or the folder holds an exploration of something else.
         OSError: if the folder cannot be written to.
     """
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes must be a number above 0, not {minutes:g}; an exploration takes about 10")
-    opened, begun = open_model(model), time.monotonic()
-    source = _text(opened, data)
-    asked = [load_hardware(one) for one in as_list(hardware)]
+    begun, opened = time.monotonic(), open_model(model)
+    if data is None and opened.name != DEMO:  # what a model can spare is another thing on every kind of text
+        raise ValueError(
+            f"no text was given to explore {opened.name} on; give one of the kind that the model is for, a few pages "
+            "or more: a UTF-8 file, a .jsonl or .parquet file, a dataset's name, or demo (Python source files)"
+        )
+    source = DEMO if data is None else str(data)
+    machines = [load_hardware(one) for one in as_list(hardware)]
     checked = check(opened)
     if checked.refused is not None:
         raise ValueError(checked.refused)
-    under_way = UnderWay.in_folder(Path(output), opened, source, separator, minutes, begun, say or _say)
-    under_way.steps["check"] = checked.described["model"], time.monotonic() - begun
-    exploring = _Exploring(opened, source, separator, memory, checked, under_way, as_list(hardware))
-    exploring.plan()
-    scanned = exploring.scan()
-    similar = exploring.similarity()
-    here = exploring.hardware(_SHARE)
-    found = exploring.search(scanned)
-    if not here and not any(line.startswith("this machine") for line in under_way.record["left_out"]):
-        here = exploring.hardware(_LAST_SHARE)
-    predictions = exploring.predict({one.name: one for one in (*here, *asked)}.values(), found)
-    return exploring.end(scanned, similar, found, predictions)
+    rounds = _rounds(opened, source, separator)
+    record = provenance(opened.name, opened.hash, data=source, separator=separator, minutes=minutes)
+    record |= {"hardware": as_list(hardware), "memory": memory}
+    exploring = _Exploring(opened, source, checked, Path(output), rounds, record, machines, say or _say, begun)
+    exploring.go_on_with_the_folder()
+    exploring.steps["check"] = checked.described["model"], time.monotonic() - begun
+    for one in rounds:
+        exploring.measure(one)
+    if exploring.undrawn:
+        exploring.draw()
+    return exploring.end()
 
 
 def _say(line: str) -> None:
     print(hanging("", line), file=sys.stderr, flush=True)
 
 
-def _text(model: Model, data: str | Path | None) -> str:
-    """The text to explore on.
+def _rounds(model: Model, data: str, separator: str | None) -> list[ExploreRound]:
+    """The rounds that a text is long enough for.
 
     Raises:
-        ValueError: if none is given; what a model can spare is another thing on every kind of text.
+        ValueError: if it is too short for the first.
     """
-    if data is None and model.name != DEMO:
+    least, most = 2 * SIZES[0][0], 2 * SIZES[-1][0]
+    there = load_windows(model.tokenizer, data, 2, most, separator, at_most=True).ids.numel()
+    if there < least:
         raise ValueError(
-            f"no text was given to explore {model.name} on; give one of the kind that the model is for, a few pages or "
-            "more: a UTF-8 file, a .jsonl or .parquet file, a dataset's name, or demo (Python source files)"
+            f"{data} has {there:,} tokens, and exploring takes {least:,} at least: half of them to measure on, and "
+            "half held out to judge by; give a longer text"
         )
-    return DEMO if data is None else str(data)
+    return plan_rounds(model.num_layers, window_for(model.config, None), there)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Exploring:
-    """The steps of an exploration; each looks up what the folder has of it, and how much time is left."""
+    """An exploration under way.
+
+    Attributes:
+        record: as in explore.json; `passes` are those that the page shows, `done` all that came to their end.
+        steps: by name, what was done and the seconds that it took, in all calls.
+        begun: when this call began, by `time.monotonic`.
+        before: seconds that earlier calls took.
+        drawing: seconds that the page takes.
+        undrawn: seconds that was measured for what it does not have.
+    """
 
     model: Model
     data: str
-    separator: str | None
-    memory: int | str | None
     checked: Check
-    under_way: UnderWay
-    asked: Sequence[str] = ()  # hardware
+    folder: Path
+    rounds: list[ExploreRound]
+    record: dict[str, Any]
+    machines: list[Hardware]
+    say: Callable[[str], Any]
+    begun: float
+    steps: dict[str, tuple[str, float]] = field(default_factory=dict)
+    before: float = 0.0
+    drawing: float = 0.0
+    undrawn: float = math.inf
+    left_out: dict[str, str] = field(default_factory=dict)
+    predictions: list[Predictions] = field(default_factory=list)
+    drafts: dict[str, bool] = field(default_factory=dict)  # by recipe: whether its program can draft
+    page: ReportPage = field(init=False)
+
+    def go_on_with_the_folder(self) -> None:
+        """Take in what the folder has.
+
+        Raises:
+            ValueError: if that is of something else.
+        """
+        make_folder(self.folder)
+        self.record |= {"done": [], "free": 1.0}
+        self._watch_other_work()
+        self.drawing = min(_DRAWING / self.record["free"], _DRAWN * 60 * float(self.record["minutes"]))
+        if not (self.folder / ExploreRun.RECORD).is_file():
+            return
+        earlier = ExploreRun.read(self.folder, self.model.hash)
+        for name in ("data", "separator"):
+            if earlier.record.get(name) != self.record[name]:
+                raise ValueError(
+                    f"{self.folder} holds an exploration with another {name}: {earlier.record.get(name)!r}, not "
+                    f"{self.record[name]!r}; give another output folder"
+                )
+        self.record["done"] = [*earlier.record.get("done", ())]
+        rows = earlier.steps.to_dict("records")
+        self.steps = {str(row["step"]): (str(row["did"]), float(row["seconds"])) for row in rows}
+        self.before = earlier.spent
 
     @property
-    def folder(self) -> Path:
-        return self.under_way.folder
+    def spent(self) -> float:
+        """Seconds."""
+        return self.before + time.monotonic() - self.begun
 
     @property
-    def planned(self) -> dict[str, Any]:
-        """What was settled so far, in the record."""
-        settled: dict[str, Any] = self.under_way.record.setdefault("plan", {})
-        return settled
-
-    @property
-    def text(self) -> dict[str, Any]:
-        """As all passes take it."""
-        sizes = {name: self.planned[name] for name in ("tokens", "window")}
-        return sizes | {"separator": self.separator, "memory": self.memory}
-
-    @property
-    def run_seconds(self) -> float:
-        """Of one run of the model over the text."""
-        return float(self.planned["run"])
+    def left(self) -> float:
+        """Seconds until pictures and the page have to be drawn; below 0 where it took longer."""
+        return 60 * float(self.record["minutes"]) - self.spent - 2 * self.drawing
 
     def _works(self, area: str, names: Sequence[str]) -> list[str]:
         verdicts = self.checked.of_area(area)
@@ -207,242 +231,260 @@ class _Exploring:
         """Of the scan, those that work with the model."""
         return self._works("scan", MAPS)
 
-    def plan(self) -> None:
-        """Measure how long the model takes, and settle how much there is time for; once in a folder."""
-        if "tokens" in self.planned:
-            return
-        tokenizer, separator, left = self.model.tokenizer, self.separator, self.under_way.left
-        with self.under_way.step("pace", "how long the model takes here") as did:
-            counted = load_windows(tokenizer, self.data, _SHORTEST, 2 * TOKENS[0], separator, at_most=True)
-            there = counted.ids.numel()
-            require_text(self.data, there)
-            longest = window_for(self.model.config, None)
-            windows = load_windows(
-                tokenizer, self.data, min(longest, there // 2 // WINDOWS), TOKENS[0], separator, at_most=True
-            )
-            start, limit = time.monotonic(), parse_size(self.memory) if isinstance(self.memory, str) else self.memory
-            subject = Subject(self.model, load_for_analysis(self.model, limit), windows, limit)
-            loading = time.monotonic() - start
-            pace = measure_pace(subject, min(1.0, left / 100), left / 50)
-            sizes = choose_sizes(
-                pace,
-                {every: self._scanned(subject, every) for every in coarse(self.model.num_layers)},
-                layers=self.model.num_layers,
-                window=longest,
-                text=there,
-                seconds=self.under_way.left,
-                beside=OPENINGS * loading + self.under_way.drawing(DRAWING),
-                name=self.model.label,
-            )
-            run = sizes.tokens * pace.own
-            self.planned.update(vars(sizes), loading=round(loading, 3), run=run, pace=vars(pace))
-            did.append(f"one run over {sizes.tokens:,} tokens takes {number(run, 3)} s, loading {number(loading, 3)} s")
-        self.under_way.say(
-            f"within {self.under_way.record['minutes']:g} minutes: {sizes.tokens:,} tokens in windows of "
-            f"{sizes.window}, {plural(cells(self.maps, self.model.num_layers, sizes.every), 'cell')} first"
-        )
-
-    def _scanned(self, subject: Subject, every: int) -> SharedPlan:
-        """What the scan on a grid runs."""
-        with as_stored(subject.model) as own:
-            if not self.maps:
-                return share([own])
-            return ScanWork.of(subject.model, own, [select(self.maps, self.model.num_layers, every=every)], 0).plan
-
-    def scan(self) -> Scan | None:
-        """The heatmaps, on the first grid, and on a finer one if there is time."""
-        if not self.maps:
-            self.under_way.leave_out("scan: no map works with this model (surgeon check says why)")
-            return None
-        found = self._scan()
-        every, count = self.planned["every"], len(found.cells)
-        seconds = self.under_way.steps["scan"][1]
-        later = self._similarity_seconds + self._search_seconds
-        grid = finer(self.maps, self.model.num_layers, every, seconds / count, self.under_way.left - later)
-        if grid == every:
-            return found
-        self.planned["every"] = grid
-        return self._scan()
-
-    def _scan(self) -> Scan:
-        every, folder = self.planned["every"], self.folder / "scan"
-        if self.planned.get("scanned") == every:
-            return Scan.read(folder, self.model.hash)
-        count = cells(self.maps, self.model.num_layers, every)
-        grid = "every stretch" if every == 1 else f"stretches of every {every} layers"
-        with self.under_way.step("scan", f"{plural(count, 'cell')} of {plural(len(self.maps), 'map')}, {grid}") as did:
-            given: dict[str, Any] = {"operations": self.maps, "every": every, "screen": True}
-            found = scan(self.model, self.data, folder, **given, **self.text)
-            base = number(found.base_perplexity)
-            did.append(f"{plural(count, 'cell')} of {', '.join(self.maps)}, {grid}; base perplexity {base}")
-            self.planned["scanned"] = every
-        return found
-
     @property
-    def _similarity_seconds(self) -> float:
-        return SIMILARITY * self.run_seconds + float(self.planned["loading"])
-
-    @property
-    def _search_seconds(self) -> float:
-        """That the rest takes at least."""
-        runs = search_runs(self.model.num_layers) if self._works("search", [*SPACES]) else 0
-        return runs * self.run_seconds + float(self.planned["loading"]) + self.under_way.drawing(_LAST_DRAWING)
-
-    def similarity(self) -> Similarity | None:
-        """CKA and angles, with how well they predict the scan."""
-        if not self._works("scan", ["similarity"]):
-            self.under_way.leave_out("similarity: it does not work with this model (surgeon check says why)")
-            return None
-        folder, scanned = self.folder / "similarity", self.planned.get("scanned", 0)
-        if self.planned.get("compared") == scanned:
-            return Similarity.read(folder, self.model.hash)
-        layers = plural(self.model.num_layers, "layer")
-        with self.under_way.step("similarity", f"what each of {layers} owes to the one before") as did:
-            using = self.folder / "scan" if scanned else None
-            found = similarity(self.model, self.data, folder, scan=using, **self.text)
-            did.append(f"CKA, block influence and angles of {layers}")
-            self.planned["compared"] = scanned
-        return found
-
-    def hardware(self, share: float) -> list[Hardware]:
-        """This machine, if it is described, or a share of the time is enough to measure it."""
-        if (known := known_here(self.folder / HERE)) is not None:
-            return [known]
-        ranks = [count for count in CALIBRATED if self._works("ranks", [plural(count, "rank")])]
-        seconds = self.under_way.drawing(STARTING) + len(ranks) * PASSES * self.run_seconds / self.planned["tokens"]
-        why = f"there is no time to measure it (about {clock(seconds)}); surgeon calibrate does"
-        if 1 not in ranks:
-            why = "its ranks do not run this model; surgeon check says why"
-        elif self.under_way.drawing(1.0) > _BUSY:
-            why = "other work takes much of it; surgeon calibrate measures it when that is over"
-        elif seconds < share * (self.under_way.left - self.under_way.drawing(_LAST_DRAWING)):
-            with self.under_way.step("hardware", "this machine, at the model's shapes") as did:
-                try:
-                    found = calibrate(self.model, self.folder / HERE, ranks=ranks, rounds=1)
-                    did.append(f"this machine, on up to {plural(max(ranks), 'rank')}: {self.folder / HERE}")
-                    return [found]
-                except ValueError as error:  # the little that was measured makes no hardware, or ranks are none here
-                    why = f"it could not be measured: {error}"
-        if share == _LAST_SHARE or why.startswith("it could"):
-            self.under_way.leave_out(f"this machine: {why}")
-        return []
-
-    def search(self, scanned: Scan | None) -> SearchRun | None:
-        """The knee, by as many trials as there is time for."""
-        if not self._spaces:
-            self.under_way.leave_out("search: layers can neither be paired nor left out (surgeon check says why)")
-            return None
-        used = scanned if self.planned["every"] <= _OF_EDITS else None
-        folder, layers = self._search_folder(used), self.model.num_layers
-        last = (_LAST + _LAST_LAYER * layers) * self.run_seconds + self.under_way.drawing(_LAST_DRAWING)
-        seconds = self.under_way.left - last
-        there = [one for one in self._search_folders if (one / SearchRun.RECORD).is_file()]
-        if there and seconds < self.run_seconds * BATCH:
-            return SearchRun.read(there[-1], self.model.hash)
-        of_edits = [] if used is None else ["scan"]
-        passes = [self.folder / name for name in (*of_edits, "similarity") if (self.folder / name).is_dir()]
-        what = f"the depth at which quality breaks off, {clock(max(0.0, seconds))} for trials"
-        with self.under_way.step("search", what) as did:
-            given: dict[str, Any] = {"space": self._spaces, "using": passes, "minutes": max(seconds, 1.0) / 60}
-            found = search(self.model, self.data, folder, self._trials, **given, **self.text)
-            best = found.record["best"]
-            quality = f"divergence {known(best, 'divergence')}, perplexity {number(best['perplexity'])}"
-            did.append(f"{plural(len(found.trials), 'trial')}; {best['why'][:1].lower()}{best['why'][1:]}: {quality}")
-            write_text(self.folder / KNEE, found.recipe_text)
-        return found
-
-    @property
-    def _spaces(self) -> list[str]:
-        """Those that work with the model."""
+    def spaces(self) -> list[str]:
+        """Of the search, those that work with the model."""
         return [SPACES[name] for name in self._works("search", [*SPACES])]
 
-    @property
-    def _trials(self) -> int:
-        """The most that a search tries."""
-        return _TRIALS * self.model.num_layers
+    def measure(self, one: ExploreRound) -> None:
+        """Do what is not done yet of a round, until the time is over."""
+        folder = self.folder / one.name
+        text: dict[str, Any] = {"tokens": one.tokens, "window": one.window}
+        text |= {"separator": self.record["separator"], "memory": self.record["memory"]}
+        size = f"{one.tokens:,} tokens"
+        if self.maps:
+            screened = len(screen.rounds(one.tokens // one.window)) > 1
+            grid = "every stretch" if one.every == 1 else f"stretches of every {one.every} layers"
+            asked: dict[str, Any] = {"operations": self.maps, "every": one.every, "screen": screened}
+            self._do(one, "scan", f"{grid}, {size}", lambda at: scan(self.model, self.data, at, **asked, **text))
+        if self._works("scan", ["similarity"]):
+            using = folder / "scan" if f"{one.name}/scan" in self.record["done"] else None
+            self._do(
+                one,
+                "similarity",
+                f"what each layer owes to the one before, {size}",
+                lambda at: similarity(self.model, self.data, at, scan=using, **text),
+            )
+        if self.spaces:
+            names = ("scan", "similarity") if one.every <= _OF_EDITS else ("similarity",)
+            passes = [folder / name for name in names if f"{one.name}/{name}" in self.record["done"]]
+            self._do(
+                one,
+                "search",
+                f"the depth at which quality breaks off, {size}",
+                lambda at: search(
+                    self.model,
+                    self.data,
+                    at,
+                    one.trials,
+                    space=self.spaces,
+                    using=passes,
+                    minutes=max(1.0, _TRYING * self.left) / 60,
+                    **text,
+                ),
+            )
+        if one.number == 2 and self.left > 0:
+            self._measure_machine()
 
-    def _search_folder(self, used: Scan | None) -> Path:
-        """Another one where the scan has grown, by which a search goes from its first trial on."""
-        searched, cells = self.planned.setdefault("searched", {}), str(0 if used is None else len(used.cells))
-        name: str = searched.setdefault(cells, f"search-{len(searched) + 1}" if searched else "search")
-        return self.folder / name
+    def _do(self, one: ExploreRound, name: str, what: str, work: Callable[[Path], RunResult]) -> None:
+        """Do a pass of a round, unless it is done or the time is over, and draw what there is now and then."""
+        step = f"{one.name}/{name}"
+        if step in self.record["done"] or self.left <= 0:
+            return
+        self._watch_other_work()
+        did = "the time was over before its end"
+        start = self._begin(name, what)
+        try:
+            with time_limit(self.left):
+                found = work(self.folder / step)
+            did = f"{_in_words(found)}, {what}"
+            if not found.record.get("cells_missing"):
+                self.record["done"].append(step)
+        except TimeOver:
+            pass
+        finally:
+            self._end(f"{name} {one.number}", did, start)
+        self.undrawn += time.monotonic() - start
+        if self.undrawn >= _SELDOM * self.drawing:
+            self.draw()
 
-    @property
-    def _search_folders(self) -> list[Path]:
-        """Of all searches so far, the last one last."""
-        return [self.folder / name for name in self.planned.get("searched", {}).values()]
+    def _watch_other_work(self) -> None:
+        """Note how much of the processors other work leaves, and say it once where that is little."""
+        free = _free_share()
+        if free < BUSY <= self.record["free"]:
+            self.say(f"other work slows this machine: {free:.0%} of its processors are free; going on with these")
+        self.record["free"] = min(self.record["free"], round(free, 2))
 
-    def predict(self, machines: Iterable[Hardware], found: SearchRun | None) -> list[Predictions]:
-        """What the model and the program at the knee would cost on each machine."""
-        predictions, knee = list[Predictions](), None if found is None else self.folder / KNEE
-        for machine in machines:
-            with self.under_way.step(f"on {machine.name}", "what that takes there") as did:
-                try:
-                    predictions.append(predict_on(machine, self.model, knee, self.folder / "predict" / machine.name))
-                    did.append(fastest(predictions[-1]))
-                except ValueError as error:  # of what cannot be predicted of any program of this model
-                    self.under_way.leave_out(f"predictions on {machine.name}: {error}")
-        return predictions
+    def _begin(self, name: str, what: str) -> float:
+        self.say(f"[{clock(self.spent)} of {clock(60 * self.record['minutes'])}] {name}: {what}")
+        return time.monotonic()
 
-    def next(self, found: SearchRun | None) -> list[NextStep]:
-        """What is worth doing next, as far as it works with this model."""
-        knee = None if found is None else self.folder / KNEE
-        devices = torch.cuda.device_count() or usable_cores()
+    def _end(self, name: str, did: str, start: float) -> None:
+        """Note what a step did, and its time, also of one that is interrupted."""
+        self.steps[name] = did, self.steps.get(name, ("", 0.0))[1] + time.monotonic() - start
+        self._run().write(self.folder)
+
+    def _run(self) -> ExploreRun:
+        """What there is, as of now."""
+        rows = [(name, did, round(seconds, 1)) for name, (did, seconds) in self.steps.items()]
+        left_out = [f"{name}: {why}" for name, why in self.left_out.items()]
+        record = self.record | {"spent": round(self.spent, 1), "left_out": left_out}
+        return ExploreRun(pd.DataFrame(rows, columns=["step", "did", "seconds"]), record=record)
+
+    def _measure_machine(self) -> None:
+        """Measure this machine, unless its figures are known, where there is time for it."""
+        ranks = [count for count in (1, 2) if self._works("ranks", [plural(count, "rank")])]
+        if self._here() is not None or 1 not in ranks:
+            return
+        did, start = "a part of the time was not enough to measure it", self._begin("machine", "what it can do")
+        try:
+            with time_limit(_MEASURING * self.left):
+                calibrate(self.model, self.folder / HERE, ranks=ranks, rounds=1)
+            did = f"measured on up to {plural(max(ranks), 'rank')}: {self.folder / HERE}"
+        except TimeOver:
+            pass
+        except ValueError as error:  # the little that was measured makes no hardware, or ranks are none here
+            did = f"it could not be measured: {error}"
+        finally:
+            self._end("machine", did, start)
+
+    def _here(self) -> Hardware | None:
+        """This machine, if it has GPUs that are described here or was measured."""
+        if torch.cuda.is_available() and (name := hardware_of(torch.cuda.get_device_name())):
+            return load_hardware(name)
+        return load_hardware(self.folder / HERE) if (self.folder / HERE).is_file() else None
+
+    def _last(self, name: str) -> Path | None:
+        """The folder of a pass, as its last round has left it."""
+        done = [one for one in self.record["done"] if one.endswith(f"/{name}")]
+        return self.folder / done[-1] if done else None
+
+    def _scan(self) -> Scan | None:
+        """The scan with the most cells, of which the last one may be without an end."""
+        folders = sorted(self.folder.glob("round-*/scan"))
+        found = [Scan.read(one, self.model.hash) for one in folders if (one / Scan.RECORD).is_file()]
+        return max(reversed(found), key=lambda one: len(one.cells), default=None)
+
+    def _similarity(self) -> Similarity | None:
+        folder = self._last("similarity")
+        return None if folder is None else Similarity.read(folder, self.model.hash)
+
+    def _search(self) -> SearchRun | None:
+        folder = self._last("search")
+        return None if folder is None else SearchRun.read(folder, self.model.hash)
+
+    def draw(self) -> None:
+        """Put all that there is on the page, with what to do next."""
+        start = time.monotonic()
+        scanned, similar, found = self._scan(), self._similarity(), self._search()
+        if found is not None:
+            write_text(self.folder / KNEE, found.recipe_text)
+        self._predict(None if found is None else self.folder / KNEE)
+        self._leave_out(scanned, similar, found)
+        passes = [one.files[0].parent for one in (scanned, similar, found, *self.predictions) if one is not None]
+        self.record["passes"] = [str(one.relative_to(self.folder)) for one in passes]
+        measured = [one.record for one in (found, scanned, similar) if one is not None]
+        self.record["plan"] = {"tokens": measured[0]["tokens"], "window": measured[0]["window"]} if measured else {}
+        self.record["next"] = [vars(one) for one in self._next(scanned, found).all()]
+        self._run().write(self.folder)
+        self.page = report(self.folder, self.folder / PAGE)
+        self.undrawn = 0.0
+        self.drawing = time.monotonic() - start
+
+    def _next(self, scanned: Scan | None, found: SearchRun | None) -> NextSteps:
+        """What is worth doing next."""
         able = [count for count in RANKS if self._works("ranks", [plural(count, "rank")])]
-        most = max((count for count in able if count <= devices), default=1)
-        drafting = {} if knee is None else check(self.model, ranks=[most], draft=knee).of_area("ranks")
-        explored = Explored(
-            model=self.model.name,
-            data=self.data,
-            folder=self.folder,
-            minutes=float(self.under_way.record["minutes"]),
-            tokens=self.planned["tokens"],
-            window=self.planned["window"],
-            separator=self.separator,
-            operations=self.maps,
-            every=self.planned["every"],
-            knee=knee,
-            spaces=self._spaces,
-            why="" if found is None else str(found.record["best"]["why"]),
-            depth=math.nan if found is None else _depth(found),
-            ranks=most,
-            able=max(able, default=1),
-            hardware=self.asked,
-            memory=None if self.memory is None else str(self.memory),
-            can_go_on=self.planned["every"] > 1 or (found is not None and len(found.trials) < self._trials),
-            drafts="draft" in drafting and drafting["draft"].works != NO,
-            checked=self.checked,
+        devices = torch.cuda.device_count() or usable_cores()
+        ranks = max((count for count in able if count <= devices), default=1)
+        knee = self.folder / KNEE
+        if found is not None and found.recipe_text not in self.drafts:
+            drafting = check(self.model, ranks=[ranks], draft=knee).of_area("ranks")
+            self.drafts[found.recipe_text] = "draft" in drafting and drafting["draft"].works != NO
+        return NextSteps(
+            self.record,
+            self.folder,
+            knee,
+            self.checked,
+            scanned,
+            found,
+            self.spaces,
+            ranks,
+            max(able, default=1),
+            drafts=found is not None and self.drafts[found.recipe_text],
+            can_go_on=f"{self.rounds[-1].name}/search" not in self.record["done"],
         )
-        return explored.steps()
 
-    def end(
-        self, scanned: Scan | None, similar: Similarity | None, found: SearchRun | None, predicted: list[Predictions]
-    ) -> Exploration:
-        """Put all of it on a page, with what to do next."""
-        under_way, page = self.under_way, self.folder / PAGE
-        passes = [as_folder(one) for one in (scanned, similar, found, *predicted) if one is not None]
-        under_way.record["passes"] = [str(one.relative_to(self.folder)) for one in passes]
-        under_way.record["next"] = [vars(one) for one in self.next(found)]
-        with under_way.step("page", "all of it, with what to do next") as did:
-            did.append("all of it, with what to do next")
-            under_way.keep()
-            written = report(self.folder, page)
-        run = under_way.run()
-        knee = () if found is None else (self.folder / KNEE,)
+    def _predict(self, knee: Path | None) -> None:
+        """What the model and the program at the knee would cost on this machine, and on what was asked for."""
+        here = self._here()
+        machines = {one.name: one for one in [*([] if here is None else [here]), *self.machines]}
+        self.predictions = []
+        for machine in machines.values():
+            start, folder = time.monotonic(), self.folder / "predict" / machine.name
+            most = 2 if machine.name == Path(HERE).stem else machine.devices
+            axes = {"ranks": [count for count in RANKS if count <= most], "batch": BATCHES}
+            try:
+                made = predict(self.model, machine, compare=[] if knee is None else [knee], sweep=axes, output=folder)
+            except ValueError as error:  # of what cannot be predicted of any program of this model
+                self.left_out[f"predictions on {machine.name}"] = str(error)
+                continue
+            # Predictions read no weights; here they are known, and the page has it with what was measured of them.
+            made = replace(made, record=made.record | {"model_hash": self.model.hash})
+            made.write(folder)
+            self.predictions.append(made)
+            self.steps[f"on {machine.name}"] = _fastest(made), time.monotonic() - start
+
+    def _leave_out(self, scanned: Scan | None, similar: Similarity | None, found: SearchRun | None) -> None:
+        """Note what there is nothing of, and why."""
+        late = "the time was over before its end; with more --minutes the same command goes on"
+        compares = self._works("scan", ["similarity"])
+        reasons = {
+            "scan": (scanned, late if self.maps else "no map works with this model (surgeon check says why)"),
+            "similarity": (similar, late if compares else "it does not work with this model (surgeon check says why)"),
+            "search": (found, late if self.spaces else "layers can neither be paired nor left out (surgeon check)"),
+            "this machine": (self._here(), "its speed is not known; surgeon calibrate measures it"),
+        }
+        self.left_out = {name: why for name, (there, why) in reasons.items() if there is None} | {
+            name: why for name, why in self.left_out.items() if name not in reasons
+        }
+
+    def end(self) -> Exploration:
+        """What was found, which the page has."""
+        run = self._run()
         return Exploration(
             run.steps,
             checked=self.checked,
-            scan=scanned,
-            similarity=similar,
-            search=found,
-            predictions=predicted,
-            page=written,
+            scan=self._scan(),
+            similarity=self._similarity(),
+            search=self._search(),
+            predictions=self.predictions,
+            page=self.page,
             record=run.record,
-            files=(page, *knee, *run.files),
+            files=(self.folder / PAGE, *run.files),
         )
 
 
-def _depth(found: SearchRun) -> float:
-    """The effective depth of the winner."""
-    trials = found.trials
-    return float(trials.loc[trials["trial"] == found.record["best"]["trial"], "depth"].iloc[0])
+def _free_share() -> float:
+    """The share of the processors that torch computes with which is free for this process, as tried for a moment."""
+    matrix = torch.ones(512, 512)
+    start, used = time.monotonic(), time.process_time()
+    while (seconds := time.monotonic() - start) < _PROBE:
+        torch.mm(matrix, matrix)
+    return min(1.0, max(0.01, (time.process_time() - used) / seconds / torch.get_num_threads()))
+
+
+def _in_words(found: RunResult) -> str:
+    """What a pass gave."""
+    if isinstance(found, Scan):
+        missing = found.record.get("cells_missing", 0)
+        left = f" ({missing:,} left when the time was over)" if missing else ""
+        return f"{plural(len(found.cells), 'cell')}{left}, base perplexity {number(found.base_perplexity)}"
+    if isinstance(found, SearchRun):
+        best = found.record["best"]
+        quality = f"divergence {known(best, 'divergence')}, perplexity {number(best['perplexity'])}"
+        return f"{plural(len(found.trials), 'trial')}; {best['why'][:1].lower()}{best['why'][1:]}: {quality}"
+    return "CKA, block influence and angles"
+
+
+def _fastest(predicted: Predictions) -> str:
+    """Where the compared program wins most, or how fast the model is where there is none."""
+    table = predicted.speeds[predicted.speeds["fits"] == 1]
+    if table.empty:
+        return "nothing fits into its memory"
+    compared = table[table["program"] != predicted.speeds["program"].iloc[0]]
+    by = "tokens_per_second" if compared.empty else "tokens_per_second_speedup"
+    best = (table if compared.empty else compared).sort_values(by, ascending=False).iloc[0]
+    where = f"on {plural(int(best['ranks']), 'rank')} with batch {int(best['batch'])}"
+    if compared.empty:
+        return f"{number(float(best[by]), 3)} tokens/s {where}"
+    return f"{best['program']}: {number(float(best[by]), 3)} times the model's tokens/s {where}"

@@ -11,6 +11,7 @@ from surgeon.analysis.scan import scan as run_scan
 from surgeon.analysis.screen import rounds
 from surgeon.analysis.subject import open_subject
 from surgeon.library.opening import as_list, as_range, check_counts, warn
+from surgeon.named import split_values
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.results.scan import Scan
@@ -42,7 +43,7 @@ def scan(
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset (docs/texts.md), or "demo"; by default that, with a warning.
         output: folder for cells.csv, permutations.csv, scan.json and pictures.
-        operations: names of heatmaps, or one; by default the five of the paper, "all" for every one.
+        operations: names of heatmaps, also "lp,prune"; by default the five of the paper, "all" for every one.
         layers: only stretches inside this range; "4:30" is layers 4 to 29.
         max_length: only stretches of at most this many layers.
         every: only stretches that begin at multiples of it, and whose length is one.
@@ -65,7 +66,7 @@ def scan(
     opened, folder = open_model(model), Path(output)
     # What is wrong with the cells is said before a large model is loaded.
     selection = select(
-        check_operations(SCANNED if operations is None else as_list(operations)),
+        check_operations(SCANNED if operations is None else split_values(as_list(operations))),
         opened.num_layers,
         layers=as_range(layers),
         every=every,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from surgeon.analysis.jacobian import PowerIteration
+from surgeon.analysis.jacobian import Lanczos
 from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
 from surgeon.analysis.subject import open_subject
 from surgeon.library.opening import check_counts, warn
@@ -34,7 +34,7 @@ def sensitivity(
         data: a text file, a table or a dataset (docs/texts.md), or "demo"; by default that, with a warning.
         output: folder for sensitivity.csv, sensitivity.json and a picture; what is there already is gone on with.
         windows_for_jacobians: windows to compute Jacobians on, spread over the data.
-        iterations: the most for a Jacobian's norm; it ends when one changes it by under 0.1%.
+        iterations: the most for a Jacobian's norm; those that bound it to 1% are enough.
         seed: of the vectors that the iterations start from.
         tokens: of the text, in windows of `window`; documents are apart at `separator`.
         memory: the most that the process may take, in bytes or as text ("2GB").
@@ -46,8 +46,8 @@ def sensitivity(
     check_counts(windows_for_jacobians=windows_for_jacobians, iterations=iterations)
     folder = Path(output)
     subject = open_subject(model, data, tokens=tokens, window=window, separator=separator, memory=memory)
-    power = PowerIteration(iterations=iterations, seed=seed)
-    found = measure_sensitivity(subject, folder, power=power, jacobian_windows=windows_for_jacobians)
+    lanczos = Lanczos(iterations=iterations, seed=seed)
+    found = measure_sensitivity(subject, folder, lanczos=lanczos, jacobian_windows=windows_for_jacobians)
     slow = [f"{row.first}-{row.last}" for row in found.pairs.itertuples() if not row.converged]
     if slow:
         warn([f"{iterations} iterations were too few for pairs {', '.join(slow)}"])

@@ -72,7 +72,7 @@ def spectrum(
     wanted = request(
         opened.config,
         layers=as_range(layers),
-        weights=parse_weights(weights) if isinstance(weights, str) else weights,
+        weights=None if weights is None else parse_weights(weights if isinstance(weights, str) else ",".join(weights)),
         ranks=parse_ranks(_as_text(ranks)) if damage else (),
         method=method,
     )

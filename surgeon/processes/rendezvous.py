@@ -28,10 +28,10 @@ from typing import Literal, NamedTuple
 
 from torch.distributed import DistError
 
-from surgeon import __version__
 from surgeon.processes.sockets import PROOF_SECONDS, interface_of, limit_silence, listen, prove
 from surgeon.processes.store import LOOK_SECONDS, StoreAddress, connect_store, key_prefix, open_store, unfound
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
+from surgeon.version import __version__
 
 Purpose = Literal["lifeline", "commands", "channel"]
 PURPOSES: tuple[Purpose, ...] = ("lifeline", "commands", "channel")  # in the order in which they are made

@@ -92,15 +92,6 @@ class Tasks:
         return groups + [item.task_name for item in self.items if not isinstance(item, Group)]
 
 
-def split_names(given: list[str]) -> list[str]:
-    """Names and paths of tasks, also where several stand in one text with commas between."""
-    names = []
-    for text in given:
-        parts = [text] if on_disk(text) is not None else text.split(",")
-        names += [part.strip() for part in parts if part.strip()]
-    return names
-
-
 def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None, seeds: Seeds | None = None) -> Tasks:
     """Load tasks and their data.
 

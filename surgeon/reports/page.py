@@ -15,7 +15,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-import surgeon
 from surgeon.named import public
 from surgeon.processes.files import make_folder, write_text
 from surgeon.reports.blocks import Block, Finding
@@ -24,6 +23,7 @@ from surgeon.reports.runs import Run, read_runs
 from surgeon.reports.sections import KINDS
 from surgeon.results.exported import ExportRun
 from surgeon.results.result import SHORT_HASH, named
+from surgeon.version import __version__
 from surgeon.words import listed
 
 TEMPLATES = Path(__file__).parent / "html"
@@ -107,7 +107,7 @@ def render(chapters: Sequence[Chapter]) -> str:
         chapters=chapters,
         style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
-        version=surgeon.__version__,
+        version=__version__,
     )
 
 

@@ -18,6 +18,7 @@ from surgeon.language.program import Program
 from surgeon.processes.files import write_text
 from surgeon.results import card_sections as sections
 from surgeon.results.measured import Identity, Measured
+from surgeon.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -103,8 +104,6 @@ def inherited_by(found: Surgery) -> Inherited:
 
 
 def _seal(text: str) -> str:
-    from surgeon import __version__
-
     return f"<!-- written by surgeon {__version__}; sha256 of what stands above: {_digest(text)} -->\n"
 
 

@@ -12,6 +12,8 @@ from surgeon.progress import clock
 from surgeon.results.result import RunResult, TableFile
 from surgeon.words import hanging
 
+BUSY = 0.75  # of the processors: where less is free, other work is said to slow an exploration
+
 
 @dataclass(frozen=True)
 class NextStep:
@@ -58,6 +60,12 @@ class ExploreRun(RunResult):
         return [str(line) for line in self.record.get("left_out", ())]
 
     @property
+    def slowed(self) -> str:
+        """What other work took of the machine; empty where it took little."""
+        free = float(self.record.get("free", 1.0))
+        return f"other work slowed this machine: at times {free:.0%} of its processors were free" if free < BUSY else ""
+
+    @property
     def next_steps(self) -> Sequence[NextStep]:
         """What is worth doing next, in order."""
         return [NextStep(**one) for one in self.record.get("next", ())]
@@ -70,6 +78,8 @@ class ExploreRun(RunResult):
         """At most 80 columns, but for commands, which are whole."""
         lines = [self.heading, ""]
         rows = [*zip(self.steps["step"], self.steps["did"], strict=True), *(("left out", one) for one in self.left_out)]
+        if self.slowed:
+            rows.append(("slowed", self.slowed))
         width = max((len(step) for step, _ in rows), default=0) + 2
         lines += [hanging(f"{step:<{width}}", did) for step, did in rows]
         for number, one in enumerate(self.next_steps, start=1):

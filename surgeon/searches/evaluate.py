@@ -29,6 +29,7 @@ from surgeon.language.program import Program
 from surgeon.memory import available_bytes, resident_bytes, stay_below
 from surgeon.models.edit import program_of, require_unedited
 from surgeon.models.weights import FactorSource, TruncatedSVD
+from surgeon.progress import require_time
 from surgeon.quality.data import Windows
 from surgeon.quality.head import ACCEPTANCES, OutputHead, Quality, joined, one_after_the_other
 from surgeon.quality.references import REFERENCE_FILE, TextReferences
@@ -202,6 +203,7 @@ class Evaluator:
     def _ran(self, amount: float) -> None:
         self.sublayers += amount
         self.ran(amount)
+        require_time()
         stay_below(self.memory)
 
     def _free_share(self) -> int:

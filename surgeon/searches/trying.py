@@ -41,8 +41,8 @@ def try_programs(
         seed: of samplers that are random. They are made anew for each batch, so that what they ask follows from the
             study's trials.
         study: by default one in memory.
-        until: when no more are asked for, by `time.monotonic`, once there are some; of the last ones before it as many
-            as are likely to be measured by then.
+        until: when no more are begun, by `time.monotonic`, once there are some; of the last ones before it as many
+            together as are likely to be measured by then, and at least one.
     """
     ours = SurgerySampler(search) if sampler == SURGEON else None
     began, done = time.monotonic(), 0
@@ -52,7 +52,7 @@ def try_programs(
         now = time.monotonic()
         if until is None or (now < until and not done):
             return count
-        return min(count, int((until - now) * done / (now - began))) if now < until else 0
+        return min(count, max(1, int((until - now) * done / (now - began)))) if now < until else 0
 
     def ask(stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:
         if any(one.state in FINISHED for one in stored) and not (count := in_time(count)):

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from surgeon import __version__
 from surgeon.server.answers import chat, complete
 from surgeon.server.bodies import ChatBody, CompletionBody
 from surgeon.server.errors import ApiError, explain
 from surgeon.server.gate import MOST_BYTES, counted, guarded, too_large, with_browsers
 from surgeon.server.state import ServerState
+from surgeon.version import __version__
 
 
 def make_app(state: ServerState) -> ASGIApp:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from surgeon.analysis.engine.walk import Walk
-from surgeon.analysis.jacobian import PowerIteration, differentiable
+from surgeon.analysis.jacobian import Lanczos, differentiable
 from surgeon.analysis.lp_error import TERMS, PairTerms, pair_terms
-from tests.analysis.test_jacobian import EXACT, dense_jacobian
+from tests.analysis.test_jacobian import CLOSE, dense_jacobian
 from tests.reference import Reference
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -24,12 +24,12 @@ def ids() -> Tensor:
     return torch.randint(2, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(3))
 
 
-def terms_of_pair(model: Any, ids: Tensor, power: PowerIteration = EXACT) -> tuple[PairTerms, Tensor]:
+def terms_of_pair(model: Any, ids: Tensor, lanczos: Lanczos = CLOSE) -> tuple[PairTerms, Tensor]:
     """The terms of layers 1 and 2, and the stream before layer 1."""
     with differentiable(model):
         walk = Walk(model, ids)
         stream = walk.layer(0, walk.start).after
-        return pair_terms(walk, 1, walk.layer(1, stream), power), stream.clone()
+        return pair_terms(walk, 1, walk.layer(1, stream), lanczos), stream.clone()
 
 
 def largest(matrix: Tensor) -> float:
@@ -74,7 +74,12 @@ def test_the_terms_are_those_of_equation_12(family: str, ids: Tensor) -> None:
         "error": float((sequential - parallel).norm()),
     }
     assert tuple(found.values) == TERMS
-    assert found.values == pytest.approx(expected, rel=2e-4)
+    above = {name for name in TERMS if name.endswith(("_jacobian", "_shift"))} | {"bound"}
+    for name, value in expected.items():
+        if name in above:
+            assert 1 <= found.values[name] / value <= 1.005
+        else:
+            assert found.values[name] == pytest.approx(value, rel=2e-4)
     assert len(found.norms) == 3
 
 
@@ -89,10 +94,10 @@ def test_where_attention_and_mlp_read_the_same_stream(ids: Tensor) -> None:
     attention = dense_jacobian(lambda at: plain.attention(2, at), x)
     mlp = dense_jacobian(lambda at: plain.feed_forward(2, at), x)
     shifts = [largest(attention) * float(update.norm()), 0, largest(mlp) * float(update.norm())]
-    assert [found.values[name] for name in ("attention_shift", "mlp_shift", "next_mlp_shift")] == pytest.approx(
-        shifts, rel=2e-4
-    )
-    assert found.values["bound"] == pytest.approx(sum(shifts), rel=2e-4)
+    assert 1 <= found.values["attention_shift"] / shifts[0] <= 1.002
+    assert found.values["mlp_shift"] == 0
+    assert 1 <= found.values["next_mlp_shift"] / shifts[2] <= 1.002
+    assert 1 <= found.values["bound"] / sum(shifts) <= 1.002
     assert found.values["error"] == pytest.approx(float((sequential - parallel).norm()), rel=2e-4)
     first_order = (attention + mlp) @ update.flatten()
     assert found.values["first_order"] == pytest.approx(float(first_order.norm()), rel=2e-4)
@@ -107,7 +112,7 @@ def test_first_order_becomes_exact_as_updates_become_small(family: str, ids: Ten
         for name, parameter in model.named_parameters():
             if any(part in name for part in spec):
                 parameter.data *= scale
-        found, _ = terms_of_pair(model, ids, PowerIteration())
+        found, _ = terms_of_pair(model, ids, Lanczos())
         assert 0 < found.values["error"] <= found.values["bound"]
         off.append(abs(found.values["error"] / found.values["first_order"] - 1))
     assert off[0] < 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -18,14 +20,18 @@ import torch
 
 import surgeon
 from surgeon.analysis import scan as scan_module
+from surgeon.analysis.cells import scan_cells
+from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import JOURNAL
 from surgeon.language.operations import prune
+from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
+from surgeon.progress import TimeOver
 from surgeon.quality.data import Windows
 from surgeon.quality.text import logits_of, text_values
 from surgeon.results.scan import Scan
 from tests import warm
-from tests.analysis.scanning import LAYERS, Stopped, run, stopping
+from tests.analysis.scanning import LAYERS, Stopped, plain_nll, run, stopping
 from tests.selection import one_in
 from tests.tiny_models import save_checkpoint, tiny_model
 from tests.waiting import wait_until
@@ -59,6 +65,49 @@ def test_interrupted_and_resumed(
     for name in ("cells.csv", "scan.json"):
         assert (tmp_path / "at-once" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
     assert len(result.cells) == 50
+
+
+@pytest.mark.parametrize(("after", "batch"), [(0, 2), (30, 2), (70, 2), (12, WINDOWS)])
+def test_where_the_time_is_over_there_is_what_was_measured(
+    after: int, batch: int, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole", windows, batch=batch)
+    calls = 0
+
+    def late(*arguments: Any, **options: Any) -> Iterator[Any]:
+        nonlocal calls
+        calls += 1
+        for count, measured in enumerate(measure(*arguments, **options)):
+            if calls == 1 and count == after:
+                raise TimeOver
+            yield measured
+
+    monkeypatch.setattr(scan_module, "measure", late)
+    if after == 0:
+        with pytest.raises(TimeOver, match="before the first cell"):
+            run(tmp_path / "late", windows, batch=batch)
+    else:
+        found = run(tmp_path / "late", windows, batch=batch)
+        assert 0 < len(found.cells) == 50 - found.record.get("cells_missing", 0)
+        assert found.base_perplexity == whole.base_perplexity
+        keys = ["operation", "first", "last"]
+        both = found.cells.merge(whole.cells, on=keys, suffixes=("", "_whole"))
+        done = both[both["tokens"] == WINDOWS * (TOKENS - 1)]
+        assert len(both) == len(found.cells)
+        assert done["perplexity"].tolist() == done["perplexity_whole"].tolist()
+        base = plain_nll(tiny_model("llama", LAYERS), windows.ids, Program.dense(LAYERS))
+        programs = {(one.operation, one.first, one.last): one.program for one in scan_cells(["prune"], LAYERS, 0)}
+        for row in found.cells[found.cells["operation"] == "prune"].itertuples():
+            seen = int(row.tokens) // (TOKENS - 1)
+            program = programs[row.operation, row.first, row.last]
+            if seen < WINDOWS and program.nodes:  # told beside the model's own program on the same windows
+                nll = plain_nll(tiny_model("llama", LAYERS), windows.ids[:seen], program)
+                told = math.exp(fmean(base) + fmean(nll) - fmean(base[:seen]))
+                assert row.perplexity == pytest.approx(told, rel=1e-5)
+    monkeypatch.undo()
+    run(tmp_path / "late", windows, batch=batch)
+    for name in ("cells.csv", "scan.json"):
+        assert (tmp_path / "late" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_what_is_counted_is_what_runs(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import surgeon
 from surgeon.analysis import sensitivity as sensitivity_module
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.engine.walk import Walk
-from surgeon.analysis.jacobian import PowerIteration, differentiable
+from surgeon.analysis.jacobian import Lanczos, differentiable
 from surgeon.analysis.lp_error import pair_terms
 from surgeon.analysis.sensitivity import JOURNAL, SensitivityJournal, sensitivity, spread
 from surgeon.quality.data import Windows
@@ -30,8 +30,8 @@ from tests.selection import one_in
 from tests.tiny_models import tiny_model
 
 LAYERS, WINDOWS, TOKENS = 4, 5, 6
-POWER = PowerIteration(iterations=300, tolerance=1e-6, seed=2)
-QUICK = PowerIteration(iterations=300, tolerance=0.05)
+CLOSE = Lanczos(iterations=200, tolerance=2e-3, seed=2)
+QUICK = Lanczos(iterations=300, tolerance=0.05)
 
 
 class Stopped(Exception):
@@ -44,7 +44,7 @@ def windows() -> Windows:
 
 
 def run(folder: Path, windows: Windows, model: Any = None, **options: Any) -> Sensitivity:
-    options = {"power": POWER, "jacobian_windows": 2} | options
+    options = {"lanczos": CLOSE, "jacobian_windows": 2} | options
     about = {name: options.pop(name) for name in ("model_hash", "memory") if name in options}
     return sensitivity(subject_of(model or tiny_model("llama", LAYERS), windows, **about), folder, **options)
 
@@ -68,7 +68,7 @@ def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
         with differentiable(model):
             walk = Walk(model, windows.ids[window : window + 1])
             stream = walk.layer(0, walk.start).after
-            each.append(pair_terms(walk, 1, walk.layer(1, stream), POWER).values)
+            each.append(pair_terms(walk, 1, walk.layer(1, stream), CLOSE).values)
     row = table.loc[1]
     for name in ("stream_norm", "update_norm", "mlp_jacobian", "attention_shift", "bound", "first_order", "error"):
         assert row[name] == pytest.approx((each[0][name] + each[1][name]) / 2)
@@ -91,9 +91,9 @@ def test_the_amplification_is_equation_13(windows: Windows, tmp_path: Path) -> N
         streams.append(layer(k, streams[-1]))
     gains = {k: largest(dense_jacobian(lambda x, k=k: layer(k, x), streams[k])) for k in (2, 3)}  # type: ignore[misc]
     expected = [math.log10(gains[2] * gains[3]), math.log10(gains[3]), 0]
-    assert table["log10_amplification"].tolist() == pytest.approx(expected, abs=1e-3)
+    assert table["log10_amplification"].tolist() == pytest.approx(expected, abs=2e-3)
     outputs = [math.log10(bound) + gain for bound, gain in zip(table["bound"], expected, strict=True)]
-    assert table["log10_output_bound"].tolist() == pytest.approx(outputs, abs=1e-3)
+    assert table["log10_output_bound"].tolist() == pytest.approx(outputs, abs=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_amplification_is_equation_13(windows: Windows, tmp_path: Path) -> N
     ],
 )
 def test_damage_is_that_of_the_edited_model(family: str, programs: list[str], windows: Windows, tmp_path: Path) -> None:
-    found = run(tmp_path, windows, tiny_model(family, LAYERS), jacobian_windows=1, power=QUICK)
+    found = run(tmp_path, windows, tiny_model(family, LAYERS), jacobian_windows=1, lanczos=QUICK)
     model = tiny_model(family, LAYERS)
     targets = windows.ids[:, 1:].flatten()
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_files_and_correlations(windows: Windows, tmp_path: Path) -> None:
 def test_stopped_and_started_again(
     after: int, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(tmp_path / "whole", windows, power=QUICK)
+    run(tmp_path / "whole", windows, lanczos=QUICK)
     append, left = SensitivityJournal.append, [after + 1]  # the first line says whose the file is
 
     def stop(self: SensitivityJournal, line: dict[str, Any]) -> None:
@@ -156,23 +156,23 @@ def test_stopped_and_started_again(
     with monkeypatch.context() as context:
         context.setattr(SensitivityJournal, "append", stop)
         with pytest.raises(Stopped):
-            run(tmp_path / "stopped", windows, power=QUICK)
+            run(tmp_path / "stopped", windows, lanczos=QUICK)
     journal = tmp_path / "stopped" / JOURNAL
     journal.write_bytes(journal.read_bytes() + b'{"window":0,"la')
     assert not (tmp_path / "stopped" / "sensitivity.csv").exists()
-    run(tmp_path / "stopped", windows, power=QUICK)
+    run(tmp_path / "stopped", windows, lanczos=QUICK)
     for name in ("sensitivity.csv", "sensitivity.json"):
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_what_is_finished_runs_nothing_again(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path, windows, power=QUICK)
+    run(tmp_path, windows, lanczos=QUICK)
     before = (tmp_path / "sensitivity.csv").read_bytes()
     monkeypatch.setattr(sensitivity_module, "Walk", lambda *_: pytest.fail("a window was run"))
     model = tiny_model("llama", LAYERS)
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(lambda *_: pytest.fail("a layer ran"))
-    run(tmp_path, windows, model, power=QUICK)
+    run(tmp_path, windows, model, lanczos=QUICK)
     assert (tmp_path / "sensitivity.csv").read_bytes() == before
 
 
@@ -180,16 +180,16 @@ def test_what_is_finished_runs_nothing_again(windows: Windows, tmp_path: Path, m
     ("change", "message"),
     [
         ({"model_hash": "other"}, "another model .hash of its configuration and weights.: weights, now other"),
-        ({"power": PowerIteration(iterations=7)}, "another number of iterations: 300, now 7"),
+        ({"lanczos": Lanczos(iterations=7)}, "another number of iterations: 300, now 7"),
         ({"jacobian_windows": 3}, r"choice of windows for Jacobians: \[0, 4\], now \[0, 2, 4\]"),
     ],
 )
 def test_a_folder_of_something_else_is_refused(
     change: dict[str, Any], message: str, windows: Windows, tmp_path: Path
 ) -> None:
-    run(tmp_path, windows, power=QUICK)
+    run(tmp_path, windows, lanczos=QUICK)
     with pytest.raises(ValueError, match=message):
-        run(tmp_path, windows, **({"power": QUICK} | change))
+        run(tmp_path, windows, **({"lanczos": QUICK} | change))
 
 
 def test_models_that_cannot_be_measured(windows: Windows, tmp_path: Path) -> None:

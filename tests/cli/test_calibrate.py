@@ -31,7 +31,7 @@ def test_a_file_is_written_that_predictions_read(
     ("options", "said"),
     [
         (["--ranks", "2"], "ranks 2: name each number once, and 1 among them, as in 1,2,4"),
-        (["--ranks", "1,two"], "--ranks '1,two' is no list of numbers of ranks; write e.g. 1,2"),
+        (["--ranks", "1,two"], "--ranks 'two' is no whole number from 1; write numbers such as 1,8"),
         (["-o", "{folder}/here.txt"], "{folder}/here.txt must end in .yaml, by which hardware files are known"),
         (["-o", "{folder}/there.yaml"], "{folder}/there.yaml is there already; remove it, or write another file"),
         (["-o", "{folder}/nowhere/here.yaml"], "{folder}/nowhere/here.yaml: No such file or directory"),

@@ -38,4 +38,4 @@ def test_what_is_wrong_with_the_command_is_said_at_once() -> None:
     command = [sys.executable, "-m", "surgeon.cli", "check", "demo", "--ranks", "two"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "error: --ranks are numbers with commas between, as in 1,2,4, not 'two'\n"
+    assert done.stderr == "error: --ranks 'two' is no whole number from 1; write numbers such as 1,8\n"

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import typer
 
 import surgeon
 from surgeon.cli.app import app, main
-from surgeon.cost.hardware_file import MACHINES, load_hardware
+from surgeon.cost.hardware_file import MACHINES
 from surgeon.language.recipe import read_recipe
 from surgeon.library import explore as module
-from surgeon.library.explore import explore
-from surgeon.library.explored_speed import HERE
-from surgeon.library.exploring import UnderWay
-from surgeon.library.next_steps import Explored
+from surgeon.library.explore import HERE, explore
+from surgeon.library.explore_rounds import plan_rounds
+from surgeon.library.next_steps import NextSteps
+from surgeon.progress import TimeOver
 from surgeon.results.check import Check, Verdict
-from surgeon.results.explore import NextStep
-from tests.clock import HandClock
+from surgeon.results.explore import ExploreRun, NextStep
+from surgeon.results.scan import Scan
 
 
 def parse(commands: Sequence[NextStep]) -> list[str]:
@@ -42,51 +42,59 @@ def parse(commands: Sequence[NextStep]) -> list[str]:
     return names
 
 
-def explored(**other: Any) -> Explored:
+def steps(**other: Any) -> list[NextStep]:
+    """The next steps of an exploration that has found everything, but for what is said."""
     answers = Check.of([Verdict("export", "lp", "yes"), Verdict("train", "heal edited", "yes")])
-    given: dict[str, Any] = {"model": "a model", "data": "my text.txt", "folder": Path("out of it"), "minutes": 2.5}
-    given |= {"separator": "<|end|>", "tokens": 1024, "window": 64, "operations": ["prune", "lp"], "every": 2}
-    given |= {
-        "knee": Path("out of it/knee.yaml"),
-        "why": "The best",
-        "spaces": ["pair", "drop:layers"],
-        "depth": 8.0,
-        "ranks": 2,
-        "able": 4,
-        "drafts": True,
-        "hardware": ["my machine.yaml"],
-        "memory": "2GB",
-        "can_go_on": True,
-        "checked": answers,
-    }
-    return Explored(**given | other)
+    record = {"model": "a model", "data": "my text.txt", "separator": "<|end|>", "minutes": 2.5, "memory": "2GB"}
+    record |= {"hardware": ["my machine.yaml"], "passes": ["round-2/scan", "round-2/similarity", "round-2/search"]}
+    text = {"tokens": 1024, "window": 64}
+    scanned: Any = SimpleNamespace(
+        record=text | {"every": 2, "asked": {"operations": ["prune", "lp"]}},
+        files=(Path("out of it/round-2/scan/scan.json"),),
+    )
+    searched: Any = SimpleNamespace(
+        record=text | {"best": {"trial": 3, "why": "The best"}},
+        trials=pd.DataFrame({"trial": [1, 3], "depth": [10.0, 8.0]}),
+    )
+    given: dict[str, Any] = {"record": record | other.pop("record", {}), "folder": Path("out of it")}
+    given |= {"knee": Path("out of it/knee.yaml"), "checked": answers, "scan": scanned, "search": searched}
+    given |= {"spaces": ["pair", "drop:layers"], "ranks": 2, "able": 4, "drafts": True, "can_go_on": True}
+    if "scanned" in other:
+        given["scan"] = SimpleNamespace(record=scanned.record | other.pop("scanned"), files=scanned.files)
+    return [*NextSteps(**given | other).all()]
 
 
 def test_commands_are_read_as_they_are_printed() -> None:
-    steps = explored().steps()
-    assert parse(steps) == ["export", "serve", "heal", "eval", "generate", "predict", "scan", "search", "explore"]
-    exported, served = (shlex.split(one.command) for one in steps[:2])
+    found = steps()
+    assert parse(found) == ["export", "serve", "heal", "eval", "generate", "predict", "scan", "search", "explore"]
+    exported, served = (shlex.split(one.command) for one in found[:2])
     assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
-    assert all("--data 'my text.txt' --separator '<|end|>'" in steps[place].command for place in (2, 3, 6, 7, 8))
-    assert "--space pair,drop:layers --budget depth=8 " in steps[7].command
-    assert "--sweep ranks=1..4,batch=1..64" in steps[5].command
-    assert steps[8].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
+    assert all("--data 'my text.txt' --separator '<|end|>'" in found[place].command for place in (2, 3, 6, 7, 8))
+    assert "--operation prune,lp --screen -o 'out of it/round-2/scan'" in found[6].command
+    assert "--using 'out of it/round-2/scan' --using 'out of it/round-2/similarity'" in found[7].command
+    assert "--space pair,drop:layers --budget depth=8 " in found[7].command
+    assert "--sweep ranks=1..4,batch=1..64" in found[5].command
+    assert found[8].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
 
 
 def test_commands_are_those_that_work() -> None:
-    assert parse(explored(knee=None, depth=math.nan).steps()) == ["scan", "explore"]
-    assert "explore" not in parse(explored(can_go_on=False).steps())
-    assert "generate" not in parse(explored(drafts=False).steps())
+    assert parse(steps(search=None)) == ["scan", "explore"]
+    assert parse(steps(search=None, scan=None)) == ["explore"]
+    assert "explore" not in parse(steps(can_go_on=False))
+    assert "generate" not in parse(steps(drafts=False))
     untrained = Check.of([Verdict("export", "lp", "part"), Verdict("train", "heal edited", "no")])
-    assert parse(explored(checked=untrained).steps())[:3] == ["export", "serve", "eval"]
+    assert parse(steps(checked=untrained))[:3] == ["export", "serve", "eval"]
     edited = Check.of([Verdict("export", "lp", "no"), Verdict("train", "heal edited", "yes")])
-    assert parse(explored(checked=edited).steps())[0] == "eval"
-    fine = explored(every=1, data="demo", separator=None, ranks=1).steps()
+    assert parse(steps(checked=edited))[0] == "eval"
+    fine = steps(scanned={"every": 1}, record={"data": "demo", "separator": None}, ranks=1)
     assert "--operation all" in fine[6].command
     assert "--data demo:train --eval-data demo " in fine[2].command
     assert "--tp" not in fine[1].command + fine[4].command
-    assert "scan" not in parse(explored(operations=[]).steps())
+    assert "without 3 cells" not in fine[6].why
+    cut = steps(scanned={"every": 1, "cells_missing": 3})
+    assert "every stretch, but for 3 cells for which there was no time" in cut[6].why
+    assert "--operation prune,lp" in cut[6].command
 
 
 def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -98,7 +106,7 @@ def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path
         explore(tiny_checkpoint, "demo", tmp_path / "out", hardware="h1000")
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
-    with pytest.raises(ValueError, match=r"short.txt has \d+ tokens, and exploring takes 2,048 at least"):
+    with pytest.raises(ValueError, match=r"short.txt has \d+ tokens, and exploring takes 512 at least"):
         explore(tiny_checkpoint, short, tmp_path / "short")
     for path in tiny_checkpoint.glob("tokenizer*"):
         path.unlink()
@@ -106,84 +114,193 @@ def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path
         explore(tiny_checkpoint, short, tmp_path / "out")
 
 
-def test_a_folder_goes_on_with_its_own_text_and_time(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    model, said, clock = surgeon.open(tiny_checkpoint), list[str](), HandClock()
-
-    def begin(data: str, minutes: float) -> UnderWay:
-        return UnderWay.in_folder(tmp_path / "out", model, data, None, minutes, clock.now(), said.append)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("surgeon.library.exploring.time.monotonic", clock.now)
-        with suppress(ValueError), begin("short.txt", 2).step("pace", "which is refused"):
-            clock.sleep(10)
-            raise ValueError("short.txt is too short")
-        said.clear()
-        first = begin("a.txt", 2)
-        first.record["plan"] = {"tokens": 1024}
-        with suppress(KeyboardInterrupt), first.step("scan", "some cells"):
-            clock.sleep(75)
-            raise KeyboardInterrupt
-        assert said == ["[0:00 of 2:00] scan: some cells"]
-        second = begin("a.txt", 3)
-        assert second.left == pytest.approx(180 - 75)
-        with second.step("scan", "the others") as did:
-            clock.sleep(10)
-            did.append("10 cells")
-        assert second.steps["scan"] == ("10 cells", 85.0)
-        assert (second.run().minutes, second.run().spent) == (3, 85.0)
-        with pytest.raises(ValueError, match=r"an exploration with another data: 'a.txt', not 'b.txt'; give another"):
-            begin("b.txt", 3)
+@pytest.mark.parametrize(
+    ("layers", "grids"),
+    [(1, [1, 1, 1, 1, 1]), (12, [4, 2, 1, 1, 1]), (30, [8, 4, 2, 1, 1]), (80, [16, 8, 4, 2, 1])],
+)
+def test_rounds_begin_with_little_and_grow(layers: int, grids: list[int]) -> None:
+    rounds = plan_rounds(layers, 512, 1 << 20)
+    assert [one.tokens for one in rounds] == [256, 1024, 2048, 4096, 8192]
+    assert [one.window for one in rounds] == [64, 64, 128, 256, 512]
+    assert [one.every for one in rounds] == grids
+    assert [one.trials for one in rounds] == [times * layers for times in (1, 2, 4, 8, 8)]
+    assert all(one.tokens % one.window == 0 for one in rounds)
 
 
-def test_a_machine_is_measured_where_that_fits_into_the_time(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[Path] = []
-    here = load_hardware("cpu-2")
-    monkeypatch.setattr(module, "known_here", lambda _: None)
-    monkeypatch.setattr(module, "calibrate", lambda _, file, **__: measured.append(file) or here)
-    ranks = Check.of([Verdict("ranks", "1 rank", "yes"), Verdict("ranks", "2 ranks", "no")])
-    model, said = surgeon.open(tiny_checkpoint), list[str]()
-
-    def machine(minutes: float, share: float, checked: Check = ranks, busy: float = 1.0) -> list[Any]:
-        under_way = UnderWay.in_folder(
-            tmp_path / f"out-{minutes}", model, "a", None, minutes, time.monotonic(), said.append
-        )
-        monkeypatch.setattr(UnderWay, "drawing", lambda _, seconds: seconds * busy)
-        under_way.record["plan"] = {"tokens": 1024, "run": 1.024}  # 12 s for 12,000 tokens, and 12 s to start
-        return module._Exploring(model, "a", None, None, checked, under_way).hardware(share)
-
-    assert machine(2.5, 0.2) == [here]  # 24 s of 142
-    assert machine(1.9, 0.2) == []  # of 106
-    assert len(said) == 1
-    assert machine(1.9, 0.5) == [here]
-    assert measured == [tmp_path / "out-2.5" / HERE, tmp_path / "out-1.9" / HERE]
-    assert machine(0.5, 0.5) == machine(60, 0.5, busy=3.0) == machine(60, 0.5, Check.of([])) == []
-    assert [line.partition(";")[0] for line in said if line.startswith("this machine: ")] == [
-        "this machine: there is no time to measure it (about 0:24)",
-        "this machine: other work takes much of it",
-        "this machine: its ranks do not run this model",
+def test_rounds_leave_as_much_text_as_they_measure_on() -> None:
+    assert [(one.tokens, one.window) for one in plan_rounds(4, 512, 3000)] == [
+        (256, 64),
+        (1024, 64),
+        *3 * [(1488, 93)],
     ]
+    assert {one.window for one in plan_rounds(4, 48, 1 << 20)} == {48}
 
 
-def test_a_search_begins_anew_where_its_scan_has_grown(
+class Passes:
+    """Stand-ins for the passes of an exploration, which take so many seconds by a clock of their own.
+
+    Attributes:
+        ran: by which rounds, in order.
+        ends: names of passes that go on until the time is over.
+    """
+
+    def __init__(self, patched: pytest.MonkeyPatch, folder: Path, model: Path, minutes: float, seconds: float) -> None:
+        self.ran: list[str] = []
+        self.ends: set[str] = set()
+        self.seconds, self.now, self.limits = seconds, 0.0, list[float]()
+        patched.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: 0.0))
+        patched.setattr(module, "_free_share", lambda: 1.0)
+        patched.setattr(module, "_in_words", str)
+        patched.setattr(module, "time_limit", self._limit)
+        for name in ("scan", "similarity", "search"):
+            patched.setattr(module, name, self._pass(name))
+        patched.setattr(module._Exploring, "draw", self._drawing())
+        patched.setattr(module._Exploring, "_measure_machine", lambda _: self.ran.append("machine"))
+        opened = surgeon.open(model)
+        answers = [Verdict("scan", "lp", "yes"), Verdict("scan", "similarity", "yes"), Verdict("search", "pair", "yes")]
+        record = {"model": "tiny", "model_hash": opened.hash, "format": module.provenance("", "")["format"]}
+        record |= {"command": "surgeon explore", "data": "a.txt", "separator": None, "memory": None, "hardware": []}
+        rounds = plan_rounds(opened.num_layers, 64, 1 << 20)
+        self.said: list[str] = []
+        self.exploring = module._Exploring(
+            opened, "a.txt", Check.of(answers), folder, rounds, record | {"minutes": minutes}, [], self.said.append, 0.0
+        )
+        self.exploring.go_on_with_the_folder()
+
+    def _limit(self, seconds: float) -> Any:
+        self.limits.append(seconds)
+        return nullcontext()
+
+    def _pass(self, name: str) -> Any:
+        def work(_: Any, __: str, folder: Path, *___: Any, **____: Any) -> Any:
+            self.ran.append(f"{folder.parent.name}/{name}")
+            if name in self.ends:
+                self.now += self.limits[-1]
+                raise TimeOver
+            self.now += self.seconds
+            return SimpleNamespace(record={})
+
+        return work
+
+    def _drawing(self) -> Any:
+        def draw(exploring: Any) -> None:
+            self.now += 2.0
+            exploring.undrawn = 0.0
+            exploring.drawing = 2.0
+
+        return draw
+
+    def go(self) -> list[str]:
+        """Measure all rounds; returns what ran."""
+        self.ran = []
+        for one in self.exploring.rounds:
+            self.exploring.measure(one)
+        return self.ran
+
+
+ROUND = ["scan", "similarity", "search"]
+
+
+def names(count: int, first: int = 1) -> list[str]:
+    return [f"round-{number}/{name}" for number in range(first, first + count) for name in ROUND]
+
+
+def test_rounds_go_on_until_the_time_is_over(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, searched = surgeon.open(tiny_checkpoint), list[tuple[str, list[str]]]()
+    passes = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=60, seconds=10)
+    ran = passes.go()
+    assert ran[:6] + ran[7:] == names(5)
+    assert ran[6] == "machine"
+    short = Passes(monkeypatch, tmp_path / "short", tiny_checkpoint, minutes=1, seconds=10)
+    short.ends = {"search"}
+    assert short.go() == [*names(1)]
+    assert short.now == pytest.approx(60 - 2 * 2 + 2)  # pictures and the page come behind what is measured
+    assert short.exploring.record["done"] == names(1)[:2]
+    assert short.exploring.steps["search 1"][0] == "the time was over before its end"
 
-    def search(_: Any, __: str, folder: Path, *___: Any, using: Sequence[Path], **____: Any) -> Any:
-        searched.append((folder.name, [one.name for one in using]))
-        best = {"divergence": 0.1, "perplexity": 9.0, "why": "The best"}
-        return SimpleNamespace(record={"best": best}, trials=[], recipe_text="surgeon: 1\n")
 
-    monkeypatch.setattr(module, "search", search)
-    under_way = UnderWay.in_folder(tmp_path / "out", model, "a", None, 60, time.monotonic(), list[str]().append)
-    under_way.record["plan"] = {"tokens": 1024, "window": 64, "run": 0.01, "every": 1}
-    (tmp_path / "out" / "scan").mkdir()
-    exploring = module._Exploring(model, "a", None, None, Check.of([Verdict("search", "pair", "yes")]), under_way)
-    for cells in (10, 10, 25):
-        exploring.search(SimpleNamespace(cells=range(cells)))  # type: ignore[arg-type]
-    assert searched == [("search", ["scan"]), ("search", ["scan"]), ("search-2", ["scan"])]
+def test_a_slow_model_is_begun_however_little_the_time(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=0.5, seconds=1000)
+    assert slow.go() == ["round-1/scan"]
+    assert slow.said == ["[0:00 of 0:30] scan: every stretch, 256 tokens"]
+
+
+def test_the_same_command_goes_on(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=1, seconds=10)
+    first.ends = {"search"}
+    first.go()
+    spent = first.exploring.spent
+    assert Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=1, seconds=10).go() == []
+    again = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=2, seconds=10)
+    assert again.exploring.before == pytest.approx(spent, abs=3)
+    assert again.go()[:2] == ["round-1/search", "round-2/scan"]
+    assert again.exploring.steps["search 1"][1] > 10
+    record = json.loads((tmp_path / "out" / "explore.json").read_text())
+    (tmp_path / "out" / "explore.json").write_text(json.dumps(record | {"data": "b.txt"}))
+    with pytest.raises(ValueError, match=r"an exploration with another data: 'b.txt', not 'a.txt'; give another"):
+        Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=2, seconds=10)
+
+
+def test_an_interruption_keeps_what_was_found(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=60, seconds=10)
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        passes.now += 7
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "search", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        passes.go()
+    kept = ExploreRun.read(tmp_path / "out")
+    assert kept.record["done"] == names(1)[:2]
+    assert kept.steps.set_index("step")["seconds"]["search 1"] == 7
+
+
+def test_other_work_is_said_and_does_not_stop_it(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=60, seconds=10)
+    monkeypatch.setattr(module, "_free_share", lambda: 0.4)
+    assert len(passes.go()) == 16
+    assert [line for line in passes.said if "other work" in line] == [
+        "other work slows this machine: 40% of its processors are free; going on with these"
+    ]
+    kept = ExploreRun.read(tmp_path / "out")
+    assert kept.slowed == "other work slowed this machine: at times 40% of its processors were free"
+    assert kept.slowed in " ".join(str(kept).split())
+
+
+def test_little_time_on_a_busy_machine_is_not_kept_for_the_page(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=0.5, seconds=10)
+    monkeypatch.setattr(module, "_free_share", lambda: 0.05)
+    passes.exploring.go_on_with_the_folder()
+    assert passes.exploring.left == pytest.approx(0.8 * 30)
+    assert passes.go()[0] == "round-1/scan"
+
+
+def test_the_page_has_the_scan_with_most_cells(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exploring = Passes(monkeypatch, tmp_path, tiny_checkpoint, minutes=1, seconds=1).exploring
+    cells = {"round-1": 10, "round-2": 36, "round-3": 30}
+    for name in cells:
+        (tmp_path / name / "scan").mkdir(parents=True)
+        (tmp_path / name / "scan" / Scan.RECORD).touch()
+
+    def read(folder: Path, _: str) -> Any:
+        return SimpleNamespace(cells=range(cells[folder.parent.name]), name=folder.parent.name)
+
+    monkeypatch.setattr(module.Scan, "read", read)
+    assert exploring._scan().name == "round-2"
+    cells["round-3"] = 36
+    assert exploring._scan().name == "round-3"
 
 
 @pytest.mark.alone

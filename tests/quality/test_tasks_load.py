@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from lm_eval.tasks import TaskManager
 
+from surgeon.named import split_values
 from surgeon.quality import tasks_load
-from surgeon.quality.tasks_load import PRESETS, Seeds, Tasks, load_tasks, split_names
+from surgeon.quality.tasks_load import PRESETS, Seeds, Tasks, load_tasks
 from tests.quality.tasks_helpers import CHOICES, NUMBERS, write_rows
 
 CODE = """\
@@ -67,7 +68,7 @@ def load(*names: object, **options: Any) -> Tasks:
 def test_names_with_commas_between(tmp_path: Path) -> None:
     odd = tmp_path / "a,b.jsonl"
     odd.touch()
-    assert split_names(["piqa, arc_easy", str(odd), "x,"]) == ["piqa", "arc_easy", str(odd), "x"]
+    assert split_values(["piqa, arc_easy", str(odd), "x,"]) == ["piqa", "arc_easy", str(odd), "x"]
 
 
 def test_names_patterns_and_groups(known: list[int]) -> None:

@@ -32,7 +32,7 @@ def _findings(run: Run[ExploreRun]) -> Iterator[Finding]:
 
 
 def _missing(run: Run[ExploreRun]) -> Iterator[str]:
-    for line in run.found.left_out:
+    for line in (*run.found.left_out, *filter(None, [run.found.slowed])):
         yield f"{line[:1].upper()}{line[1:]}."
 
 

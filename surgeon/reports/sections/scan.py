@@ -61,6 +61,8 @@ def _what_was_measured(run: Run[Scan], scan: ScanTable) -> str:
     least = int(table["tokens"].min())
     if least < table["tokens"].max():
         parts.append(f"Screened: a cell rests on {least:,} to {int(table['tokens'].max()):,} of them.")
+    if record.get("cells_missing"):
+        parts.append(f"The time was over before {plural(record['cells_missing'], 'other cell')}.")
     if _only_part(record, scan):
         parts.append(_only_part(record, scan))
     parts.append(
