@@ -322,6 +322,7 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "smollm3": _smollm3,
     "granite": _granite,
+    "gemma": _olmo2,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "olmo2": _olmo2,

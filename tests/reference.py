@@ -621,14 +621,16 @@ class _Granite(Reference):
         return super().feed_forward(k, x) * self.config.residual_multiplier
 
 
-class _Gemma2(Reference):
-    mlp_norm, activation_name = "pre_feedforward_layernorm", "hidden_activation"
-
+class _Gemma(Reference):
     def gain(self, name: str) -> Tensor:
         return 1 + self.w[name + ".weight"]
 
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids) * self.config.hidden_size**0.5
+
+
+class _Gemma2(_Gemma):
+    mlp_norm, activation_name = "pre_feedforward_layernorm", "hidden_activation"
 
     def logits(self, x: Tensor) -> Tensor:
         return capped(super().logits(x), self.config.final_logit_softcapping)
@@ -824,6 +826,7 @@ _CLASSES: dict[str, type[Reference]] = {
     "cohere2": _Cohere2,
     "exaone4": _Exaone4,
     "starcoder2": _StarCoder2,
+    "gemma": _Gemma,
     "gemma2": _Gemma2,
     "gemma3_text": _Gemma3,
     "olmo2": _Olmo,

@@ -19,6 +19,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -172,6 +173,7 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "deepseek_v3": (DeepseekV3Config, _LATENT | {"n_group": 1, "topk_group": 1, "q_lora_rank": 12}),
     "mixtral": (MixtralConfig, _GROUPED | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": (GemmaConfig, _GROUPED | {"head_dim": 16}),
     # Caps and scale such that leaving one of them out shows.
     "gemma2": (
         Gemma2Config,

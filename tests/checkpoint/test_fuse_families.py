@@ -108,6 +108,16 @@ def test_gains_of_head_norms_lie_as_the_heads_do(tmp_path: Path) -> None:
         norm(torch.ones(1, 1, 2, 16), 1)
 
 
+def test_embeddings_are_scaled_in_16_bits_as_gemma_does_it(tmp_path: Path) -> None:
+    """By the factor rounded to them: 6.9375, not 6.9282."""
+    save_source(tmp_path / "source", "gemma", 2, hidden_size=48)
+    run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A1 F1", form="fused", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16)
+    written = load_shipped(tmp_path / "target").bfloat16()
+    found, expected = (one.eval()(IDS, output_hidden_states=True).hidden_states[0] for one in (written, model))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_stock_classes_do_not_load_it(tmp_path: Path, family: str) -> None:
     """Even where the layers have the widths they had: two halves of two layers."""

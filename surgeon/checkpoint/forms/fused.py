@@ -26,7 +26,7 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family
 from surgeon.models.families.fused import FUSED as FUSED_FAMILY
-from surgeon.models.families.fused import POSITIONS, PROJECTIONS
+from surgeon.models.families.fused import OFFSET, POSITIONS, PROJECTIONS
 from surgeon.models.families.positions import long_rotary_angles, rotated_layers, windowed_layers
 from surgeon.models.families.specs import Unit
 
@@ -155,7 +155,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "num_key_value_heads": units["kv_heads"],
         "intermediate_size": units["neurons"],
         "head_dim": family.head_dim(config),
-        "norm": family.norm_kind,
+        "norm": OFFSET if family.unit_offset else family.norm_kind,
         "norm_eps": family.epsilon(config),
         "parallel_residual": family.steps_per_layer == 1,
         "qkv_bias": biases["q"],

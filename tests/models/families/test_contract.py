@@ -21,7 +21,7 @@ from tests.tiny_models import tiny_model
 FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
 FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text", "cohere", "cohere2"]
 FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "olmo3"]
-FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2"]
+FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2", "gemma"]
 FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"]
 THOROUGH = (
@@ -34,6 +34,7 @@ THOROUGH = (
     "exaone4",
     "seed_oss",
     "starcoder2",
+    "gemma",
     "olmoe",
     "deepseek_v2",
     "qwen3_next",
