@@ -100,7 +100,7 @@ class Reference:
         return self.w[self.embedding + ".weight"][ids]
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.norm(self.final_norm, x) @ self.w["lm_head.weight"].T
+        return Reference.linear(self, "lm_head", self.norm(self.final_norm, x))
 
     def layer(self, k: int, x: Tensor) -> Tensor:
         """The stream after a whole unedited layer."""
@@ -721,6 +721,40 @@ class _StarCoder2(_LayerNorms):
     epsilon, activation_name = "norm_epsilon", "hidden_act"
 
 
+class _Phi(_LayerNorms):
+    mlp_norm, one_step = "input_layernorm", True
+    final_norm, epsilon, activation_name = "model.final_layernorm", "layer_norm_eps", "hidden_act"
+    output, up, down = "self_attn.dense", "mlp.fc1", "mlp.fc2"
+
+
+class _StableLm(_LayerNorms):
+    epsilon, activation_name, up, down = "layer_norm_eps", "hidden_act", "mlp.up_proj", "mlp.down_proj"
+    feed_forward = Reference.feed_forward
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.one_step = self.config.use_parallel_residual
+        self.mlp_norm = self.attention_norm if self.one_step else self.mlp_norm
+
+
+class _GptJ(_LayerNorms):
+    layers, embedding, final_norm = "transformer.h", "transformer.wte", "transformer.ln_f"
+    attention_norm, mlp_norm, one_step = "ln_1", "ln_1", True
+    output, up, down = "attn.out_proj", "mlp.fc_in", "mlp.fc_out"
+    rotate = _Glm.rotate
+
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        return (f"attn.{role}_proj", (slice(None),) * 2) if role in "qkv" else super().place(role)
+
+    def rope(self, k: int) -> dict[str, Any]:  # noqa: ARG002
+        turned = self.config.rotary_dim / self.head_dim
+        return {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": turned}
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, key, v = (self.heads(self.linear(self.at(k, f"attn.{n}_proj"), x)) for n in "qkv")
+        return self.rotate(k, q), self.rotate(k, key), v
+
+
 class _Opt(_LayerNorms):
     layers, embedding = "model.decoder.layers", "model.decoder.embed_tokens"
     final_norm, positions = "model.decoder.final_layer_norm", "model.decoder.embed_positions"
@@ -818,7 +852,9 @@ _CLASSES: dict[str, type[Reference]] = {
     "ministral3": _Ministral3,
     "smollm3": _SmolLM3,
     "granite": _Granite,
+    "stablelm": _StableLm,
     "opt": _Opt,
+    "phi": _Phi,
     "phi3": _Phi3,
     "glm": _Glm,
     "glm4": _Glm4,
@@ -833,5 +869,6 @@ _CLASSES: dict[str, type[Reference]] = {
     "olmo3": _Olmo,
     "gpt2": _Gpt2,
     "gpt_neo": _GptNeo,
+    "gptj": _GptJ,
     "gpt_neox": _GptNeoX,
 }

@@ -73,8 +73,12 @@ class FusedPlanner(TensorPlanner):
         parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
         for part in parts:
             planned += self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part)
-        if not self.config.tie_word_embeddings:
-            planned += self._moved(f"{FUSED.head}.weight", self.family.head)
+        return planned + self._head()
+
+    def _head(self) -> list[PlannedTensor]:
+        tied, planned = self.config.tie_word_embeddings, list[PlannedTensor]()
+        planned += [] if tied else self._moved(f"{FUSED.head}.weight", self.family.head)
+        planned += self._moved(f"{FUSED.head}.bias", self.family.head, "bias") if self.family.head_bias else []
         return planned
 
     def _moved(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:

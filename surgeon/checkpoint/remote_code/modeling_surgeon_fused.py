@@ -62,6 +62,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     embedding_scale: float = 1.0
     output_scale: float = 1.0  # of what sublayers add
     logit_scale: float = 1.0
+    head_bias: bool = False
     # Attention.
     qkv_bias: bool = False
     o_bias: bool = False
@@ -87,6 +88,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     # Training.
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
+    mlp_dropout: float = 0.0  # of what feed-forwards add
     embedding_dropout: float = 0.0
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -241,6 +243,7 @@ class FusedLayer(GradientCheckpointingLayer):
             self.post_attention_layernorm = make_norm(config)
             self.mlp = (FusedGatedMLP if config.gated else FusedMLP)(config, index)
         self.dropout = nn.Dropout(config.residual_dropout)
+        self.mlp_dropout = nn.Dropout(config.mlp_dropout)
         self.scale = config.output_scale
         self.parallel = config.parallel_residual
 
@@ -254,7 +257,8 @@ class FusedLayer(GradientCheckpointingLayer):
         if "mlp" in self.skip:
             return attended
         read = hidden_states if self.parallel else attended
-        return attended + self.dropout(self.scaled(self.mlp(self.post_attention_layernorm(read))))
+        added = self.mlp_dropout(self.mlp(self.post_attention_layernorm(read)))
+        return attended + self.dropout(self.scaled(added))
 
     def scaled(self, added: Tensor) -> Tensor:
         """What a sublayer adds, times its factor."""
@@ -348,7 +352,7 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
     def __init__(self, config: SurgeonFusedConfig) -> None:
         super().__init__(config)
         self.model = SurgeonFusedModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.post_init()
 
     def prepare_inputs_for_generation(self, input_ids: Any, *arguments: Any, **kwargs: Any) -> Any:

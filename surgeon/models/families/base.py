@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from surgeon.language.program import Program
@@ -65,6 +66,7 @@ class Family:
         model_type: as `config.json` has it.
         layers: path of the decoder's list of layers, from the causal language model.
         embedding, final_norm, head: paths from the causal language model.
+        head_bias: whether the head has a bias (Phi, GPT-J).
         stored_head: what checkpoints call the head, where that is not its path.
         attention, mlp: where a layer keeps its two sublayers.
         layer_specs: the same of single layers that differ from the others, by kind and layer; a `variant` gives them.
@@ -77,6 +79,7 @@ class Family:
         gated: whether the MLP multiplies an activated gate with an up projection.
         rotary: whether positions enter by rotary embedding in each attention.
         partly_rotary: whether only some features of a head may; other classes rotate all, whatever the config says.
+        rope: of a config: what it says of rotary positions, in the words of `rope_parameters`.
         rotary_neighbours: whether features 2i and 2i + 1 turn as a pair (GLM), not i and that half a width further on.
         position_embedding: path of a learned position embedding, if any.
         position_offset: how many entries of it come before position 0 (OPT has 2).
@@ -86,6 +89,7 @@ class Family:
         rotary_in_windows: whether the layers with rotary positions are those with a window (Cohere2).
         dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
         module_dropout: the same where the sublayers' own modules do it.
+        mlp_dropout: the same of what MLPs add alone, done by a module.
         attention_dropout: the same of attention weights.
         embedding_dropout: the same of the stream before the first layer, if any.
         steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX, Cohere).
@@ -142,15 +146,18 @@ class Family:
     gated: bool
     rotary: bool
     partly_rotary: bool = False
+    rope: Callable[[Any], dict[str, Any]] = attrgetter("rope_parameters")
     rotary_neighbours: bool = False
     position_embedding: str | None = None
     position_offset: int = 0
     positions_from_mask: bool = False
     rotary_layers: str | None = None
     rotary_in_windows: bool = False
+    head_bias: bool = False
     stored_head: str | None = None
     dropout: str | None = None
     module_dropout: str | None = None
+    mlp_dropout: str | None = None
     attention_dropout: str = "attention_dropout"
     embedding_dropout: str | None = None
     steps_per_layer: int = 2

@@ -27,6 +27,7 @@ def _variant(family: Family, config: Any) -> Family:
         attention=replace(family.attention, head_norms=head_norms),
         mlp=family.mlp if config.gated else replace(family.mlp, projections=family.mlp.projections[1:]),
         gated=config.gated,
+        head_bias=config.head_bias,
         rotary=not config.learned_positions,
         position_embedding=POSITIONS if config.learned_positions else None,
         rotary_neighbours=config.rotary_neighbours,

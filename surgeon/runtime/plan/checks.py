@@ -28,6 +28,7 @@ from surgeon.models.families.positions import (
     long_rotary_angles,
     longest_text,
     rope_kinds,
+    rope_of,
     rotary_angles,
     rotated_layers,
 )
@@ -239,6 +240,8 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
     }
     if not config.tie_word_embeddings:
         shapes[f"{family.head}.weight"] = (source.shape(f"{family.embedding}.weight")[0], hidden)
+    if family.head_bias:
+        shapes[f"{family.head}.bias"] = (source.shape(f"{family.embedding}.weight")[0],)
     if family.position_embedding:
         shapes[f"{family.position_embedding}.weight"] = (None, hidden)
     for sublayer in set(program.sublayers()):
@@ -304,7 +307,7 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
     rotates = of_each(family.rotary_layers, rotated_layers(family, config))
     if not any(rotates):
         return [None] * layers
-    kinds = of_each("layer_types", rope_kinds(config))
+    kinds = of_each("layer_types", rope_kinds(family, config))
     found = {kind: _rotary(config, family, max_tokens, kind) for kind in set(kinds)}
     return [found[kind] if turns else None for kind, turns in zip(kinds, rotates, strict=True)]
 
@@ -326,7 +329,7 @@ def _softcap(config: Any, attribute: str | None) -> float | None:
 
 
 def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> Rotary:
-    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    rope = rope_of(family, config, kind)
     scaling = rope["rope_type"]
     if scaling not in ROPE_TYPES:
         raise ValueError(

@@ -5,12 +5,14 @@ To test a new family, add its name to FAMILY_NAMES and, where its layout is new,
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedModel
 
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
-from surgeon.models.families import FAMILIES
+from surgeon.models.families import FAMILIES, Unsupported, family_of
 from surgeon.testing import FamilyContract
 from surgeon.testing.families import order_of_attentions
 from surgeon.testing.sublayers import EDITS, LAYERS
@@ -21,7 +23,7 @@ from tests.tiny_models import tiny_model
 FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
 FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text", "cohere", "cohere2"]
 FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "olmo3"]
-FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2", "gemma"]
+FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2", "gemma", "phi", "stablelm", "gptj"]
 FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"]
 THOROUGH = (
@@ -51,6 +53,24 @@ class TestFamilies(FamilyContract):
 
     def plain(self, model: PreTrainedModel) -> Reference:
         return Reference(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "reason"),
+    [
+        ("gemma", {"use_bidirectional_attention": True}, "attend to those behind them"),
+        ("phi", {"qk_layernorm": True}, "heads have layer norms with shifts"),
+        ("stablelm", {"qk_layernorm": True}, "a gain for each head"),
+        ("gptj", {"rotary_dim": None}, "an even number, of a head's 8 features, not None"),
+        ("gptj", {"rotary_dim": 9}, "an even number, of a head's 8 features, not 9"),
+    ],
+)
+def test_what_is_not_computed_is_refused(name: str, entries: dict[str, Any], reason: str) -> None:
+    config = tiny_model(name, 1).config
+    for key, value in entries.items():
+        setattr(config, key, value)
+    with pytest.raises(Unsupported, match=reason):
+        family_of(config)
 
 
 def test_every_family_is_under_contract() -> None:
