@@ -322,6 +322,29 @@ def _gptj(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     }
 
 
+def _falcon(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    heads = _heads(draw)
+    kind, kv_heads = (
+        draw(st.sampled_from(("new", "new with one norm", "old", "in turn"))),
+        heads.pop("num_key_value_heads"),
+    )
+    return (
+        heads
+        | _rope(draw, 32 // heads["num_attention_heads"])
+        | {
+            "new_decoder_architecture": kind.startswith("new"),
+            "num_ln_in_parallel_attn": 1 if kind == "new with one norm" else None,
+            "num_kv_heads": kv_heads if kind.startswith("new") else heads["num_attention_heads"],
+            "multi_query": False,  # of which two ranks would share a head
+            "parallel_attn": kind != "in turn",
+            "bias": draw(st.booleans()),
+            "ffn_hidden_size": draw(st.sampled_from((16, 52))),
+            "activation": draw(st.sampled_from(ACTIVATIONS)),
+            "layer_norm_epsilon": draw(st.sampled_from((1e-5, 1e-2))),
+        }
+    )
+
+
 def _gpt_neox(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     heads = _heads(draw, grouped=False)
     return (
@@ -364,6 +387,7 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "opt": _opt,
     "gpt2": _gpt2,
     "gpt_neo": _gpt_neo,
+    "falcon": _falcon,
     "gptj": _gptj,
     "gpt_neox": _gpt_neox,
 }

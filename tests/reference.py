@@ -199,7 +199,7 @@ class Reference:
     def narrowed(self, k: int, kind: str, count: int) -> Reference:
         """A copy in which only so many KV groups of the largest weights, or any neurons, are not zero."""
         roles = self.attention_roles if kind == "A" else [role for role in ("gate", "up", "down") if self.has(k, role)]
-        groups = getattr(self.config, "num_key_value_heads", None) or self.num_heads
+        groups = self.kv_heads()
         inputs = {role: self.matrix(k, role) if role in ("o", "down") else self.matrix(k, role).T for role in roles}
         units = {role: w.reshape(len(w), groups if kind == "A" else w.shape[1], -1) for role, w in inputs.items()}
         sizes = torch.stack([(one.double() ** 2).sum((0, 2)) for one in units.values()]).sum(0)
@@ -215,6 +215,10 @@ class Reference:
         features = units["o" if kind == "A" else "down"].shape[2]
         other.kept = self.kept | {(kind, k): (kept[:, None] * features + torch.arange(features)).flatten()}
         return other
+
+    def kv_heads(self) -> int:
+        """How many KV heads a layer has."""
+        return getattr(self.config, "num_key_value_heads", None) or self.num_heads
 
     def has(self, k: int, role: str) -> bool:
         """Whether a layer has a matrix."""
@@ -834,6 +838,38 @@ class _GptNeoX(_LayerNorms):
         return self.rotate(k, q), self.rotate(k, key), v
 
 
+class _Falcon(_LayerNorms):
+    layers, embedding, final_norm = "transformer.h", "transformer.word_embeddings", "transformer.ln_f"
+    output, activation_name = "self_attention.dense", "activation"
+    up, down = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        new = self.config.new_decoder_architecture
+        self.one_step = new or self.config.parallel_attn
+        if new and self.config.num_ln_in_parallel_attn != 1:
+            self.attention_norm, self.mlp_norm = "ln_attn", "ln_mlp"
+        elif self.one_step:
+            self.mlp_norm = self.attention_norm
+
+    def kv_heads(self) -> int:
+        one = self.config.multi_query and not self.config.new_decoder_architecture
+        return 1 if one else int(self.config.num_kv_heads)
+
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        if role not in "qkv":
+            return super().place(role)
+        groups = self.kv_heads()
+        lanes = torch.arange((self.num_heads + 2 * groups) * self.head_dim).view(groups, -1, self.head_dim)
+        rows = {"q": lanes[:, :-2], "k": lanes[:, -2], "v": lanes[:, -1]}[role]
+        return "self_attention.query_key_value", (rows.flatten(), slice(None))
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.linear(self.at(k, "self_attention.query_key_value"), x)
+        q, key, v = (self.heads(packed[..., self.place(role)[1][0]]) for role in "qkv")
+        return self.rotate(k, q), self.rotate(k, key), v
+
+
 class _Olmoe(_Qwen3Moe):
     qkv, all_normed = _Olmo.qkv, _Olmo.all_normed
 
@@ -869,6 +905,7 @@ _CLASSES: dict[str, type[Reference]] = {
     "olmo3": _Olmo,
     "gpt2": _Gpt2,
     "gpt_neo": _GptNeo,
+    "falcon": _Falcon,
     "gptj": _GptJ,
     "gpt_neox": _GptNeoX,
 }

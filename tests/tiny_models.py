@@ -17,6 +17,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -230,6 +231,11 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1}),
     "gpt2": (GPT2Config, {"n_inner": 48}),
     "gpt_neo": (GPTNeoConfig, {"intermediate_size": 48, "window_size": 5}),
+    # As Falcon 40B: KV groups, a norm each.
+    "falcon": (
+        FalconConfig,
+        {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "ffn_hidden_size": 48, "bias": True},
+    ),
     "gptj": (GPTJConfig, {"n_inner": 48, "rotary_dim": 4}),
     "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 48, "rotary_pct": 0.5}),
 }
@@ -238,6 +244,7 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 _DROPOUTS = {
     "opt": ("dropout", "attention_dropout"),
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "falcon": (),  # it drops sums of sublayers, if anything
     "gptj": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "gpt_neo": ("resid_dropout", "embed_dropout", "attention_dropout"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),

@@ -41,6 +41,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 3]]},
     "smollm3": {"no_rope_layers": [1, 0, 0, 1, 1, 1]},  # and so no rotary positions there either
 }
+ONE_KV_HEAD = {"new_decoder_architecture": False, "bias": False}  # of Falcon 7B
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -91,6 +92,8 @@ def test_a_pair_and_a_triplet_compute_what_the_layers_do(tmp_path: Path, family:
         ("phi", {"tie_word_embeddings": True}, "[A0 A1 F0/2:1 F1]"),
         ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}, "[A0 F0] [A1 A2 F1 F2]"),
         ("gptj", {"hidden_size": 176, "rotary_dim": 30}, "[A0 F0 A1 F1]"),  # 30 / 44 * 44 is below 30
+        ("falcon", ONE_KV_HEAD, "[A0 A1 F1 F3] [A2 F2]"),
+        ("falcon", ONE_KV_HEAD | {"parallel_attn": False}, "[A0 A1] [F1/2:0 F3] A2 F2"),
         ("gpt_neox", {}, "[A0/2:1 F1 A2 F0/3:2] [A3 F3/2:1]"),
     ],
 )

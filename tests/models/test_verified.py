@@ -25,7 +25,7 @@ DRAFTS = {
     "tracks": "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3",
 }
 USUAL = "llama", "gemma2", "llama4_text"
-OWN_MASKS = ("gpt_neo", "gptj", "stablelm")  # which their attentions make
+OWN_MASKS = ("falcon", "gpt_neo", "gptj", "stablelm")  # which their attentions make
 
 
 @torch.no_grad()

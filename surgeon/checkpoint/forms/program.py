@@ -185,6 +185,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "roles": [[p.role, p.path] for p in projections],  # a list: `save_pretrained` sorts what has keys
         "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
         "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
+        "groups": family.units(config)["kv_heads"],
         "feature_norms": list(family.attention.feature_norms),
         "sinks": family.attention.sinks,
         "mixture": _mixture_row(family),
@@ -232,7 +233,7 @@ def with_room(stock: Any, stored: StoredModel) -> Any:
 def _shares(family: Family, config: Any, path: str) -> list[int]:
     """How wide the projections are that lie side by side in a module, in the smallest whole numbers."""
     projections = [p for spec in family.specs() for p in spec.projections if p.path == path]
-    widths = [family.units(config)[p.unit] for p in projections if not p.interleaved]  # those: a slice is one stretch
+    widths = [family.units(config)[p.unit] for p in projections]
     return [width // math.gcd(*widths) for width in widths]
 
 

@@ -11,7 +11,7 @@ from surgeon.models.families.specs import Projection
 
 def _unsupported(config: Any) -> str | None:
     turned, most = config.rotary_dim, config.hidden_size // config.num_attention_heads
-    if turned is None or not 0 < turned <= most or turned % 2:
+    if not 0 < turned <= most or turned % 2:
         return f"rotary_dim must be an even number, of a head's {most} features, not {turned}"
     return None
 

@@ -55,13 +55,30 @@ class TestFamilies(FamilyContract):
         return Reference(model)
 
 
+class TestFalcon(TestFamilies):
+    drops_out = False
+
+    @pytest.fixture(scope="class")
+    def family_model(self) -> PreTrainedModel:
+        return tiny_model("falcon", num_layers=LAYERS)
+
+
 @pytest.mark.parametrize(
     ("name", "entries", "reason"),
     [
         ("gemma", {"use_bidirectional_attention": True}, "attend to those behind them"),
         ("phi", {"qk_layernorm": True}, "heads have layer norms with shifts"),
         ("stablelm", {"qk_layernorm": True}, "a gain for each head"),
-        ("gptj", {"rotary_dim": None}, "an even number, of a head's 8 features, not None"),
+        ("falcon", {"alibi": True}, r"ALiBi's \(alibi is true, as in falcon-rw\)"),
+        ("falcon", {"hidden_dropout": 0.1}, "set hidden_dropout and attention_dropout to 0, not 0.1"),
+        ("falcon", {"parallel_attn": False}, "parallel_attn is false beside new_decoder_architecture"),
+        ("falcon", {"new_decoder_architecture": False, "num_ln_in_parallel_attn": 2}, "must be 1, or 2 with"),
+        (
+            "falcon",
+            {"new_decoder_architecture": False, "multi_query": False, "num_ln_in_parallel_attn": 1},
+            "num_kv_heads must be 4, as its heads",
+        ),
+        ("gptj", {"rotary_dim": 10}, "an even number, of a head's 8 features, not 10"),
         ("gptj", {"rotary_dim": 9}, "an even number, of a head's 8 features, not 9"),
     ],
 )
@@ -74,7 +91,7 @@ def test_what_is_not_computed_is_refused(name: str, entries: dict[str, Any], rea
 
 
 def test_every_family_is_under_contract() -> None:
-    assert set(FAMILY_NAMES) == set(FAMILIES)
+    assert {*FAMILY_NAMES, "falcon"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "prune", "repeat", "lp"])

@@ -47,6 +47,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "phi": {},
     "stablelm": {},
     "gptj": {},
+    "falcon": {},
     "phi3": {},
     "gpt2": {},
     "gpt_neo": {},
@@ -111,7 +112,7 @@ KEPT = ("olmoe", "deepseek_v2", "deepseek_v3")  # whose attentions have no slice
 MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
 SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3", "exaone4", "seed_oss", "starcoder2")
-SHORT += ("gemma", "phi", "stablelm", "gptj")
+SHORT += ("gemma", "phi", "stablelm", "gptj", "falcon")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 
 

@@ -30,7 +30,7 @@ def dense_config(family: str, width: int = 256, heads: int = 8, layers: int = 5,
     sizes: dict[str, Any] = {"hidden_size": width, "num_attention_heads": heads, "vocab_size": 997}
     sizes[FAMILIES[family].intermediate] = 688
     if family not in UNGROUPED:
-        sizes["num_key_value_heads"] = heads // 2
+        sizes["num_kv_heads" if family == "falcon" else "num_key_value_heads"] = heads // 2
     if family == "opt":
         sizes["word_embed_proj_dim"] = width
     if family in HEAD_DIM:
