@@ -740,6 +740,19 @@ class _StableLm(_LayerNorms):
         self.one_step = self.config.use_parallel_residual
         self.mlp_norm = self.attention_norm if self.one_step else self.mlp_norm
 
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.config.qk_layernorm:
+            return super().qkv(k, x)
+        q, key, v = (self.heads(self.linear(self.at(k, f"self_attn.{n}_proj"), x)) for n in "qkv")
+        return self.rotate(k, self.each_normed(k, "q", q)), self.rotate(k, self.each_normed(k, "k", key)), v
+
+    def each_normed(self, k: int, role: str, x: Tensor) -> Tensor:
+        """Every head is normed with a gain of its own."""
+        places = [self.at(k, f"self_attn.{role}_layernorm.norms.{head}.weight") for head in range(x.shape[1])]
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + self.config.layer_norm_eps)
+        return scaled * torch.stack([self.w[place] for place in places])[:, None]
+
 
 class _GptJ(_LayerNorms):
     layers, embedding, final_norm = "transformer.h", "transformer.wte", "transformer.ln_f"

@@ -37,6 +37,8 @@ THOROUGH = (
     "seed_oss",
     "starcoder2",
     "gemma",
+    "phi",
+    "stablelm",
     "olmoe",
     "deepseek_v2",
     "qwen3_next",
@@ -55,6 +57,15 @@ class TestFamilies(FamilyContract):
         return Reference(model)
 
 
+@pytest.mark.thorough
+class TestHeadsWithANormEach(TestFamilies):
+    """StableLM 2 12B's."""
+
+    @pytest.fixture(scope="class")
+    def family_model(self) -> PreTrainedModel:
+        return tiny_model("stablelm", num_layers=LAYERS, qk_layernorm=True, use_parallel_residual=True)
+
+
 class TestFalcon(TestFamilies):
     drops_out = False
 
@@ -68,7 +79,6 @@ class TestFalcon(TestFamilies):
     [
         ("gemma", {"use_bidirectional_attention": True}, "attend to those behind them"),
         ("phi", {"qk_layernorm": True}, "heads have layer norms with shifts"),
-        ("stablelm", {"qk_layernorm": True}, "a gain for each head"),
         ("falcon", {"alibi": True}, r"ALiBi's \(alibi is true, as in falcon-rw\)"),
         ("falcon", {"hidden_dropout": 0.1}, "set hidden_dropout and attention_dropout to 0, not 0.1"),
         ("falcon", {"parallel_attn": False}, "parallel_attn is false beside new_decoder_architecture"),
