@@ -39,6 +39,7 @@ THOROUGH = (
     "gemma",
     "phi",
     "stablelm",
+    "gptj",
     "olmoe",
     "deepseek_v2",
     "qwen3_next",
