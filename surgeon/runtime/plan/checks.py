@@ -213,7 +213,7 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
             wanted = ", ".join("any" if size is None else str(size) for size in expected)
             raise ValueError(f"tensor {path} has the shape {found}, where the configuration asks for ({wanted})")
     hidden = int(config.hidden_size)
-    for sublayer in set(program.sublayers()):
+    for sublayer in dict.fromkeys(program.sublayers()):
         units = source.units(sublayer)
         for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
             role, rank = projection.role, sublayer.rank(projection.role)
@@ -244,7 +244,7 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
         shapes[f"{family.head}.bias"] = (source.shape(f"{family.embedding}.weight")[0],)
     if family.position_embedding:
         shapes[f"{family.position_embedding}.weight"] = (None, hidden)
-    for sublayer in set(program.sublayers()):
+    for sublayer in dict.fromkeys(program.sublayers()):
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
             shapes |= {f"{prefix}{norm}.weight": (hidden,) for norm in (spec.norm, spec.post_norm) if norm is not None}
