@@ -236,6 +236,20 @@ def _starcoder2(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     return drawn | {"norm_epsilon": drawn.pop("rms_norm_eps")}
 
 
+def _phi(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    # Heads divide 32 features, as Qwen2's do.
+    heads = _heads(draw)
+    head_dim = 32 // heads["num_attention_heads"]
+    drawn = _gated(draw, (head_dim,)) | heads | _rope(draw, head_dim, partly=True)
+    del drawn["head_dim"]
+    return drawn | {"layer_norm_eps": drawn.pop("rms_norm_eps")}
+
+
+def _stablelm(draw: Draw, layers: int) -> dict[str, Any]:
+    own = {"use_qkv_bias": draw(st.booleans()), "use_parallel_residual": draw(st.booleans())}
+    return _phi(draw, layers) | own
+
+
 def _phi3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     heads = _heads(draw)
     head_dim = 32 // heads["num_attention_heads"]
@@ -298,6 +312,39 @@ def _gpt_neo(draw: Draw, layers: int) -> dict[str, Any]:
     }
 
 
+def _gptj(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    heads = _heads(draw, grouped=False)
+    return heads | {
+        "rotary_dim": draw(st.sampled_from((2, 32 // heads["num_attention_heads"]))),
+        "n_inner": draw(st.sampled_from((None, 52))),
+        "activation_function": draw(st.sampled_from(ACTIVATIONS)),
+        "layer_norm_epsilon": draw(st.sampled_from((1e-5, 1e-2))),
+    }
+
+
+def _falcon(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    heads = _heads(draw)
+    kind, kv_heads = (
+        draw(st.sampled_from(("new", "new with one norm", "old", "in turn"))),
+        heads.pop("num_key_value_heads"),
+    )
+    return (
+        heads
+        | _rope(draw, 32 // heads["num_attention_heads"])
+        | {
+            "new_decoder_architecture": kind.startswith("new"),
+            "num_ln_in_parallel_attn": 1 if kind == "new with one norm" else None,
+            "num_kv_heads": kv_heads if kind.startswith("new") else heads["num_attention_heads"],
+            "multi_query": False,  # of which two ranks would share a head
+            "parallel_attn": kind != "in turn",
+            "bias": draw(st.booleans()),
+            "ffn_hidden_size": draw(st.sampled_from((16, 52))),
+            "activation": draw(st.sampled_from(ACTIVATIONS)),
+            "layer_norm_epsilon": draw(st.sampled_from((1e-5, 1e-2))),
+        }
+    )
+
+
 def _gpt_neox(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     heads = _heads(draw, grouped=False)
     return (
@@ -322,13 +369,16 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "smollm3": _smollm3,
     "granite": _granite,
+    "gemma": _olmo2,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "olmo2": _olmo2,
     "exaone4": _exaone4,
     "seed_oss": _seed_oss,
+    "stablelm": _stablelm,
     "starcoder2": _starcoder2,
     "olmo3": _olmo3,
+    "phi": _phi,
     "phi3": _phi3,
     "glm": _glm,
     "glm4": _glm,
@@ -337,5 +387,7 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "opt": _opt,
     "gpt2": _gpt2,
     "gpt_neo": _gpt_neo,
+    "falcon": _falcon,
+    "gptj": _gptj,
     "gpt_neox": _gpt_neox,
 }

@@ -100,7 +100,7 @@ class Reference:
         return self.w[self.embedding + ".weight"][ids]
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.norm(self.final_norm, x) @ self.w["lm_head.weight"].T
+        return Reference.linear(self, "lm_head", self.norm(self.final_norm, x))
 
     def layer(self, k: int, x: Tensor) -> Tensor:
         """The stream after a whole unedited layer."""
@@ -199,7 +199,7 @@ class Reference:
     def narrowed(self, k: int, kind: str, count: int) -> Reference:
         """A copy in which only so many KV groups of the largest weights, or any neurons, are not zero."""
         roles = self.attention_roles if kind == "A" else [role for role in ("gate", "up", "down") if self.has(k, role)]
-        groups = getattr(self.config, "num_key_value_heads", None) or self.num_heads
+        groups = self.kv_heads()
         inputs = {role: self.matrix(k, role) if role in ("o", "down") else self.matrix(k, role).T for role in roles}
         units = {role: w.reshape(len(w), groups if kind == "A" else w.shape[1], -1) for role, w in inputs.items()}
         sizes = torch.stack([(one.double() ** 2).sum((0, 2)) for one in units.values()]).sum(0)
@@ -215,6 +215,10 @@ class Reference:
         features = units["o" if kind == "A" else "down"].shape[2]
         other.kept = self.kept | {(kind, k): (kept[:, None] * features + torch.arange(features)).flatten()}
         return other
+
+    def kv_heads(self) -> int:
+        """How many KV heads a layer has."""
+        return getattr(self.config, "num_key_value_heads", None) or self.num_heads
 
     def has(self, k: int, role: str) -> bool:
         """Whether a layer has a matrix."""
@@ -621,14 +625,16 @@ class _Granite(Reference):
         return super().feed_forward(k, x) * self.config.residual_multiplier
 
 
-class _Gemma2(Reference):
-    mlp_norm, activation_name = "pre_feedforward_layernorm", "hidden_activation"
-
+class _Gemma(Reference):
     def gain(self, name: str) -> Tensor:
         return 1 + self.w[name + ".weight"]
 
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids) * self.config.hidden_size**0.5
+
+
+class _Gemma2(_Gemma):
+    mlp_norm, activation_name = "pre_feedforward_layernorm", "hidden_activation"
 
     def logits(self, x: Tensor) -> Tensor:
         return capped(super().logits(x), self.config.final_logit_softcapping)
@@ -719,6 +725,53 @@ class _StarCoder2(_LayerNorms):
     epsilon, activation_name = "norm_epsilon", "hidden_act"
 
 
+class _Phi(_LayerNorms):
+    mlp_norm, one_step = "input_layernorm", True
+    final_norm, epsilon, activation_name = "model.final_layernorm", "layer_norm_eps", "hidden_act"
+    output, up, down = "self_attn.dense", "mlp.fc1", "mlp.fc2"
+
+
+class _StableLm(_LayerNorms):
+    epsilon, activation_name, up, down = "layer_norm_eps", "hidden_act", "mlp.up_proj", "mlp.down_proj"
+    feed_forward = Reference.feed_forward
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.one_step = self.config.use_parallel_residual
+        self.mlp_norm = self.attention_norm if self.one_step else self.mlp_norm
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.config.qk_layernorm:
+            return super().qkv(k, x)
+        q, key, v = (self.heads(self.linear(self.at(k, f"self_attn.{n}_proj"), x)) for n in "qkv")
+        return self.rotate(k, self.each_normed(k, "q", q)), self.rotate(k, self.each_normed(k, "k", key)), v
+
+    def each_normed(self, k: int, role: str, x: Tensor) -> Tensor:
+        """Every head is normed with a gain of its own."""
+        places = [self.at(k, f"self_attn.{role}_layernorm.norms.{head}.weight") for head in range(x.shape[1])]
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + self.config.layer_norm_eps)
+        return scaled * torch.stack([self.w[place] for place in places])[:, None]
+
+
+class _GptJ(_LayerNorms):
+    layers, embedding, final_norm = "transformer.h", "transformer.wte", "transformer.ln_f"
+    attention_norm, mlp_norm, one_step = "ln_1", "ln_1", True
+    output, up, down = "attn.out_proj", "mlp.fc_in", "mlp.fc_out"
+    rotate = _Glm.rotate
+
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        return (f"attn.{role}_proj", (slice(None),) * 2) if role in "qkv" else super().place(role)
+
+    def rope(self, k: int) -> dict[str, Any]:  # noqa: ARG002
+        turned = self.config.rotary_dim / self.head_dim
+        return {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": turned}
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, key, v = (self.heads(self.linear(self.at(k, f"attn.{n}_proj"), x)) for n in "qkv")
+        return self.rotate(k, q), self.rotate(k, key), v
+
+
 class _Opt(_LayerNorms):
     layers, embedding = "model.decoder.layers", "model.decoder.embed_tokens"
     final_norm, positions = "model.decoder.final_layer_norm", "model.decoder.embed_positions"
@@ -798,6 +851,38 @@ class _GptNeoX(_LayerNorms):
         return self.rotate(k, q), self.rotate(k, key), v
 
 
+class _Falcon(_LayerNorms):
+    layers, embedding, final_norm = "transformer.h", "transformer.word_embeddings", "transformer.ln_f"
+    output, activation_name = "self_attention.dense", "activation"
+    up, down = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        new = self.config.new_decoder_architecture
+        self.one_step = new or self.config.parallel_attn
+        if new and self.config.num_ln_in_parallel_attn != 1:
+            self.attention_norm, self.mlp_norm = "ln_attn", "ln_mlp"
+        elif self.one_step:
+            self.mlp_norm = self.attention_norm
+
+    def kv_heads(self) -> int:
+        one = self.config.multi_query and not self.config.new_decoder_architecture
+        return 1 if one else int(self.config.num_kv_heads)
+
+    def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
+        if role not in "qkv":
+            return super().place(role)
+        groups = self.kv_heads()
+        lanes = torch.arange((self.num_heads + 2 * groups) * self.head_dim).view(groups, -1, self.head_dim)
+        rows = {"q": lanes[:, :-2], "k": lanes[:, -2], "v": lanes[:, -1]}[role]
+        return "self_attention.query_key_value", (rows.flatten(), slice(None))
+
+    def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.linear(self.at(k, "self_attention.query_key_value"), x)
+        q, key, v = (self.heads(packed[..., self.place(role)[1][0]]) for role in "qkv")
+        return self.rotate(k, q), self.rotate(k, key), v
+
+
 class _Olmoe(_Qwen3Moe):
     qkv, all_normed = _Olmo.qkv, _Olmo.all_normed
 
@@ -816,7 +901,9 @@ _CLASSES: dict[str, type[Reference]] = {
     "ministral3": _Ministral3,
     "smollm3": _SmolLM3,
     "granite": _Granite,
+    "stablelm": _StableLm,
     "opt": _Opt,
+    "phi": _Phi,
     "phi3": _Phi3,
     "glm": _Glm,
     "glm4": _Glm4,
@@ -824,11 +911,14 @@ _CLASSES: dict[str, type[Reference]] = {
     "cohere2": _Cohere2,
     "exaone4": _Exaone4,
     "starcoder2": _StarCoder2,
+    "gemma": _Gemma,
     "gemma2": _Gemma2,
     "gemma3_text": _Gemma3,
     "olmo2": _Olmo,
     "olmo3": _Olmo,
     "gpt2": _Gpt2,
     "gpt_neo": _GptNeo,
+    "falcon": _Falcon,
+    "gptj": _GptJ,
     "gpt_neox": _GptNeoX,
 }

@@ -39,7 +39,8 @@ from tests.tiny_models import DENSE_FAMILIES
 
 TOLERANCE = 1e-4
 # Families whose layers are those of another one with other flags, which cases draw.
-ALIKE = ("cohere2", "exaone4", "glm4", "ministral", "olmo2", "qwen2", "seed_oss", "smollm3", "starcoder2")
+ALIKE = ("cohere2", "exaone4", "gemma", "glm4", "ministral", "olmo2", "phi", "qwen2", "seed_oss", "smollm3")
+ALIKE += ("stablelm", "starcoder2")
 
 
 @pytest.fixture(scope="module")

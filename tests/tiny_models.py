@@ -17,11 +17,14 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
+    GPTJConfig,
     GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
@@ -37,6 +40,7 @@ from transformers import (
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -46,6 +50,7 @@ from transformers import (
     Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 
@@ -172,6 +177,7 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "deepseek_v3": (DeepseekV3Config, _LATENT | {"n_group": 1, "topk_group": 1, "q_lora_rank": 12}),
     "mixtral": (MixtralConfig, _GROUPED | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": (GemmaConfig, _GROUPED | {"head_dim": 16}),
     # Caps and scale such that leaving one of them out shows.
     "gemma2": (
         Gemma2Config,
@@ -207,6 +213,7 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             }
         },
     ),
+    "phi": (PhiConfig, _GROUPED),
     "phi3": (Phi3Config, _GROUPED | _WINDOW | {"pad_token_id": 1}),
     # Layers with rotary positions and layers with windows take turns.
     "smollm3": (SmolLM3Config, _GROUPED | _WINDOW | {"use_sliding_window": True, "no_rope_layer_interval": 2}),
@@ -220,9 +227,16 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "cohere": (CohereConfig, _GROUPED | {"tie_word_embeddings": False, "logit_scale": 0.25}),
     # Layers with windows and rotary positions, and layers without either, take turns.
     "cohere2": (Cohere2Config, _GROUPED | _WINDOW | {"sliding_window_pattern": 2, "logit_scale": 0.25}),
+    "stablelm": (StableLmConfig, _GROUPED | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1}),
     "gpt2": (GPT2Config, {"n_inner": 48}),
     "gpt_neo": (GPTNeoConfig, {"intermediate_size": 48, "window_size": 5}),
+    # As Falcon 40B: KV groups, a norm each.
+    "falcon": (
+        FalconConfig,
+        {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "ffn_hidden_size": 48, "bias": True},
+    ),
+    "gptj": (GPTJConfig, {"n_inner": 48, "rotary_dim": 4}),
     "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 48, "rotary_pct": 0.5}),
 }
 
@@ -230,10 +244,14 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 _DROPOUTS = {
     "opt": ("dropout", "attention_dropout"),
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "falcon": (),  # it drops sums of sublayers, if anything
+    "gptj": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "gpt_neo": ("resid_dropout", "embed_dropout", "attention_dropout"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
+    "phi": ("resid_pdrop", "embd_pdrop", "attention_dropout"),
     "phi3": ("resid_pdrop", "embd_pdrop", "attention_dropout"),
     "seed_oss": ("residual_dropout", "attention_dropout"),
+    "stablelm": ("hidden_dropout", "attention_dropout"),
     "starcoder2": ("residual_dropout", "embedding_dropout", "attention_dropout"),
 }
 

@@ -36,6 +36,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 64, "rope_parameters": YARN},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT | {"topk_method": "noaux_tc"},  # as all that were published have it
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True},  # as vLLM's own has it
     # vLLM's own Gemma2 and Gemma3 have a tied head, whose large logits a low cap would make equal.
     "gemma2": {"head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": 1e3},
     "gemma3_text": {"head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": 1e3},

@@ -154,7 +154,7 @@ class StoredModel:
             program: that it will run, by default its own.
         """
         numbers, runs = self.parameters, program or self.own
-        for sublayer in set(() if runs is None else runs.sublayers()):
+        for sublayer in dict.fromkeys(() if runs is None else runs.sublayers()):
             # Its own program's factors and narrow layers are stored.
             changed = program is not None and (sublayer.ranks or sublayer.width is not None)
             if len(sublayer.layers) > 1 or sublayer.piece is not None or changed:

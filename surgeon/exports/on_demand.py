@@ -74,8 +74,10 @@ class WeightsOnDemand(TorchFunctionMode):
     ) -> Any:
         args, kwargs = tuple(args), kwargs or {}
         if getattr(func, "__name__", "") == "__get__":  # dtype, shape and the like are those of the parameter itself
-            there = func == _DEVICE and id(args[0]) in self.rows  # stored tensors are read into memory
-            return torch.device("cpu") if there else func(*args, **kwargs)
+            found, stored = func(*args, **kwargs), id(args[0]) in self.rows
+            if stored and isinstance(found, Tensor):  # `weight.T`
+                return func(self.whole(args[0]))
+            return torch.device("cpu") if stored and func == _DEVICE else found  # they are read into memory
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if id(weight) in self.rows and func in _BY_ROWS:
             return _BY_ROWS[func](self, *args, **kwargs)

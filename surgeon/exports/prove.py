@@ -306,7 +306,7 @@ def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, M
 def _only_linear(model: PreTrainedModel, match: Match, stored: Set[str]) -> bool:
     """Whether some stored tensors, as far as the model has any use for them, belong to linear maps."""
     used = (parameter.rpartition(".")[0] for parameter, names in match.names.items() if not stored.isdisjoint(names))
-    return all(isinstance(model.get_submodule(module), nn.Linear) for module in used)
+    return all(type(model.get_submodule(module)).forward is nn.Linear.forward for module in used)
 
 
 @quiet()

@@ -135,16 +135,17 @@ def _entries(family: Family, checkpoint: Checkpoint, said: SimpleNamespace) -> d
         "num_hidden_layers": said.num_hidden_layers,
         "num_attention_heads": said.num_attention_heads,
         "num_key_value_heads": said.num_key_value_heads,
-        "head_dim": said.head_dim,
+        **({} if family.heads_fill_stream else {"head_dim": said.head_dim}),
         "rope_parameters": said.rope_parameters,
         family.intermediate: said.intermediate_size,
         family.activation: said.hidden_act,
-        family.attention_dropout: said.attention_dropout,
     }
     optional = {
         family.norm_epsilon: said.norm_eps,
         family.window: said.sliding_window,
         family.dropout or family.module_dropout: said.residual_dropout,
+        family.attention_dropout: said.attention_dropout,
+        family.mlp_dropout: said.mlp_dropout,
         family.embedding_dropout: said.embedding_dropout,
         family.rotary_layers: None if said.rotary_layers is None else list(map(int, said.rotary_layers)),
     }
@@ -224,7 +225,7 @@ def _values(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -
     moved = {FUSED.embedding: own.embedding, FUSED.final_norm: own.final_norm}
     if own.position_embedding is not None:
         moved[POSITIONS] = own.position_embedding
-    if not model.config.tie_word_embeddings:
+    if own.head_bias or not model.config.tie_word_embeddings:
         moved[FUSED.head] = own.head
     for stored, path in moved.items():
         for what in ("weight", "bias"):

@@ -21,8 +21,8 @@ from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, work
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
 from surgeon.checkpoint.forms import per_layer_lists
+from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.forms.fused import FUSED
-from surgeon.checkpoint.forms.program import NOT_ON_VLLM
 from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
 from surgeon.exports.plan import check_exportable, layout_of

@@ -92,7 +92,7 @@ def _facts(model: Model) -> dict[str, str]:
     """What the model is, by label."""
     shapes = model.shapes
     stored = str(model.dtype).removeprefix("torch.")
-    rope = getattr(model.config, "rope_parameters", None)
+    rope = model.family.rope(model.config) if model.family.rotary else None
     digits = 1 if model.parameters < 1e7 else 0
     facts = {
         "model": f"{model.label}: {shapes.family.name}, {plural(shapes.layers, 'layer')} {shapes.hidden} wide, "

@@ -26,7 +26,8 @@ from surgeon.quality.tokens import Tokens
 Documents = Literal["joined", "apart", "whole"]
 Row = dict[str, NDArray[np.int32]]
 IGNORED = -100  # a label of what is not to be predicted, as PyTorch's losses have it
-ATTEND_ACROSS = ("gpt_oss", "llama4_text", "opt")  # model types whose masks `transformers` makes without positions
+# Model types whose masks `transformers` makes without positions.
+ATTEND_ACROSS = ("falcon", "gpt_oss", "llama4_text", "opt")
 _OPEN = 64  # windows that documents may still be put into
 
 

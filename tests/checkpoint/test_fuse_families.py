@@ -10,6 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgeon
+from surgeon.checkpoint.forms import form_of
+from surgeon.checkpoint.forms.program import needs_plugin
+from surgeon.checkpoint.load import open_stored
+from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from tests.checkpoint.helpers import (
     BIASES,
@@ -37,6 +41,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 3]]},
     "smollm3": {"no_rope_layers": [1, 0, 0, 1, 1, 1]},  # and so no rotary positions there either
 }
+ONE_KV_HEAD = {"new_decoder_architecture": False, "bias": False}  # of Falcon 7B
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -84,6 +89,11 @@ def test_a_pair_and_a_triplet_compute_what_the_layers_do(tmp_path: Path, family:
         ("opt", {"enable_bias": False, "tie_word_embeddings": False}, "[A0/2:0 A0/2:1] [F0/2:1 F1 F0/2:0]"),
         ("gpt2", {"n_inner": None, "scale_attn_weights": False}, "[A0 A1/4:2] [F2 F3]"),
         ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}, "[A0 A1] [F2 F3] A1/2:1 F0/2:0"),
+        ("phi", {"tie_word_embeddings": True}, "[A0 A1 F0/2:1 F1]"),
+        ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}, "[A0 F0] [A1 A2 F1 F2]"),
+        ("gptj", {"hidden_size": 176, "rotary_dim": 30}, "[A0 F0 A1 F1]"),  # 30 / 44 * 44 is below 30
+        ("falcon", ONE_KV_HEAD, "[A0 A1 F1 F3] [A2 F2]"),
+        ("falcon", ONE_KV_HEAD | {"parallel_attn": False}, "[A0 A1] [F1/2:0 F3] A2 F2"),
         ("gpt_neox", {}, "[A0/2:1 F1 A2 F0/3:2] [A3 F3/2:1]"),
     ],
 )
@@ -106,6 +116,31 @@ def test_gains_of_head_norms_lie_as_the_heads_do(tmp_path: Path) -> None:
     norm = load_shipped(tmp_path / "target").model.layers[0].self_attn.k_norm
     with pytest.raises(RuntimeError, match="unflatten"):  # a rank with two of the three KV groups of a turn
         norm(torch.ones(1, 1, 2, 16), 1)
+
+
+def test_embeddings_are_scaled_in_16_bits_as_gemma_does_it(tmp_path: Path) -> None:
+    """By the factor rounded to them: 6.9375, not 6.9282."""
+    save_source(tmp_path / "source", "gemma", 2, hidden_size=48)
+    run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A1 F1", form="fused", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16)
+    written = load_shipped(tmp_path / "target").bfloat16()
+    found, expected = (one.eval()(IDS, output_hidden_states=True).hidden_states[0] for one in (written, model))
+    assert torch.equal(found, expected)
+
+
+def test_a_head_with_a_bias_is_not_for_vllm(tmp_path: Path) -> None:
+    """Whose backend has none; with surgeon's plugin it runs the program form."""
+    save_source(tmp_path / "source", "phi", 2)
+    hows = {}
+    for form in ("fused", "program"):
+        run_export(tmp_path / "source", tmp_path / form, "[A0 A1 F0 F1]", form=form)
+        stored = open_stored(tmp_path / form)
+        hows[form] = form_of(stored.checkpoint).serving(stored, "vllm serve NAME")
+    assert hows["fused"][1] == "transformers serve NAME --trust-remote-code"
+    assert "its backend's head has no bias" in hows["fused"][0]
+    assert hows["program"][0].startswith("With surgeon installed beside vLLM")
+    dense = Program.dense(2, 1)
+    assert "head has a bias" in (needs_plugin(dense, stored.family, stored.config, 2) or "")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -14,17 +14,29 @@ from surgeon.exports.unfuse import unfused
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import FAMILIES
 from tests.checkpoint.helpers import BIASES, logits_of, relative_error, run_export, save_source
-from tests.checkpoint.test_fuse_families import FUSABLE, IN_ONE_STEP, LLAMA3, LONGROPE, PAIR_AND_TRIPLET, WINDOWS
+from tests.checkpoint.test_fuse_families import (
+    FUSABLE,
+    IN_ONE_STEP,
+    LLAMA3,
+    LONGROPE,
+    ONE_KV_HEAD,
+    PAIR_AND_TRIPLET,
+    WINDOWS,
+)
 from tests.selection import case
 
+# What has no place for the shift of a norm that was folded.
+BIASES_LACK = ("gpt_neo", "stablelm", "gptj")
 CASES: list[tuple[str, dict[str, Any], str]] = [
     *(
         (family, WINDOWS.get(family, {}), PAIR_AND_TRIPLET if FAMILIES[family].steps_per_layer == 2 else IN_ONE_STEP)
         for family in FUSABLE
-        if family != "gpt_neo"
+        if family not in BIASES_LACK
     ),
     ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}, PAIR_AND_TRIPLET),
-    ("gpt_neo", {}, "A1 F1 A0 F0"),  # whose layers are as they were
+    *((family, {}, "A1 F1 A0 F0") for family in ("gpt_neo", "stablelm")),  # whose layers are as they were
+    ("gptj", {}, "[A1 F1] [A0 F0]"),
+    ("falcon", ONE_KV_HEAD | {"parallel_attn": False}, PAIR_AND_TRIPLET),
     ("llama", BIASES | {"head_dim": 16, "rope_parameters": LLAMA3}, "[A0 A1] [F0 F1 F2] [A3 A2 A4] F3"),
     ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, "[A0 A1] [F1 F0]"),
     ("qwen3", {"attention_bias": True}, "[A0~A1 A2 A3] [F2 F0~F3]"),

@@ -104,7 +104,8 @@ class Matrices:
 
         for matrix in matrices:
             module = self.module(matrix)
-            if type(module) not in (nn.Linear, Conv1D):
+            plain = isinstance(module, nn.Linear | Conv1D) and type(module.weight) is nn.Parameter
+            if not plain or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
                 kind = type(module).__name__
                 raise ValueError(f"{matrix} is a {kind}, not a plain linear module; load the model without it")
             if self._weight(matrix).is_meta:

@@ -21,6 +21,7 @@ from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource
 
+NOT_ON_VLLM = "vLLM runs no program"
 BY_THE_FILE = "Unmodified vLLM, without surgeon, by the modeling file in this folder:"
 
 
@@ -183,6 +184,12 @@ class Form(ABC):
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:  # noqa: ARG002
         """How vLLM runs a checkpoint, in a sentence, and what to type, from `vllm serve` with the model's name."""
         return self.on_vllm, serve if self.shipped is None else f"{serve} --trust-remote-code"
+
+
+def by_transformers(what: str, serve: str) -> tuple[str, str]:
+    """How a checkpoint is served of which vLLM runs no program; `serve` as of `Form.serving`."""
+    name = serve.partition(" --")[0].removeprefix("vllm serve ")
+    return f"{NOT_ON_VLLM} {what}. transformers does:", f"transformers serve {name} --trust-remote-code"
 
 
 def config_beside(entries: dict[str, Any], config_class: Any) -> Any:

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, config_beside
+from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, by_transformers, config_beside
 from surgeon.checkpoint.forms.fused_tensors import FusedPlanner, groups_of
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import (
@@ -26,7 +26,7 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family
 from surgeon.models.families.fused import FUSED as FUSED_FAMILY
-from surgeon.models.families.fused import POSITIONS, PROJECTIONS
+from surgeon.models.families.fused import OFFSET, POSITIONS, PROJECTIONS
 from surgeon.models.families.positions import long_rotary_angles, rotated_layers, windowed_layers
 from surgeon.models.families.specs import Unit
 
@@ -80,10 +80,8 @@ class Fused(Form):
         what = [f"{wide} of {len(layers)} stored layers hold several side by side"] if wide or not others else []
         what += [f"{partial} of {len(layers)} layers have no attention or no MLP"] if partial else []
         what += [f"{narrow} of {len(layers)} layers are narrower than the model's"] if narrow else []
-        reason = (
-            f"{' and '.join(what)}; transformers and vLLM load it with the modeling file inside "
-            "(trust_remote_code=True)"
-        )
+        who = "transformers loads" if family.head_bias else "transformers and vLLM load"
+        reason = f"{' and '.join(what)}; {who} it with the modeling file inside (trust_remote_code=True)"
         return Layout(self, reason, layers)
 
     def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
@@ -118,6 +116,12 @@ class Fused(Form):
             found += [Step(there)] if there else []
         return Program(tuple(found))
 
+    def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
+        if not stored.family.head_bias:
+            return super().serving(stored, serve)
+        why_not = "its backend's head has no bias (surgeon's plugin has, for what surgeon export --form program writes)"
+        return by_transformers(f"in this form: {why_not}", serve)
+
     def model_class(self, stored: StoredModel) -> Any:
         found = self.shipped.model_class(stored.config.model_type)
         found.register_for_auto_class("AutoModelForCausalLM")  # so that save_pretrained writes the modeling file, too
@@ -143,7 +147,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     windowed, rotates, rope = windowed_layers(family, config), rotated_layers(family, config), None
     some_rotate = family.rotary_layers is not None or family.rotary_in_windows
     if family.rotary:
-        rope = dict(config.rope_parameters)
+        rope = dict(family.rope(config))
         if not family.partly_rotary:
             rope.pop("partial_rotary_factor", None)
     longer = long_rotary_angles(family, config) if family.computes_anew else None
@@ -155,9 +159,10 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "num_key_value_heads": units["kv_heads"],
         "intermediate_size": units["neurons"],
         "head_dim": family.head_dim(config),
-        "norm": family.norm_kind,
+        "norm": OFFSET if family.unit_offset else family.norm_kind,
         "norm_eps": family.epsilon(config),
         "parallel_residual": family.steps_per_layer == 1,
+        "head_bias": family.head_bias,
         "qkv_bias": biases["q"],
         "o_bias": biases["o"],
         "attention_scaling": family.head_dim(config) ** -0.5 if scale is None else scale,
@@ -184,6 +189,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "positions_from_mask": family.positions_from_mask,
         "attention_dropout": dropped(family.attention_dropout),
         "residual_dropout": dropped(family.dropout or family.module_dropout),
+        "mlp_dropout": dropped(family.mlp_dropout),
         "embedding_dropout": dropped(family.embedding_dropout),
     }
     widths = {

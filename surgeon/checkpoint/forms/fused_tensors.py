@@ -1,7 +1,7 @@
 """The tensors of the fused form.
 
 A layer that holds the sublayers S_1 ... S_k side by side computes the sum of their outputs. With g_i and s_i the gain
-and the shift of S_i's own norm, the stored layer's norm has gain 1 and shift 0, and
+and the shift of S_i's own norm, the stored layer's norm multiplies by 1 and has shift 0, and
 
     rows     q, k, v, gate, up: W = [W_1 diag(g_1); W_2 diag(g_2); ...], b = [b_1 + W_1 s_1; b_2 + W_2 s_2; ...]
     columns  o, down: W = [W_1 W_2 ...], and the biases' sum
@@ -74,8 +74,12 @@ class FusedPlanner(TensorPlanner):
         parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
         for part in parts:
             planned += self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part)
-        if not self.config.tie_word_embeddings:
-            planned += self._moved(f"{FUSED.head}.weight", self.family.head)
+        return planned + self._head()
+
+    def _head(self) -> list[PlannedTensor]:
+        tied, planned = self.config.tie_word_embeddings, list[PlannedTensor]()
+        planned += [] if tied else self._moved(f"{FUSED.head}.weight", self.family.head)
+        planned += self._moved(f"{FUSED.head}.bias", self.family.head, "bias") if self.family.head_bias else []
         return planned
 
     def _moved(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
@@ -88,7 +92,8 @@ class FusedPlanner(TensorPlanner):
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
         own, written = self.family.spec(kind), FUSED.spec(kind)
-        parts = {"weight": torch.ones_like} | ({"bias": torch.zeros_like} if self.family.norm_kind == "layer" else {})
+        none = torch.zeros_like if self.family.unit_offset else torch.ones_like
+        parts = {"weight": none} | ({"bias": torch.zeros_like} if self.family.norm_kind == "layer" else {})
         tensors: dict[str, Compute] = {}
         for part, neutral in parts.items():
             compute = partial(self.part, sublayers[0], f"{own.norm}.{part}")
@@ -117,7 +122,8 @@ class FusedPlanner(TensorPlanner):
             # Rows that have the columns of all matrices.
             parts = zip(*(matrix.split(ROWS) for matrix in matrices), strict=True)
             return (self._in_turn(list(rows), sublayers, dim=1) for rows in parts)
-        gains = [self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
+        offset = int(self.family.unit_offset)
+        gains = [offset + self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
         return self._folded(matrices, gains, sublayers)
 
     def _side_by_side(self, name: str, sublayers: tuple[Sublayer, ...]) -> list[PlannedTensor]:

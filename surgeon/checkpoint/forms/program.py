@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, config_beside
+from surgeon.checkpoint.forms.base import BY_THE_FILE, NOT_ON_VLLM, Form, Layout, by_transformers, config_beside
 from surgeon.checkpoint.forms.planning import ModulePlanner, PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
 from surgeon.checkpoint.read import Checkpoint
@@ -24,8 +24,6 @@ from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_room, unstored
-
-NOT_ON_VLLM = "vLLM runs no program"
 
 
 class ProgramForm(Form):
@@ -125,9 +123,9 @@ class ProgramForm(Form):
         name = serve.partition(" --")[0].removeprefix("vllm serve ")
         if stored.wrapped is not None:
             what = f"a text decoder inside a {stored.wrapped.wrapper.name}"
-            return f"{NOT_ON_VLLM} of {what}. transformers does:", f"transformers serve {name} --trust-remote-code"
+            return by_transformers(f"of {what}", serve)
         if (why_not := stored.family.apart(stored.program)) is not None:
-            return f"{NOT_ON_VLLM} of {why_not}. transformers does:", f"transformers serve {name} --trust-remote-code"
+            return by_transformers(f"of {why_not}", serve)
         if (why := stored.family.off_vllm) is not None:
             return f"{NOT_ON_VLLM} of these attentions: {why}. Ranks of surgeon's own do:", f"surgeon serve {name}"
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
@@ -154,6 +152,8 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
         return "its layers are of other widths than config.json says, which vLLM goes by"
     if program.whole() != Program.dense(num_layers, family.steps_per_layer):
         return "the program is another than one layer after the other"
+    if family.head_bias:
+        return f"{family.name}'s output head has a bias, which vLLM's backend for transformers leaves out"
     if family.attention.counts:
         return f"{family.name}'s attention in transformers goes by the number of all heads, of which a rank has some"
     if family.attention.norms_all_heads:
@@ -185,6 +185,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "roles": [[p.role, p.path] for p in projections],  # a list: `save_pretrained` sorts what has keys
         "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
         "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
+        "groups": family.units(config)["kv_heads"],
         "feature_norms": list(family.attention.feature_norms),
         "sinks": family.attention.sinks,
         "mixture": _mixture_row(family),
@@ -232,7 +233,7 @@ def with_room(stock: Any, stored: StoredModel) -> Any:
 def _shares(family: Family, config: Any, path: str) -> list[int]:
     """How wide the projections are that lie side by side in a module, in the smallest whole numbers."""
     projections = [p for spec in family.specs() for p in spec.projections if p.path == path]
-    widths = [family.units(config)[p.unit] for p in projections if not p.interleaved]  # those: a slice is one stretch
+    widths = [family.units(config)[p.unit] for p in projections]
     return [width // math.gcd(*widths) for width in widths]
 
 

@@ -17,6 +17,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -24,7 +25,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 # What layers and models call the keys and values of tokens before: "cache" since transformers 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-NORMS: Any = {"rms": LlamaRMSNorm, "layer": nn.LayerNorm, "centred": partial(nn.LayerNorm, bias=False)}
+NORMS: Any = {"rms": LlamaRMSNorm, "rms_offset": GemmaRMSNorm, "layer": nn.LayerNorm}
+NORMS["centred"] = partial(nn.LayerNorm, bias=False)
 MASKS: Any = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
@@ -60,6 +62,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     embedding_scale: float = 1.0
     output_scale: float = 1.0  # of what sublayers add
     logit_scale: float = 1.0
+    head_bias: bool = False
     # Attention.
     qkv_bias: bool = False
     o_bias: bool = False
@@ -85,6 +88,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     # Training.
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
+    mlp_dropout: float = 0.0  # of what feed-forwards add
     embedding_dropout: float = 0.0
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -239,6 +243,7 @@ class FusedLayer(GradientCheckpointingLayer):
             self.post_attention_layernorm = make_norm(config)
             self.mlp = (FusedGatedMLP if config.gated else FusedMLP)(config, index)
         self.dropout = nn.Dropout(config.residual_dropout)
+        self.mlp_dropout = nn.Dropout(config.mlp_dropout)
         self.scale = config.output_scale
         self.parallel = config.parallel_residual
 
@@ -252,7 +257,8 @@ class FusedLayer(GradientCheckpointingLayer):
         if "mlp" in self.skip:
             return attended
         read = hidden_states if self.parallel else attended
-        return attended + self.dropout(self.scaled(self.mlp(self.post_attention_layernorm(read))))
+        added = self.mlp_dropout(self.mlp(self.post_attention_layernorm(read)))
+        return attended + self.dropout(self.scaled(added))
 
     def scaled(self, added: Tensor) -> Tensor:
         """What a sublayer adds, times its factor."""
@@ -325,7 +331,8 @@ class SurgeonFusedModel(SurgeonFusedPreTrainedModel):
         if not isinstance(masks, dict):  # generation with a static cache makes them itself
             masks = {kind: MASKS[kind](config=self.config, inputs_embeds=stream, **given) for kind in set(kinds)}
         if self.config.embedding_scale != 1.0:
-            stream = stream * self.config.embedding_scale
+            # Rounded to the dtype first, as Gemma does it.
+            stream = stream * torch.tensor(self.config.embedding_scale, dtype=stream.dtype)
         if self.embed_positions is not None:
             stream = stream + self.embed_positions(position_ids + self.config.position_offset)
         rotation = None if self.rotary_emb is None else self.rotary_emb(stream, position_ids=position_ids)
@@ -345,7 +352,7 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
     def __init__(self, config: SurgeonFusedConfig) -> None:
         super().__init__(config)
         self.model = SurgeonFusedModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.post_init()
 
     def prepare_inputs_for_generation(self, input_ids: Any, *arguments: Any, **kwargs: Any) -> Any:

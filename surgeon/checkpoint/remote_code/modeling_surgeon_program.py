@@ -61,8 +61,9 @@ class Family(NamedTuple):
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
     roles: tuple[list[str], ...]  # what programs call a projection, and its path; those of one path are packed so
-    turns: dict[str, int]  # where they are packed head by head: how wide a head is
+    turns: dict[str, int]  # where they are packed head by head, or KV group by KV group: how wide a head is
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
+    groups: int  # KV heads of a layer
     feature_norms: tuple[str, ...]  # norms of queries and keys of all heads together: gains are fewer in a narrow layer
     sinks: str | None  # a parameter with a number for each head
     mixture: dict[str, Any] | None  # where a layer has a mixture of experts: "experts", the module of their matrices,
@@ -232,7 +233,7 @@ class Factored(nn.Module):
 
 
 class TakenApart(nn.Module):
-    """Stands for a module that several projections are packed in, side by side or head by head."""
+    """Stands for a module that several projections are packed in, side by side or group of heads by group."""
 
     def __init__(self, parts: dict[str, nn.Module], head: int | None) -> None:
         super().__init__()
@@ -244,7 +245,8 @@ class TakenApart(nn.Module):
         outputs = [projection(x) for projection in self.children()]
         if self.head is None:
             return torch.cat(outputs, -1)
-        return torch.stack([output.unflatten(-1, (-1, self.head)) for output in outputs], -2).flatten(-3)
+        groups = min(output.shape[-1] for output in outputs) // self.head
+        return torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], -1).flatten(-2)
 
 
 class Experts(nn.Module):
@@ -386,12 +388,10 @@ def called_in(layer: nn.Module, family: Family, kind: str) -> tuple[str, ...]:
     return tuple(attention_in(layer, family)["called"]) if kind == "A" else family.feed_forward
 
 
-def narrow(layer: nn.Module, family: Family, kind: str, width: int, config: Any) -> None:
+def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
     """Give a layer the modules that hold so many KV groups, or neurons, and have it count those."""
     paths = {role: path for role, path in family.roles if (role in "qgkvo") == (kind == "A") and has(layer, path)}
-    units = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if kind == "F":
-        units = sizes_of(layer.get_submodule(paths["down"]))[0]
+    units = family.groups if kind == "A" else sizes_of(layer.get_submodule(paths["down"]))[0]
     for path in dict.fromkeys(paths.values()):
         whole: Any = layer.get_submodule(path)
         inputs, outputs = sizes_of(whole)
@@ -503,7 +503,8 @@ class ProgramLayers(nn.Module):
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
         self.config, self.family, self.nodes = config, family, nodes
-        self.shares = {path: tuple(shares) for path, shares in family.packed.items()}
+        # What is packed head by head is one stretch of a slice.
+        self.shares = {path: tuple(shares) for path, shares in family.packed.items() if path not in family.turns}
         attended = [sublayer.layer for sublayer in sublayers(nodes) if sublayer.kind == "A"]
         # One slot more counts the cache's tokens where no attention of the program does.
         self.counts_apart = all(self.attention(layer)["counted_by"] for layer in attended)
@@ -650,7 +651,7 @@ class RunsProgram(nn.Module):
             if sublayer.experts is not None and self.family.mixture is not None:
                 leave_experts(layers[sublayer.layer], self.family.mixture, sublayer.experts)
             if sublayer.width is not None:
-                narrow(layers[sublayer.layer], self.family, sublayer.kind, sublayer.width, config)
+                narrow(layers[sublayer.layer], self.family, sublayer.kind, sublayer.width)
         for sublayer in sublayers(program):
             factorise(layers[sublayer.layer], self.family, sublayer)
         for module in layers.modules():

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from surgeon.language.program import Program
@@ -65,6 +66,7 @@ class Family:
         model_type: as `config.json` has it.
         layers: path of the decoder's list of layers, from the causal language model.
         embedding, final_norm, head: paths from the causal language model.
+        head_bias: whether the head has a bias (Phi, GPT-J).
         stored_head: what checkpoints call the head, where that is not its path.
         attention, mlp: where a layer keeps its two sublayers.
         layer_specs: the same of single layers that differ from the others, by kind and layer; a `variant` gives them.
@@ -74,9 +76,11 @@ class Family:
         norm_epsilon: the config attribute that holds the norms' epsilon, or the number itself.
         activation: the config attribute that names the MLP's activation.
         intermediate: the config attribute that holds the MLP's width.
+        kv_heads: the config attribute that holds the number of KV heads, where there is one, or the number itself.
         gated: whether the MLP multiplies an activated gate with an up projection.
         rotary: whether positions enter by rotary embedding in each attention.
         partly_rotary: whether only some features of a head may; other classes rotate all, whatever the config says.
+        rope: of a config: what it says of rotary positions, in the words of `rope_parameters`.
         rotary_neighbours: whether features 2i and 2i + 1 turn as a pair (GLM), not i and that half a width further on.
         position_embedding: path of a learned position embedding, if any.
         position_offset: how many entries of it come before position 0 (OPT has 2).
@@ -86,7 +90,8 @@ class Family:
         rotary_in_windows: whether the layers with rotary positions are those with a window (Cohere2).
         dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
         module_dropout: the same where the sublayers' own modules do it.
-        attention_dropout: the same of attention weights.
+        mlp_dropout: the same of what MLPs add alone, done by a module.
+        attention_dropout: the same of attention weights, if any.
         embedding_dropout: the same of the stream before the first layer, if any.
         steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX, Cohere).
         adds_in_turn: whether a layer of one step adds attention's output to the stream and then the MLP's, not both at
@@ -142,16 +147,20 @@ class Family:
     gated: bool
     rotary: bool
     partly_rotary: bool = False
+    kv_heads: str | int = "num_key_value_heads"
+    rope: Callable[[Any], dict[str, Any]] = attrgetter("rope_parameters")
     rotary_neighbours: bool = False
     position_embedding: str | None = None
     position_offset: int = 0
     positions_from_mask: bool = False
     rotary_layers: str | None = None
     rotary_in_windows: bool = False
+    head_bias: bool = False
     stored_head: str | None = None
     dropout: str | None = None
     module_dropout: str | None = None
-    attention_dropout: str = "attention_dropout"
+    mlp_dropout: str | None = None
+    attention_dropout: str | None = "attention_dropout"
     embedding_dropout: str | None = None
     steps_per_layer: int = 2
     adds_in_turn: bool = False
@@ -257,12 +266,17 @@ class Family:
         neurons = getattr(config, spec.width or self.intermediate)
         units: dict[Unit, int] = {
             "heads": heads,
-            "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+            "kv_heads": self._kv_heads(config) or heads,
             "neurons": int(neurons or 4 * config.hidden_size),  # as GPT-2 fills it in
         }
         if spec.mixture is not None and spec.mixture.shared is not None:
             units["shared_neurons"] = spec.mixture.shared(config)
         return units
+
+    def _kv_heads(self, config: Any) -> int:
+        """Those that the configuration says; 0 where it says none."""
+        found = getattr(config, self.kv_heads, None) if isinstance(self.kv_heads, str) else self.kv_heads
+        return int(found or 0)
 
     def unit_width(self, config: Any, unit: Unit) -> int:
         """How many features of a projection one head or neuron has."""

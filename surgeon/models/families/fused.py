@@ -13,6 +13,7 @@ from surgeon.models.families.registry import FAMILIES
 from surgeon.models.families.specs import Projection
 
 POSITIONS = "model.embed_positions"  # where positions are learned
+OFFSET = "rms_offset"  # what its configuration calls RMS norms that multiply by 1 + their stored gain
 
 
 def _variant(family: Family, config: Any) -> Family:
@@ -21,10 +22,12 @@ def _variant(family: Family, config: Any) -> Family:
     return replace(
         family,
         name=family.name if base is None else base.name,
-        norm_kind=config.norm,
+        norm_kind="rms" if config.norm == OFFSET else config.norm,
+        unit_offset=config.norm == OFFSET,
         attention=replace(family.attention, head_norms=head_norms),
         mlp=family.mlp if config.gated else replace(family.mlp, projections=family.mlp.projections[1:]),
         gated=config.gated,
+        head_bias=config.head_bias,
         rotary=not config.learned_positions,
         position_embedding=POSITIONS if config.learned_positions else None,
         rotary_neighbours=config.rotary_neighbours,

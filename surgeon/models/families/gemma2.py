@@ -9,7 +9,8 @@ from surgeon.models.families.llama import LLAMA
 MOST_FEATURES = 1 << 40  # of a head
 
 
-def _embedding_scale(config: Any) -> float:
+def embedding_scale(config: Any) -> float:
+    """The root of the stream's width."""
     return float(config.hidden_size**0.5)
 
 
@@ -41,6 +42,6 @@ GEMMA2 = replace(
     attention_softcap="attn_logit_softcapping",
     window="sliding_window",
     window_layers="layer_types",
-    embedding_scale=_embedding_scale,
+    embedding_scale=embedding_scale,
     attention_scale=_attention_scale,
 )

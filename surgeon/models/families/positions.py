@@ -53,12 +53,18 @@ def rotated_layers(family: Family, config: Any) -> list[bool]:
     return list(map(bool, getattr(config, family.rotary_layers)))
 
 
-def rope_kinds(config: Any) -> list[str | None]:
-    """What `rope_parameters` calls each layer's rotary positions, where not all layers have the same; else None."""
+def rope_kinds(family: Family, config: Any) -> list[str | None]:
+    """What `Family.rope` calls each layer's rotary positions, where not all layers have the same; else None."""
     kinds = getattr(config, "layer_types", None) or []
-    if any(kind in config.rope_parameters for kind in kinds):
+    if any(kind in family.rope(config) for kind in kinds):
         return list(kinds)
     return [None] * int(config.num_hidden_layers)
+
+
+def rope_of(family: Family, config: Any, kind: str | None = None) -> dict[str, Any]:
+    """What a config says of the rotary positions of one of `rope_kinds`."""
+    rope = family.rope(config)
+    return rope if kind is None else rope[kind]
 
 
 def rotary_angles(family: Family, config: Any, kind: str | None = None) -> tuple[tuple[float, ...], float]:
@@ -70,7 +76,7 @@ def rotary_angles(family: Family, config: Any, kind: str | None = None) -> tuple
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    rope = rope_of(family, config, kind)
     if rope["rope_type"] in ROPE_INIT_FUNCTIONS:
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
         return tuple(frequencies.tolist()), float(scale)
@@ -93,7 +99,7 @@ def long_rotary_angles(
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    rope = rope_of(family, config, kind)
     if rope["rope_type"] == "dynamic":
         return int(config.max_position_embeddings), rotary_angles(family, config, kind)[0], float(rope["factor"])
     if rope["rope_type"] != "longrope":
@@ -105,7 +111,7 @@ def long_rotary_angles(
 
 def longest_text(family: Family, config: Any) -> int:
     """How many tokens a text may have under this config; learned positions are counted where they are stored."""
-    rope = (getattr(config, "rope_parameters", None) or {}) if family.rotary else {}
+    rope = (family.rope(config) or {}) if family.rotary else {}
     times = rope.get("factor") if rope.get("rope_type") == "dynamic" else 1
     if not isinstance(times, int | float) or not 1 <= times < math.inf:  # `rotary_angles` cannot be had then
         times = 1

@@ -28,7 +28,8 @@ class Projection:
         reads_stream: True where it reads the normed stream (its output features are divided among slices, by rows of
             the weight), False where it writes to the stream (its input features are divided, by columns, and its bias
             belongs to one slice only).
-        interleaved: packed head by head (GPT-NeoX: q, k and v of head 0, then of head 1), not as whole projections.
+        interleaved: packed head by head (GPT-NeoX: q, k and v of head 0, then of head 1), or KV group by KV group
+            (Falcon: its heads of q, then k and v), not as whole projections.
         transposed: the weight is stored as (in_features, out_features), as in GPT-2's Conv1D.
         stacked: it is one matrix for each expert of a mixture; `path` is that of a parameter, (experts, ...), and its
             bias is at `path` with "_bias" behind it.

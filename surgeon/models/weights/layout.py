@@ -69,7 +69,11 @@ def unit_features(projection: Projection, spec: SublayerSpec, units: Units, widt
     packed = [other for other in spec.projections if other.path == projection.path]
     place, count = packed.index(projection), units[projection.unit]
     if projection.interleaved:
-        return torch.arange(count * len(packed) * width).view(count, len(packed), width)[:, place]
+        groups = min(units[other.unit] for other in packed)
+        sizes = [units[other.unit] // groups * width for other in packed]
+        start = sum(sizes[:place])
+        by_group = torch.arange(groups * sum(sizes)).view(groups, -1)
+        return by_group[:, start : start + sizes[place]].reshape(count, width)
     start = sum(units[other.unit] * width for other in packed[:place])
     return torch.arange(start, start + count * width).view(count, width)
 

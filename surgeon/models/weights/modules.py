@@ -134,7 +134,7 @@ class TakenApart(nn.Module):
 
     Args:
         parts: by role, in the order in which they are packed.
-        head_dim: where they are packed head by head, the width of one head; else None.
+        head_dim: where they are packed head by head, or KV group by KV group, the width of one head; else None.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module], head_dim: int | None) -> None:
@@ -148,8 +148,8 @@ class TakenApart(nn.Module):
         outputs = [part(x) for part in self.children()]
         if self.head_dim is None:
             return torch.cat(outputs, -1)
-        by_head = [output.unflatten(-1, (-1, self.head_dim)) for output in outputs]
-        return torch.stack(by_head, -2).flatten(-3)
+        groups = min(output.shape[-1] for output in outputs) // self.head_dim
+        return torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], -1).flatten(-2)
 
 
 def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, head_dim: int) -> dict[str, nn.Module]:

@@ -28,6 +28,7 @@ from surgeon.models.families.positions import (
     long_rotary_angles,
     longest_text,
     rope_kinds,
+    rope_of,
     rotary_angles,
     rotated_layers,
 )
@@ -212,7 +213,7 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
             wanted = ", ".join("any" if size is None else str(size) for size in expected)
             raise ValueError(f"tensor {path} has the shape {found}, where the configuration asks for ({wanted})")
     hidden = int(config.hidden_size)
-    for sublayer in set(program.sublayers()):
+    for sublayer in dict.fromkeys(program.sublayers()):
         units = source.units(sublayer)
         for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
             role, rank = projection.role, sublayer.rank(projection.role)
@@ -239,9 +240,11 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
     }
     if not config.tie_word_embeddings:
         shapes[f"{family.head}.weight"] = (source.shape(f"{family.embedding}.weight")[0], hidden)
+    if family.head_bias:
+        shapes[f"{family.head}.bias"] = (source.shape(f"{family.embedding}.weight")[0],)
     if family.position_embedding:
         shapes[f"{family.position_embedding}.weight"] = (None, hidden)
-    for sublayer in set(program.sublayers()):
+    for sublayer in dict.fromkeys(program.sublayers()):
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
             shapes |= {f"{prefix}{norm}.weight": (hidden,) for norm in (spec.norm, spec.post_norm) if norm is not None}
@@ -304,7 +307,7 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
     rotates = of_each(family.rotary_layers, rotated_layers(family, config))
     if not any(rotates):
         return [None] * layers
-    kinds = of_each("layer_types", rope_kinds(config))
+    kinds = of_each("layer_types", rope_kinds(family, config))
     found = {kind: _rotary(config, family, max_tokens, kind) for kind in set(kinds)}
     return [found[kind] if turns else None for kind, turns in zip(kinds, rotates, strict=True)]
 
@@ -326,7 +329,7 @@ def _softcap(config: Any, attribute: str | None) -> float | None:
 
 
 def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> Rotary:
-    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    rope = rope_of(family, config, kind)
     scaling = rope["rope_type"]
     if scaling not in ROPE_TYPES:
         raise ValueError(

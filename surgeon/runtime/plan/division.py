@@ -53,7 +53,7 @@ def check_division(
     Raises:
         ValueError: with the numbers of ranks that would do.
     """
-    for sublayer in set(program.sublayers()):
+    for sublayer in dict.fromkeys(program.sublayers()):
         reason = None if sublayer.piece is None else indivisible(sublayer, units_of(sublayer), replicate=False)
         if reason:
             raise ValueError(reason)

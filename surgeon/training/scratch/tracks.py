@@ -86,8 +86,8 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
     units = family.units(config)
     entries = {"num_hidden_layers": len(sources), **family.per_layer_entries(config, sources)}
     entries |= {"num_attention_heads": units["heads"] // count} | _widths(config, family, count)
-    if getattr(config, "num_key_value_heads", None) is not None:
-        entries["num_key_value_heads"] = units["kv_heads"] // count
+    if isinstance(family.kv_heads, str) and getattr(config, family.kv_heads, None) is not None:
+        entries[family.kv_heads] = units["kv_heads"] // count
     neurons = {
         width: _matching_neurons(config, family, entries, count, layer)
         for width, layer in layer_of_each_width(config, family).items()

@@ -5,12 +5,14 @@ To test a new family, add its name to FAMILY_NAMES and, where its layout is new,
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedModel
 
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
-from surgeon.models.families import FAMILIES
+from surgeon.models.families import FAMILIES, Unsupported, family_of
 from surgeon.testing import FamilyContract
 from surgeon.testing.families import order_of_attentions
 from surgeon.testing.sublayers import EDITS, LAYERS
@@ -21,7 +23,7 @@ from tests.tiny_models import tiny_model
 FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
 FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text", "cohere", "cohere2"]
 FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "olmo3"]
-FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2"]
+FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2", "gemma", "phi", "stablelm", "gptj"]
 FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"]
 THOROUGH = (
@@ -34,6 +36,10 @@ THOROUGH = (
     "exaone4",
     "seed_oss",
     "starcoder2",
+    "gemma",
+    "phi",
+    "stablelm",
+    "gptj",
     "olmoe",
     "deepseek_v2",
     "qwen3_next",
@@ -52,8 +58,51 @@ class TestFamilies(FamilyContract):
         return Reference(model)
 
 
+@pytest.mark.thorough
+class TestHeadsWithANormEach(TestFamilies):
+    """StableLM 2 12B's."""
+
+    @pytest.fixture(scope="class")
+    def family_model(self) -> PreTrainedModel:
+        return tiny_model("stablelm", num_layers=LAYERS, qk_layernorm=True, use_parallel_residual=True)
+
+
+class TestFalcon(TestFamilies):
+    drops_out = False
+
+    @pytest.fixture(scope="class")
+    def family_model(self) -> PreTrainedModel:
+        return tiny_model("falcon", num_layers=LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "reason"),
+    [
+        ("gemma", {"use_bidirectional_attention": True}, "attend to those behind them"),
+        ("phi", {"qk_layernorm": True}, "heads have layer norms with shifts"),
+        ("falcon", {"alibi": True}, r"ALiBi's \(alibi is true, as in falcon-rw\)"),
+        ("falcon", {"hidden_dropout": 0.1}, "set hidden_dropout and attention_dropout to 0, not 0.1"),
+        ("falcon", {"parallel_attn": False}, "parallel_attn is false beside new_decoder_architecture"),
+        ("falcon", {"new_decoder_architecture": False, "num_ln_in_parallel_attn": 2}, "must be 1, or 2 with"),
+        (
+            "falcon",
+            {"new_decoder_architecture": False, "multi_query": False, "num_ln_in_parallel_attn": 1},
+            "num_kv_heads must be 4, as its heads",
+        ),
+        ("gptj", {"rotary_dim": 10}, "an even number, of a head's 8 features, not 10"),
+        ("gptj", {"rotary_dim": 9}, "an even number, of a head's 8 features, not 9"),
+    ],
+)
+def test_what_is_not_computed_is_refused(name: str, entries: dict[str, Any], reason: str) -> None:
+    config = tiny_model(name, 1).config
+    for key, value in entries.items():
+        setattr(config, key, value)
+    with pytest.raises(Unsupported, match=reason):
+        family_of(config)
+
+
 def test_every_family_is_under_contract() -> None:
-    assert set(FAMILY_NAMES) == set(FAMILIES)
+    assert {*FAMILY_NAMES, "falcon"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "prune", "repeat", "lp"])

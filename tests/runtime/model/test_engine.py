@@ -60,6 +60,9 @@ def error_of(engine: RankEngine, model: Any, split: int = 9) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+OLD = {"new_decoder_architecture": False, "bias": False}  # Falcon 7B, with one KV head and one norm
+
+
 @pytest.mark.parametrize("rope", [rope for rope in ROPES if rope != "plain"])
 def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     model = tiny_model("llama", rope_parameters=ROPES[rope])
@@ -87,6 +90,11 @@ def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_
         ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
         ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.25, "hidden_act": "gelu_fast"}),
         ("gpt_neox", {"rope_parameters": ROPES["linear"] | {"partial_rotary_factor": 0.5}}),
+        ("phi", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
+        ("gptj", {"hidden_size": 176, "rotary_dim": 30}),
+        ("falcon", OLD),
+        ("falcon", OLD | {"num_kv_heads": None, "multi_query": False, "parallel_attn": False}),
         ("phi3", {"sliding_window": 7}),
         ("phi3", {"sliding_window": None, "rope_parameters": ROPES["plain"] | {"partial_rotary_factor": 0.75}}),
         ("gpt2", {}),

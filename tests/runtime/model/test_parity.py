@@ -34,6 +34,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
+    "gemma": {"attention_bias": True},
     "gemma2": {},
     "gemma3_text": {"attention_bias": True},
     "olmo2": {},
@@ -43,6 +44,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "olmo3": {"attention_bias": True},
     "opt": {},
     "gpt_neox": {"tie_word_embeddings": False},
+    "phi": {},
+    "stablelm": {},
+    "gptj": {},
+    "falcon": {},
     "phi3": {},
     "gpt2": {},
     "gpt_neo": {},
@@ -107,6 +112,7 @@ KEPT = ("olmoe", "deepseek_v2", "deepseek_v3")  # whose attentions have no slice
 MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
 SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3", "exaone4", "seed_oss", "starcoder2")
+SHORT += ("gemma", "phi", "stablelm", "gptj", "falcon")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 
 

@@ -22,15 +22,15 @@ from tests.tiny_models import DENSE_FAMILIES, disturb, tiny_model
 BIASED = {"attention_bias": True, "mlp_bias": True}
 NARROW = {"hidden_size": 8, "intermediate_size": 1, "num_key_value_heads": 4, "head_dim": 64}
 HEAD_DIM = {"qwen3": 24, "gemma2": 24, "gemma3_text": 24}  # narrower than hidden / heads
-FILLED = ("opt", "gpt2", "gpt_neo", "gpt_neox")  # no head_dim of their own
+UNGROUPED = ("opt", "gpt2", "gpt_neo", "gptj", "gpt_neox")
 
 
 def dense_config(family: str, width: int = 256, heads: int = 8, layers: int = 5, **more: Any) -> Any:
     """A configuration of a family that is large enough to be split, without its numbers."""
     sizes: dict[str, Any] = {"hidden_size": width, "num_attention_heads": heads, "vocab_size": 997}
     sizes[FAMILIES[family].intermediate] = 688
-    if family not in FILLED:
-        sizes["num_key_value_heads"] = heads // 2
+    if family not in UNGROUPED:
+        sizes["num_kv_heads" if family == "falcon" else "num_key_value_heads"] = heads // 2
     if family == "opt":
         sizes["word_embed_proj_dim"] = width
     if family in HEAD_DIM:
@@ -74,7 +74,7 @@ def test_layers_have_the_dense_models_parameters(family: str, count: int) -> Non
     }
     assert narrowed.hidden_size == pytest.approx(config.hidden_size / count**0.5, rel=0.1)
     assert narrowed.hidden_size % 8 == 0
-    if family not in FILLED:
+    if not described.heads_fill_stream:
         assert family_of(narrowed).head_dim(narrowed) == described.head_dim(config)
     assert {sublayer.layers[0] for sublayer in program.sublayers()} == set(range(5 * count))
 
