@@ -274,7 +274,7 @@ class _Mixture(Reference):
         """A copy in which a layer has these of its experts."""
         other = self.copied()
         rows = [f"{self.router}.{name}" for name in ("weight", "bias", "e_score_correction_bias")]
-        for name in (*rows, *(f"mlp.experts.{name}" for name in self.expert_names)):
+        for name in (*rows, "mlp.e_score_correction_bias", *(f"mlp.experts.{name}" for name in self.expert_names)):
             if (path := self.at(k, name)) in self.w:
                 other.w[path] = self.w[path][list(kept)]
         return other
@@ -286,7 +286,20 @@ class _Qwen3Moe(_Mixture):
         return bool(self.config.norm_topk_prob)
 
 
-class _Qwen3Next(_Qwen3Moe):
+class _Qwen2Moe(_Qwen3Moe):
+    """A shared expert, which has a gate."""
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        output = super().feed_forward(k, x)
+        if self.at(k, "mlp.gate.weight") not in self.w:
+            return output
+        normed = self.norm(self.at(k, self.mlp_norm), x)
+        gate, up = (self.linear(self.at(k, f"mlp.shared_expert.{name}_proj"), normed) for name in ("gate", "up"))
+        shared = self.linear(self.at(k, "mlp.shared_expert.down_proj"), self.activation(gate) * up)
+        return output + torch.sigmoid(self.linear(self.at(k, "mlp.shared_expert_gate"), normed)) * shared
+
+
+class _Qwen3Next(_Qwen2Moe):
     attention_roles = "qgkvo"
 
     def gain(self, name: str) -> Tensor:
@@ -347,15 +360,6 @@ class _Qwen3Next(_Qwen3Moe):
         b, a = self.linear(self.at(k, "linear_attn.in_proj_ba"), x).unflatten(-1, (groups, -1)).chunk(2, -1)
         v, z = (part.flatten(-2).unflatten(-1, (-1, width)) for part in (v, z))
         return q, key, v, z, b.flatten(-2), a.flatten(-2)
-
-    def feed_forward(self, k: int, x: Tensor) -> Tensor:
-        output = super().feed_forward(k, x)
-        if self.at(k, "mlp.gate.weight") not in self.w:
-            return output
-        normed = self.norm(self.at(k, self.mlp_norm), x)
-        gate, up = (self.linear(self.at(k, f"mlp.shared_expert.{name}_proj"), normed) for name in ("gate", "up"))
-        shared = self.linear(self.at(k, "mlp.shared_expert.down_proj"), self.activation(gate) * up)
-        return output + torch.sigmoid(self.linear(self.at(k, "mlp.shared_expert_gate"), normed)) * shared
 
 
 class _Qwen35(_Qwen3Next):
@@ -438,7 +442,7 @@ class _DeepSeek(_Mixture):
         return output + self.linear(self.at(k, "mlp.shared_experts.down_proj"), self.activation(gate) * up)
 
     def shares(self, logits: Tensor) -> Tensor:
-        config, third = self.config, self.config.model_type == "deepseek_v3"
+        config, third = self.config, self.config.model_type != "deepseek_v2"
         scores = logits.sigmoid() if third else logits.softmax(-1)
         ranked = scores + self.w[self.at(self.layer_now, "mlp.gate.e_score_correction_bias")] if third else scores
         found = torch.zeros_like(scores)
@@ -453,6 +457,10 @@ class _DeepSeek(_Mixture):
         if third and config.norm_topk_prob:
             found = found / found.sum(-1, True)
         return found * config.routed_scaling_factor
+
+
+class _Glm4Moe(_DeepSeek):
+    attention = Reference.attention
 
 
 class _Llama4(_Mixture):
@@ -802,6 +810,23 @@ class _Olmoe(_Qwen3Moe):
     qkv, all_normed = _Olmo.qkv, _Olmo.all_normed
 
 
+class _MiniMaxM2(_Olmoe):
+    """Experts are chosen by sigmoids and a correction, which their weights have not."""
+
+    normalised = True
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        self.correction = self.w[self.at(k, "mlp.e_score_correction_bias")]
+        return super().feed_forward(k, x)
+
+    def shares(self, logits: Tensor) -> Tensor:
+        scores, found = logits.sigmoid(), torch.zeros_like(logits)
+        for own, row, ranked in zip(found, scores, scores + self.correction, strict=True):
+            chosen = ranked.argsort(descending=True)[: self.config.num_experts_per_tok]
+            own[chosen] = row[chosen] / row[chosen].sum()
+        return found
+
+
 _CLASSES: dict[str, type[Reference]] = {
     "mixtral": _Mixture,
     "llama4_text": _Llama4,
@@ -809,6 +834,9 @@ _CLASSES: dict[str, type[Reference]] = {
     "gpt_oss": _GptOss,
     "deepseek_v2": _DeepSeek,
     "deepseek_v3": _DeepSeek,
+    "glm4_moe": _Glm4Moe,
+    "minimax_m2": _MiniMaxM2,
+    "qwen2_moe": _Qwen2Moe,
     "qwen3_moe": _Qwen3Moe,
     "qwen3_next": _Qwen3Next,
     "qwen3_5_text": _Qwen35,
