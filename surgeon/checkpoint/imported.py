@@ -38,6 +38,7 @@ BASE_TYPES = {
     "palumistral": "mistral",
     "paluqwen2": "qwen2",
     "paluqwen3": "qwen3",
+    "kimi_k2": "deepseek_v3",
 }
 # Names of the two factors of a matrix at a path: its parent, and its last name without "_proj".
 STYLES = (

@@ -22,6 +22,7 @@ from surgeon.runtime.worker.ranks import Ranks
 from tests.reference import Reference
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import case
+from tests.stored import configure
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 IDS = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -148,8 +149,16 @@ def stack(folder: Path) -> Written:
     return folder, model, "A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A5 F5"
 
 
-STYLES: dict[str, Callable[[Path], Written]] = {one.__name__: one for one in (svd_llm, asvd, palu, deci, stack)}
-FORMS = {"svd_llm": "program", "asvd": "program", "palu": "program", "deci": "fused", "stack": "program"}
+def kimi(folder: Path) -> Written:
+    """DeepSeek-V3 under another name, by code that is not there."""
+    model = tiny_model("deepseek_v3", dropout=0.0)
+    model.save_pretrained(folder)
+    configure(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    return folder, model, "A0 F0 A1 F1 A2 F2 A3 F3"
+
+
+STYLES: dict[str, Callable[[Path], Written]] = {one.__name__: one for one in (svd_llm, asvd, palu, deci, stack, kimi)}
+FORMS = dict.fromkeys(("svd_llm", "asvd", "palu", "stack"), "program") | {"deci": "fused", "kimi": "plain"}
 all_styles = pytest.mark.parametrize("style", STYLES)
 
 
@@ -180,7 +189,7 @@ def test_it_opens_as_a_program_and_computes_what_it_did(written: tuple[Path, str
         torch.testing.assert_close(load(model)(IDS).logits, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("style", [case(one, default=one in ("palu", "deci")) for one in STYLES])
+@pytest.mark.parametrize("style", [case(one, default=one in ("palu", "deci", "kimi")) for one in STYLES])
 def test_it_is_exported_as_ours(written: tuple[Path, str, Tensor], style: str, tmp_path: Path) -> None:
     folder, program, expected = written
     exported = surgeon.export(folder, tmp_path / "out", program=program)
