@@ -212,6 +212,12 @@ def _gemma3(draw: Draw, layers: int) -> dict[str, Any]:
     return drawn | {"rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}}
 
 
+def _olmo(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    drawn = _gated(draw) | {"clip_qkv": draw(st.sampled_from((None, 0.5, 8.0)))}
+    del drawn["rms_norm_eps"]
+    return drawn | {"attention_bias": draw(st.booleans())}
+
+
 def _olmo2(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     return _gated(draw) | {"attention_bias": draw(st.booleans())}
 
@@ -324,6 +330,7 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "olmo": _olmo,
     "olmo2": _olmo2,
     "exaone4": _exaone4,
     "seed_oss": _seed_oss,

@@ -684,6 +684,17 @@ class _Olmo(Reference):
         return self.norm(self.at(k, "post_feedforward_layernorm"), self.gated(k, x))
 
 
+class _FirstOlmo(Reference):
+    def norm(self, name: str, x: Tensor) -> Tensor:  # noqa: ARG002 - it has nothing of its own
+        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = super().linear(name, x)
+        bound = self.config.clip_qkv
+        clips = bound is not None and name.endswith(("q_proj", "k_proj", "v_proj"))
+        return y.maximum(torch.tensor(-bound)).minimum(torch.tensor(bound)) if clips else y
+
+
 class _Exaone4(_Olmo):
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return Reference.qkv(self, k, x)
@@ -854,6 +865,7 @@ _CLASSES: dict[str, type[Reference]] = {
     "starcoder2": _StarCoder2,
     "gemma2": _Gemma2,
     "gemma3_text": _Gemma3,
+    "olmo": _FirstOlmo,
     "olmo2": _Olmo,
     "olmo3": _Olmo,
     "gpt2": _Gpt2,

@@ -36,6 +36,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
@@ -215,6 +216,10 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             }
         },
     ),
+    "olmo": (
+        OlmoConfig,
+        _GROUPED | {"clip_qkv": 0.8, "attention_bias": True, "pad_token_id": 1},
+    ),  # of which half is clipped
     "olmo2": (Olmo2Config, _GROUPED),
     "exaone4": (Exaone4Config, _GROUPED | _WINDOW | {"sliding_window_pattern": 2}),
     "seed_oss": (SeedOssConfig, _GROUPED | {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),

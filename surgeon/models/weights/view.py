@@ -165,9 +165,10 @@ class ModelWeights(StoredWeights):
         """
         found, spec = {}, self.spec(sublayer)
         for what, path in norm_paths(spec).items():
+            needed = ("weight",) if path in spec.head_norms else self.family.norm_parts[:1]
             for part in ("weight", "bias"):
                 paths = [f"{self.prefix(layer)}{path}.{part}" for layer in sublayer.layers]
-                if part == "weight" or paths[0] in self:
+                if part in needed or paths[0] in self:
                     found[f"{what}.{part}"] = mean((self.tensor(path) for path in paths), dtype)
             if path in spec.feature_norms:
                 kept = self._kept(sublayer, spec.projection(spec.feature_norms[path]))

@@ -24,7 +24,7 @@ FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "ol
 FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2"]
 FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"]
-FAMILY_NAMES += ["qwen2_moe", "glm4_moe", "minimax_m2"]
+FAMILY_NAMES += ["olmo", "qwen2_moe", "glm4_moe", "minimax_m2"]
 THOROUGH = (
     "glm",
     "cohere",
@@ -41,6 +41,7 @@ THOROUGH = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "llama4_text",
+    "olmo",
     "qwen2_moe",
     "glm4_moe",
     "minimax_m2",

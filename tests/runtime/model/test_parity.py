@@ -62,6 +62,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v3": {"attention_bias": True},
     "llama4_text": {},
+    "olmo": {},
     "qwen2_moe": {},
     "glm4_moe": {"first_k_dense_replace": 0},
     "minimax_m2": {},
@@ -109,7 +110,7 @@ MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "qwen2_moe", "glm4
 KEPT = ("olmoe", "minimax_m2", "deepseek_v2", "deepseek_v3")  # whose attentions have no slices in programs
 MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
-SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3", "exaone4", "seed_oss", "starcoder2")
+SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3", "exaone4", "seed_oss", "starcoder2", "olmo")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 
 
