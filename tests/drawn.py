@@ -268,13 +268,16 @@ def _cohere(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
         "layer_norm_eps": draw(st.sampled_from((1e-5, 1e-2))),
         "logit_scale": draw(st.sampled_from((0.0625, 1.0))),
         "attention_bias": draw(st.booleans()),
+        "use_qk_norm": draw(st.booleans()),
     }
 
 
 def _cohere2(draw: Draw, layers: int) -> dict[str, Any]:
     types = _layer_types(draw, layers)
     del types["use_sliding_window"]
-    return _cohere(draw, layers) | types | {"sliding_window": draw(st.sampled_from((4, 200)))}
+    drawn = _cohere(draw, layers) | types | {"sliding_window": draw(st.sampled_from((4, 200)))}
+    del drawn["use_qk_norm"]
+    return drawn
 
 
 def _opt(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001

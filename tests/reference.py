@@ -584,6 +584,10 @@ class _Cohere(Reference):
         centred = x - x.mean(-1, keepdim=True)
         return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + self.config.layer_norm_eps) * self.gain(name)
 
+    def gain(self, name: str) -> Tensor:
+        gain = super().gain(name)
+        return gain[:, None] if gain.dim() == 2 else gain  # of heads, which come before tokens
+
     def logits(self, x: Tensor) -> Tensor:
         return super().logits(x) * self.config.logit_scale
 

@@ -65,6 +65,8 @@ class Fused(Form):
             )
         if family.attention.norms_all_heads:
             raise Inexpressible(f"{family.name} norms queries and keys of all heads together")
+        if family.attention.gains_each_head:
+            raise Inexpressible(f"{family.name} has a gain for each head of queries and keys, of which ranks have some")
         if why_not := family.unfusable(config):
             raise Inexpressible(why_not)
         lists = {

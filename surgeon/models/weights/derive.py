@@ -89,7 +89,8 @@ def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
 
     Of norms and routers it has, and of one factor in two: the one that is on the stream's side of its matrix.
     """
-    if path.startswith(tuple(f"{norm}." for norm in norm_paths(spec).values())):
+    norms = (norm for norm in norm_paths(spec).values() if norm not in spec.feature_norms)
+    if path.startswith(tuple(f"{norm}." for norm in norms)):
         return True
     if path in spec.others.values() and path != spec.sinks:
         return True

@@ -244,7 +244,7 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
             norms += [f"{prefix}{norm}" for norm in (spec.norm, spec.post_norm) if norm is not None]
-            turns = (None,) if family.head_norm_turns else ()
+            turns = (None,) if family.head_norm_turns or spec.gains_each_head else ()
             width = None if spec.norms_all_heads else source.head_dim
             shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in spec.head_norms}
             for projection in spec.projections:
