@@ -212,6 +212,12 @@ def _gemma3(draw: Draw, layers: int) -> dict[str, Any]:
     return drawn | {"rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}}
 
 
+def _olmo(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
+    drawn = _gated(draw) | {"clip_qkv": draw(st.sampled_from((None, 0.5, 8.0)))}
+    del drawn["rms_norm_eps"]
+    return drawn | {"attention_bias": draw(st.booleans())}
+
+
 def _olmo2(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     return _gated(draw) | {"attention_bias": draw(st.booleans())}
 
@@ -276,13 +282,16 @@ def _cohere(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
         "layer_norm_eps": draw(st.sampled_from((1e-5, 1e-2))),
         "logit_scale": draw(st.sampled_from((0.0625, 1.0))),
         "attention_bias": draw(st.booleans()),
+        "use_qk_norm": draw(st.booleans()),
     }
 
 
 def _cohere2(draw: Draw, layers: int) -> dict[str, Any]:
     types = _layer_types(draw, layers)
     del types["use_sliding_window"]
-    return _cohere(draw, layers) | types | {"sliding_window": draw(st.sampled_from((4, 200)))}
+    drawn = _cohere(draw, layers) | types | {"sliding_window": draw(st.sampled_from((4, 200)))}
+    del drawn["use_qk_norm"]
+    return drawn
 
 
 def _opt(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
@@ -372,6 +381,7 @@ _OF_FAMILY: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "gemma": _olmo2,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "olmo": _olmo,
     "olmo2": _olmo2,
     "exaone4": _exaone4,
     "seed_oss": _seed_oss,

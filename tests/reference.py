@@ -278,7 +278,7 @@ class _Mixture(Reference):
         """A copy in which a layer has these of its experts."""
         other = self.copied()
         rows = [f"{self.router}.{name}" for name in ("weight", "bias", "e_score_correction_bias")]
-        for name in (*rows, *(f"mlp.experts.{name}" for name in self.expert_names)):
+        for name in (*rows, "mlp.e_score_correction_bias", *(f"mlp.experts.{name}" for name in self.expert_names)):
             if (path := self.at(k, name)) in self.w:
                 other.w[path] = self.w[path][list(kept)]
         return other
@@ -290,7 +290,20 @@ class _Qwen3Moe(_Mixture):
         return bool(self.config.norm_topk_prob)
 
 
-class _Qwen3Next(_Qwen3Moe):
+class _Qwen2Moe(_Qwen3Moe):
+    """A shared expert, which has a gate."""
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        output = super().feed_forward(k, x)
+        if self.at(k, "mlp.gate.weight") not in self.w:
+            return output
+        normed = self.norm(self.at(k, self.mlp_norm), x)
+        gate, up = (self.linear(self.at(k, f"mlp.shared_expert.{name}_proj"), normed) for name in ("gate", "up"))
+        shared = self.linear(self.at(k, "mlp.shared_expert.down_proj"), self.activation(gate) * up)
+        return output + torch.sigmoid(self.linear(self.at(k, "mlp.shared_expert_gate"), normed)) * shared
+
+
+class _Qwen3Next(_Qwen2Moe):
     attention_roles = "qgkvo"
 
     def gain(self, name: str) -> Tensor:
@@ -351,15 +364,6 @@ class _Qwen3Next(_Qwen3Moe):
         b, a = self.linear(self.at(k, "linear_attn.in_proj_ba"), x).unflatten(-1, (groups, -1)).chunk(2, -1)
         v, z = (part.flatten(-2).unflatten(-1, (-1, width)) for part in (v, z))
         return q, key, v, z, b.flatten(-2), a.flatten(-2)
-
-    def feed_forward(self, k: int, x: Tensor) -> Tensor:
-        output = super().feed_forward(k, x)
-        if self.at(k, "mlp.gate.weight") not in self.w:
-            return output
-        normed = self.norm(self.at(k, self.mlp_norm), x)
-        gate, up = (self.linear(self.at(k, f"mlp.shared_expert.{name}_proj"), normed) for name in ("gate", "up"))
-        shared = self.linear(self.at(k, "mlp.shared_expert.down_proj"), self.activation(gate) * up)
-        return output + torch.sigmoid(self.linear(self.at(k, "mlp.shared_expert_gate"), normed)) * shared
 
 
 class _Qwen35(_Qwen3Next):
@@ -442,7 +446,7 @@ class _DeepSeek(_Mixture):
         return output + self.linear(self.at(k, "mlp.shared_experts.down_proj"), self.activation(gate) * up)
 
     def shares(self, logits: Tensor) -> Tensor:
-        config, third = self.config, self.config.model_type == "deepseek_v3"
+        config, third = self.config, self.config.model_type != "deepseek_v2"
         scores = logits.sigmoid() if third else logits.softmax(-1)
         ranked = scores + self.w[self.at(self.layer_now, "mlp.gate.e_score_correction_bias")] if third else scores
         found = torch.zeros_like(scores)
@@ -457,6 +461,10 @@ class _DeepSeek(_Mixture):
         if third and config.norm_topk_prob:
             found = found / found.sum(-1, True)
         return found * config.routed_scaling_factor
+
+
+class _Glm4Moe(_DeepSeek):
+    attention = Reference.attention
 
 
 class _Llama4(_Mixture):
@@ -580,6 +588,10 @@ class _Cohere(Reference):
         centred = x - x.mean(-1, keepdim=True)
         return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + self.config.layer_norm_eps) * self.gain(name)
 
+    def gain(self, name: str) -> Tensor:
+        gain = super().gain(name)
+        return gain[:, None] if gain.dim() == 2 else gain  # of heads, which come before tokens
+
     def logits(self, x: Tensor) -> Tensor:
         return super().logits(x) * self.config.logit_scale
 
@@ -680,6 +692,17 @@ class _Olmo(Reference):
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         return self.norm(self.at(k, "post_feedforward_layernorm"), self.gated(k, x))
+
+
+class _FirstOlmo(Reference):
+    def norm(self, name: str, x: Tensor) -> Tensor:  # noqa: ARG002 - it has nothing of its own
+        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = super().linear(name, x)
+        bound = self.config.clip_qkv
+        clips = bound is not None and name.endswith(("q_proj", "k_proj", "v_proj"))
+        return y.maximum(torch.tensor(-bound)).minimum(torch.tensor(bound)) if clips else y
 
 
 class _Exaone4(_Olmo):
@@ -807,7 +830,7 @@ class _Gpt2(_Opt):
 
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, key, v = map(self.heads, self.linear(self.at(k, "attn.c_attn"), x).chunk(3, -1))
-        return q, key, v
+        return q / (k + 1) if self.config.scale_attn_by_inverse_layer_idx else q, key, v
 
 
 class _GptNeo(_Gpt2):
@@ -887,6 +910,23 @@ class _Olmoe(_Qwen3Moe):
     qkv, all_normed = _Olmo.qkv, _Olmo.all_normed
 
 
+class _MiniMaxM2(_Olmoe):
+    """Experts are chosen by sigmoids and a correction, which their weights have not."""
+
+    normalised = True
+
+    def feed_forward(self, k: int, x: Tensor) -> Tensor:
+        self.correction = self.w[self.at(k, "mlp.e_score_correction_bias")]
+        return super().feed_forward(k, x)
+
+    def shares(self, logits: Tensor) -> Tensor:
+        scores, found = logits.sigmoid(), torch.zeros_like(logits)
+        for own, row, ranked in zip(found, scores, scores + self.correction, strict=True):
+            chosen = ranked.argsort(descending=True)[: self.config.num_experts_per_tok]
+            own[chosen] = row[chosen] / row[chosen].sum()
+        return found
+
+
 _CLASSES: dict[str, type[Reference]] = {
     "mixtral": _Mixture,
     "llama4_text": _Llama4,
@@ -894,6 +934,9 @@ _CLASSES: dict[str, type[Reference]] = {
     "gpt_oss": _GptOss,
     "deepseek_v2": _DeepSeek,
     "deepseek_v3": _DeepSeek,
+    "glm4_moe": _Glm4Moe,
+    "minimax_m2": _MiniMaxM2,
+    "qwen2_moe": _Qwen2Moe,
     "qwen3_moe": _Qwen3Moe,
     "qwen3_next": _Qwen3Next,
     "qwen3_5_text": _Qwen35,
@@ -914,6 +957,7 @@ _CLASSES: dict[str, type[Reference]] = {
     "gemma": _Gemma,
     "gemma2": _Gemma2,
     "gemma3_text": _Gemma3,
+    "olmo": _FirstOlmo,
     "olmo2": _Olmo,
     "olmo3": _Olmo,
     "gpt2": _Gpt2,

@@ -22,6 +22,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
     GPTJConfig,
@@ -31,18 +32,21 @@ from transformers import (
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -136,6 +140,14 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
         | {"mlp_only_layers": [2], "norm_topk_prob": False},
     ),
+    # Layer 2 is dense, and only layer 0 has a window.
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        _GROUPED
+        | _WINDOW
+        | {"use_sliding_window": True, "max_window_layers": 2, "mlp_only_layers": [2], "num_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+    ),
     # Layer 3 has linear attention; layer 2 is dense.
     "qwen3_next": (
         Qwen3NextConfig,
@@ -176,6 +188,19 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         _LATENT | {"q_lora_rank": None},
     ),
     "deepseek_v3": (DeepseekV3Config, _LATENT | {"n_group": 1, "topk_group": 1, "q_lora_rank": 12}),
+    # As large ones are: heads are normed, and have biases.
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {key: value for key, value in _LATENT.items() if not key.endswith(("_rank", "_dim"))}
+        | {"num_key_value_heads": KV_HEADS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    ),
+    # Experts that add up to other numbers than those they are chosen by.
+    "minimax_m2": (
+        MiniMaxM2Config,
+        _GROUPED
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "mixtral": (MixtralConfig, _GROUPED | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma": (GemmaConfig, _GROUPED | {"head_dim": 16}),
     # Caps and scale such that leaving one of them out shows.
@@ -197,6 +222,10 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             }
         },
     ),
+    "olmo": (
+        OlmoConfig,
+        _GROUPED | {"clip_qkv": 0.8, "attention_bias": True, "pad_token_id": 1},
+    ),  # of which half is clipped
     "olmo2": (Olmo2Config, _GROUPED),
     "exaone4": (Exaone4Config, _GROUPED | _WINDOW | {"sliding_window_pattern": 2}),
     "seed_oss": (SeedOssConfig, _GROUPED | {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),

@@ -5,6 +5,7 @@
     Palu      k_proj is k_proj.U.0, k_proj.U.1 ... behind k_proj.VT: each makes some heads of a part of what VT gives,
               which is one factor with these in blocks along its diagonal
     DeciLM    `block_configs` says which layers have no attention or no MLP, and how wide the others are
+    GPT-2     `scale_attn_by_inverse_layer_idx` divides scores by the number of the layer, from 1: so are queries
 
 What config.json and the tensors would be in the program form is found from config.json and the tensors' names and
 shapes; nothing is read or written for it.
@@ -29,6 +30,7 @@ from surgeon.models.weights.layout import modules_of
 
 Entries = dict[str, Any]  # of a config.json
 BLOCKS_KEY = "block_configs"
+BY_LAYER_KEY = "scale_attn_by_inverse_layer_idx"
 # What others call a model whose layers are those of an architecture that there is.
 BASE_TYPES = {
     "nemotron-nas": "llama",
@@ -38,6 +40,7 @@ BASE_TYPES = {
     "palumistral": "mistral",
     "paluqwen2": "qwen2",
     "paluqwen3": "qwen3",
+    "kimi_k2": "deepseek_v3",
 }
 # Names of the two factors of a matrix at a path: its parent, and its last name without "_proj".
 STYLES = (
@@ -83,10 +86,12 @@ class Uniform:
         entries: of its config.json.
         repeats: layers whose KV heads are shared by more heads than in others, and how often each has to be there for
             the same to be computed where all layers have as many.
+        divides: whether queries are to be divided by the number of their layer, from 1.
     """
 
     entries: Entries
     repeats: dict[int, int]
+    divides: bool = False
 
 
 def uniform(entries: Entries) -> Uniform:
@@ -98,6 +103,8 @@ def uniform(entries: Entries) -> Uniform:
     model_type = str(entries.get("model_type"))
     if model_type in BASE_TYPES:
         entries = entries | {"model_type": BASE_TYPES[model_type]}
+    if entries.get(BY_LAYER_KEY):
+        return Uniform(entries | {BY_LAYER_KEY: False}, {}, divides=True)
     blocks = entries.get(BLOCKS_KEY)
     if blocks is None or PROGRAM_KEY in entries or entries["model_type"] not in FAMILIES:
         return Uniform(entries, {})
@@ -171,6 +178,23 @@ def repeated_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
     (rows,) = tensors
     heads: Tensor = rows.unflatten(0, (-1, head_dim))
     return heads.repeat_interleave(times, 0).flatten(0, 1)
+
+
+def queries_by_layer(family: Family, layers: str, store: Shapes) -> list[tuple[str, int]]:
+    """Names of the tensors that make queries, keys and values in layers behind the first, and of which layer each is.
+
+    Args:
+        layers: as of `factor_pairs`.
+    """
+    pattern = rf"{re.escape(layers)}([1-9]\d*)\.{re.escape(family.attention.projection('q').path)}\.(weight|bias)"
+    return [(name, int(one[1])) for name in store.names() if (one := re.fullmatch(pattern, name))]
+
+
+def divided_queries(number: int, tensors: list[Tensor]) -> Tensor:
+    """Queries, which come before as many keys and as many values, divided by a number."""
+    (whole,) = tensors
+    queries, *others = whole.chunk(3, -1)
+    return torch.cat([(queries.float() / number).to(whole.dtype), *others], -1)
 
 
 def factor_pairs(family: Family, layers: str, store: Shapes) -> dict[tuple[int, str], Pair]:

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.header import parse_json
-from surgeon.checkpoint.imported import Pair, factor_pairs, in_blocks, repeated_heads, uniform, with_ranks
+from surgeon.checkpoint.imported import (
+    Pair,
+    divided_queries,
+    factor_pairs,
+    in_blocks,
+    queries_by_layer,
+    repeated_heads,
+    uniform,
+    with_ranks,
+)
 from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of
 from surgeon.checkpoint.wrapped import Wrapped
@@ -163,6 +172,8 @@ class Checkpoint(TensorFiles):
                         rows, *others = self.shape(name)
                         make = partial(repeated_heads, rows * times // int(self.config["num_key_value_heads"]), times)
                         self._derive(name, Derived((name,), (rows * times, *others), make))
+        for name, layer in queries_by_layer(family, layers, self) if found.divides else ():
+            self._derive(name, Derived((name,), self.shape(name), partial(divided_queries, layer + 1)))
         self.imported = bool(pairs) or self.config != before
 
     def _take_in_pairs(self, pairs: Iterable[Pair]) -> None:

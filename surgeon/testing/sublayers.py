@@ -197,8 +197,9 @@ class OwnSublayers:
         columns[left_out] = 0
         stored = other.layers[k].get_parameter(f"{writing.path}.weight")
         stored.copy_(columns.flatten(0, 1) if writing.transposed else columns.flatten(0, 1).T)
-        for path, role in self.family.spec(kind).feature_norms.items():
-            other._norm_only(k, self.family.spec(kind).projection(role), path, ~left_out)
+        spec = self.family.spec(kind)
+        for path, role in spec.feature_norms.items() if spec.norms_all_heads else ():
+            other._norm_only(k, spec.projection(role), path, ~left_out)
         return other
 
     @torch.no_grad()

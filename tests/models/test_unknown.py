@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from transformers import ArceeConfig, FalconConfig, Lfm2Config, MambaConfig
 
+from surgeon.models.families import Unsupported, family_named
 from surgeon.models.unknown import mechanisms
 
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97, "intermediate_size": 48}
@@ -32,6 +34,17 @@ def test_layers_that_differ_are_counted() -> None:
     kinds = ["conv", "conv", "full_attention"]
     config = Lfm2Config(**TINY | {"num_hidden_layers": 3}, layer_types=kinds)
     assert "conv.conv in 2 of 3 layers" in mechanisms(config.to_dict())["modules"]
+
+
+def test_a_refusal_names_the_nearest_family() -> None:
+    """MiniMax's first has Mixtral's experts, and linear attentions before most of them."""
+    near = r"the nearest that is: Mixtral, which computes the same in 13 of its 25 functions"
+    with pytest.raises(Unsupported, match=rf"architecture 'minimax' is not supported \({near}"):
+        family_named("minimax")
+    with pytest.raises(
+        Unsupported, match=r"architecture 'nosuch' is not supported \(supported: Cohere, .*, StarCoder2\)"
+    ):
+        family_named("nosuch")
 
 
 def test_what_transformers_does_not_know_either() -> None:

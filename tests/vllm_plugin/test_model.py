@@ -27,7 +27,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen3": {"tie_word_embeddings": True},
 }
-SOME_DENSE = ("qwen3_moe", "deepseek_v2", "deepseek_v3")  # of whose layers one is no mixture
+SOME_DENSE = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")  # of whose layers one is no mixture
 CHUNKED = [name for name in RANKED if FAMILIES[name].off_vllm is not None]
 RUN = [name for name in RANKED if name not in CHUNKED]
 MIXED = [name for name, family in FAMILIES.items() if family.mixture]

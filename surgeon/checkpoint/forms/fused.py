@@ -65,6 +65,8 @@ class Fused(Form):
             )
         if family.attention.norms_all_heads:
             raise Inexpressible(f"{family.name} norms queries and keys of all heads together")
+        if family.attention.gains_each_head:
+            raise Inexpressible(f"{family.name} has a gain for each head of queries and keys, of which ranks have some")
         if why_not := family.unfusable(config):
             raise Inexpressible(why_not)
         lists = {
@@ -166,6 +168,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "qkv_bias": biases["q"],
         "o_bias": biases["o"],
         "attention_scaling": family.head_dim(config) ** -0.5 if scale is None else scale,
+        "clip_qkv": family.bound(config),
         "query_growth": None if growth is None else [growth.rate, growth.length],
         "embedding_scale": family.embedding_scale(config) or 1.0,
         "output_scale": family.output_scale(config) or 1.0,

@@ -71,8 +71,7 @@ class FusedPlanner(TensorPlanner):
                 for path, compute in tensors.items():
                     name = f"{FUSED.layers}.{index}.{path}"
                     planned += self._side_by_side(name, sublayers) or self.planned(name, compute)
-        parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
-        for part in parts:
+        for part in self.family.norm_parts:
             planned += self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part)
         return planned + self._head()
 
@@ -92,13 +91,12 @@ class FusedPlanner(TensorPlanner):
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
         own, written = self.family.spec(kind), FUSED.spec(kind)
-        none = torch.zeros_like if self.family.unit_offset else torch.ones_like
-        parts = {"weight": none} | ({"bias": torch.zeros_like} if self.family.norm_kind == "layer" else {})
+        gain = torch.zeros_like if self.family.unit_offset else torch.ones_like
         tensors: dict[str, Compute] = {}
-        for part, neutral in parts.items():
+        for part in self.family.norm_parts:
             compute = partial(self.part, sublayers[0], f"{own.norm}.{part}")
             if len(sublayers) > 1:  # the gains and shifts of all of them are folded into what follows
-                compute = partial(_as, neutral, compute)
+                compute = partial(_as, gain if part == "weight" else torch.zeros_like, compute)
             tensors[f"{written.norm}.{part}"] = compute
         for path in own.head_norms:
             tensors[f"{path}.weight"] = partial(self._head_gains, sublayers, f"{path}.weight")
@@ -122,6 +120,8 @@ class FusedPlanner(TensorPlanner):
             # Rows that have the columns of all matrices.
             parts = zip(*(matrix.split(ROWS) for matrix in matrices), strict=True)
             return (self._in_turn(list(rows), sublayers, dim=1) for rows in parts)
+        if not self.family.norm_parts:
+            return self._in_turn(matrices, sublayers, dim=0)
         offset = int(self.family.unit_offset)
         gains = [offset + self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
         return self._folded(matrices, gains, sublayers)

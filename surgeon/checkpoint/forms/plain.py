@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.forms.base import Form, Layout, config_beside
 from surgeon.checkpoint.forms.planning import PlannedTensor
@@ -63,9 +63,7 @@ class Plain(Form):
         return entries
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        if checkpoint.wrapped is not None:
-            return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
-        return AutoConfig.from_pretrained(checkpoint.folder)
+        return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
 
 
 def _widths(layer: StoredLayer, family: Family, config: Any) -> dict[str, int]:

@@ -158,6 +158,8 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
         return f"{family.name}'s attention in transformers goes by the number of all heads, of which a rank has some"
     if family.attention.norms_all_heads:
         return f"{family.name} norms queries and keys of all heads together, of which a rank has some"
+    if family.attention.gains_each_head:
+        return f"{family.name} has a gain for each head of queries and keys, of which a rank has some"
     if family.units(config)["kv_heads"] == 1:
         return "ranks cannot divide one KV head"
     return None

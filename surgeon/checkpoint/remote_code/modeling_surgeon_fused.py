@@ -25,8 +25,13 @@ from transformers.utils.output_capturing import capture_outputs
 
 # What layers and models call the keys and values of tokens before: "cache" since transformers 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-NORMS: Any = {"rms": LlamaRMSNorm, "rms_offset": GemmaRMSNorm, "layer": nn.LayerNorm}
-NORMS["centred"] = partial(nn.LayerNorm, bias=False)
+NORMS: Any = {
+    "rms": LlamaRMSNorm,
+    "rms_offset": GemmaRMSNorm,
+    "layer": nn.LayerNorm,
+    "centred": partial(nn.LayerNorm, bias=False),
+    "plain": partial(nn.LayerNorm, elementwise_affine=False),
+}
 MASKS: Any = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
@@ -67,6 +72,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
     qkv_bias: bool = False
     o_bias: bool = False
     attention_scaling: float = 1.0
+    clip_qkv: float | None = None  # the bound of what is projected to queries, keys and values
     query_growth: list[float] | None = None  # b and n: of 1 + b * log(1 + floor(position / n)), a factor on queries
     head_norm: bool = False  # every head's query and key is normed
     head_norm_turns: int = 1  # how many layers' heads take turns
@@ -163,9 +169,11 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         cache = kwargs.pop(CACHE, None)
         shape = hidden_states.shape[:-1]
-        query = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)
-        key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
-        value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
+        query, key, value = (one(hidden_states) for one in (self.q_proj, self.k_proj, self.v_proj))
+        if (bound := self.config.clip_qkv) is not None:
+            query, key, value = (one.clamp(-bound, bound) for one in (query, key, value))
+        query, key = (one.view(*shape, -1, self.head_dim) for one in (query, key))
+        value = value.view(*shape, -1, self.head_dim).transpose(1, 2)
         if self.q_norm is not None:
             query, key = self.q_norm(query, self.num_key_value_groups), self.k_norm(key, 1)
         query, key = query.transpose(1, 2), key.transpose(1, 2)

@@ -64,7 +64,7 @@ class Family(NamedTuple):
     turns: dict[str, int]  # where they are packed head by head, or KV group by KV group: how wide a head is
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
     groups: int  # KV heads of a layer
-    feature_norms: tuple[str, ...]  # norms of queries and keys of all heads together: gains are fewer in a narrow layer
+    feature_norms: tuple[str, ...]  # of queries and keys: they have a gain for each head, or for each of its features
     sinks: str | None  # a parameter with a number for each head
     mixture: dict[str, Any] | None  # where a layer has a mixture of experts: "experts", the module of their matrices,
     # "roles", what programs call those, and their parameters, "rows", what has a row of each, "counts" and "top_k"
@@ -401,10 +401,9 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
             inputs = inputs * width // units
         own = Conv1D(outputs, inputs) if isinstance(whole, Conv1D) else None
         set_at(layer, path, own or nn.Linear(inputs, outputs, bias=whole.bias is not None))
-    by_head = [f"{path}.weight" for path in family.feature_norms] + [path for path in (family.sinks,) if path]
-    for path in by_head if kind == "A" else ():
+    for path in by_head(family) if kind == "A" else ():
         old = attrgetter(path)(layer)
-        set_at(layer, path, nn.Parameter(old.new_empty(len(old) * width // units)))
+        set_at(layer, path, nn.Parameter(old.new_empty(len(old) * width // units, *old.shape[1:])))
     for path in family.counts:
         if has(layer, path) and path.startswith(called_in(layer, family, kind)[1:]):
             owner = path.rpartition(".")[0]
@@ -412,6 +411,11 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
             if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
                 set_at(layer, owner, copy.copy(counting))
             set_at(layer, path, attrgetter(path)(layer) * width // units)
+
+
+def by_head(family: Family) -> list[str]:
+    """Paths of parameters that have something for each head."""
+    return [f"{path}.weight" for path in family.feature_norms] + [path for path in (family.sinks,) if path]
 
 
 def sizes_of(linear: Any) -> tuple[int, int]:
@@ -581,8 +585,8 @@ class ProgramLayers(nn.Module):
     def sliced(self, layer: nn.Module, roots: tuple[str, ...], piece: tuple[int, int] | None) -> Iterator[None]:
         """While inside, the layer's modules have one slice of their heads or neurons."""
         mixture = self.family.mixture
-        others = (self.family.sinks, None if mixture is None else mixture["experts"])
-        all_paths = self.family.reads + self.family.writes + self.family.counts + tuple(filter(None, others))
+        others = by_head(self.family) + ([] if mixture is None else [mixture["experts"]])
+        all_paths = (*self.family.reads, *self.family.writes, *self.family.counts, *others)
         paths = () if piece is None else all_paths
         here = [path for path in paths if path.startswith(roots) and has(layer, path)]
         before = {path: attrgetter(path)(layer) for path in here}
@@ -603,8 +607,8 @@ class ProgramLayers(nn.Module):
             )
         if path in self.family.counts:
             return whole // piece[1]
-        if path == self.family.sinks:
-            return part(whole, piece)
+        if path in by_head(self.family):
+            return part(whole, piece, dim=0)
         if self.family.mixture is not None and path == self.family.mixture["experts"]:
             return Experts(whole, self.family.mixture, piece=piece)
         return SlicedProjection(whole, path in self.family.reads, piece, self.shares.get(path, (1,)))

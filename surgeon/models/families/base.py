@@ -71,7 +71,8 @@ class Family:
         attention, mlp: where a layer keeps its two sublayers.
         layer_specs: the same of single layers that differ from the others, by kind and layer; a `variant` gives them.
         stored_names: what files call modules of a layer, by pairs: how a path begins in the model, and in files.
-        norm_kind: "rms" (a gain), "layer" (a gain and a shift) or "centred" (a layer norm with a gain alone).
+        norm_kind: "rms" (a gain), "layer" (a gain and a shift), "centred" (a layer norm with a gain alone) or "plain"
+            (one with neither).
         unit_offset: whether norms multiply by 1 + their stored gain (Gemma2).
         norm_epsilon: the config attribute that holds the norms' epsilon, or the number itself.
         activation: the config attribute that names the MLP's activation.
@@ -109,6 +110,7 @@ class Family:
         attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
         computes_anew: whether generation computes a text again as it grows beyond the length from which its rotary
             positions are others (Phi3); else keys stay in the cache as they were turned.
+        bound: of what is projected to queries, keys and values, if there is one; of attentions without head norms only.
         query_growth: what queries are multiplied by as they come from their projection, and so of attentions without
             head norms only.
         grows_unturned: whether that is so in layers without rotary positions only. Positions are places in the text
@@ -140,7 +142,7 @@ class Family:
     head: str
     attention: SublayerSpec
     mlp: SublayerSpec
-    norm_kind: Literal["rms", "layer", "centred"]
+    norm_kind: Literal["rms", "layer", "centred", "plain"]
     norm_epsilon: str | float
     activation: str
     intermediate: str
@@ -178,6 +180,7 @@ class Family:
     embedding_scale: Scale = _none
     attention_scale: Scale = _none
     computes_anew: bool = False
+    bound: Callable[[Any], float | None] = _none
     query_growth: Callable[[Any], Growth | None] = _none
     grows_unturned: bool = False
     plain_head_norms: Callable[[Any], bool] = _not
@@ -253,6 +256,11 @@ class Family:
     def shares_norm(self) -> bool:
         """Whether a layer's two sublayers have one norm between them (Cohere)."""
         return self.attention.norm is not None and self.attention.norm == self.mlp.norm
+
+    @property
+    def norm_parts(self) -> tuple[str, ...]:
+        """The parameters of a norm of the stream."""
+        return {"layer": ("weight", "bias"), "plain": ()}.get(self.norm_kind, ("weight",))
 
     def epsilon(self, config: Any) -> float:
         """The norms' epsilon under this config."""

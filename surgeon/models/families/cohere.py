@@ -3,14 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Factor
+from surgeon.models.families.base import Factor, Family
 from surgeon.models.families.llama import LLAMA
 
 
-def _unsupported(config: Any) -> str | None:
-    if getattr(config, "use_qk_norm", False):
-        return "it norms queries and keys with a gain for each head (use_qk_norm is true, as in Command R+)"
-    return None
+def _variant(family: Family, config: Any) -> Family:
+    """Command R+ norms queries and keys."""
+    if not getattr(config, "use_qk_norm", False):
+        return family
+    norms = ("self_attn.q_norm", "self_attn.k_norm")
+    return replace(family, attention=replace(family.attention, head_norms=norms, gains_each_head=True))
 
 
 def _unfused(fused: Any) -> dict[str, Any]:
@@ -28,6 +30,6 @@ COHERE = replace(
     steps_per_layer=1,
     adds_in_turn=True,
     logit_scale=Factor("logit_scale"),
-    unsupported=_unsupported,
+    variant=_variant,
     unfused=_unfused,
 )

@@ -51,6 +51,7 @@ FUSED = replace(
     window="sliding_window",
     window_layers="layer_types",
     attention_scale=attrgetter("attention_scaling"),
+    bound=attrgetter("clip_qkv"),
     query_growth=_query_growth,
     embedding_scale=Factor("embedding_scale"),
     output_scale=Factor("output_scale"),

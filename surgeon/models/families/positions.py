@@ -30,18 +30,17 @@ def attention_windows(family: Family, config: Any, layers: int) -> tuple[int | N
     window = None if family.window is None else getattr(config, family.window)
     if window is None:
         return ()
-    if window < 1:
-        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
-    if family.window_layers is None:
-        return (window,) * layers
-    windowed = windowed_layers(family, config)
+    windowed = [True] * layers if family.window_layers is None else windowed_layers(family, config)
     if len(windowed) != layers:
         raise ValueError(
             f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "
             f"checkpoint holds {layers}; attention windows need one for each"
         )
-    windows = tuple(window if here else None for here in windowed)
-    return windows if any(windows) else ()
+    if not any(windowed):  # Qwen2-MoE's window is 0 then
+        return ()
+    if window < 1:
+        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
+    return tuple(window if here else None for here in windowed)
 
 
 def rotated_layers(family: Family, config: Any) -> list[bool]:

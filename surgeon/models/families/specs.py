@@ -113,6 +113,8 @@ class SublayerSpec:
         head_norms: paths of the norms of queries and of keys, of each head by itself (Qwen3's q_norm and k_norm).
         norms_all_heads: whether these norm all heads together, with a gain for each of their features (OLMo2). Parts of
             such an attention need to know of each other, so that it is never sliced or fused either.
+        gains_each_head: whether these norms have a gain for each head, (heads, head_dim), and are of the kind that the
+            norms of the stream are (Command R+).
         post_norm: path of a norm that the output goes through before it is added (Gemma2); among `modules` too. The
             parts of a sublayer that has one cannot be added, so it is never sliced or fused.
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
@@ -136,6 +138,7 @@ class SublayerSpec:
     projections: tuple[Projection, ...]
     head_norms: tuple[str, ...] = ()
     norms_all_heads: bool = False
+    gains_each_head: bool = False
     post_norm: str | None = None
     counts: tuple[str, ...] = ()
     cache_slot: str = "self_attn.layer_idx"
@@ -164,7 +167,8 @@ class SublayerSpec:
     @property
     def feature_norms(self) -> dict[str, str]:
         """Paths of norms that have a gain for each feature of a projection, with its role."""
-        return dict(zip(self.head_norms, "qk", strict=True)) if self.norms_all_heads else {}
+        each = self.norms_all_heads or self.gains_each_head
+        return dict(zip(self.head_norms, "qk", strict=True)) if each else {}
 
     def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """What its first module is called with, of the keyword arguments that the decoder has for a layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,10 +45,9 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
         if reason is not None:
             raise ValueError(f"{reason}; use a number of slices that divides them")
     tensors = stored_tensors(sublayer, weights)
-    some_norm = next(iter(norm_paths(spec).values()))
-    device = tensors[
-        f"{some_norm}.weight"
-    ].device  # the first layer's; factors of files, and other layers, lie elsewhere
+    like, path = next(_parameters(owner, spec))
+    # The first layer's; factors of files, and other layers, lie elsewhere.
+    device = weights.tensor(f"{weights.prefix(sublayer.layers[0])}{path}").device
     on_device = {path: tensor.to(device) for path, tensor in tensors.items()}
     shell = module_with(on_device, owner, spec, weights.head_dim)
     if not holds_output_bias(sublayer):
@@ -57,8 +56,15 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
     _, slices = sublayer.piece or (0, 1)
     recount(shell, spec, (sublayer.width or whole) // slices, whole)
     recount_experts(shell, spec)
-    _dispatch_as(owner.get_submodule(some_norm), shell)
+    _dispatch_as(like, shell)
     return shell
+
+
+def _parameters(owner: nn.Module, spec: SublayerSpec) -> Iterator[tuple[nn.Module, str]]:
+    """The parameters of a sublayer, those of its norm first: whose each is, and its path from the layer."""
+    for root in spec.called:
+        for path, module in owner.get_submodule(root).named_modules(prefix=root):
+            yield from ((module, name) for name, _ in module.named_parameters(path, recurse=False))
 
 
 def share_undivided(slices: Sequence[nn.Module], spec: SublayerSpec) -> None:
@@ -83,7 +89,8 @@ def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
 
     Of norms and routers it has, and of one factor in two: the one that is on the stream's side of its matrix.
     """
-    if path.startswith(tuple(f"{norm}." for norm in norm_paths(spec).values())):
+    norms = (norm for norm in norm_paths(spec).values() if norm not in spec.feature_norms)
+    if path.startswith(tuple(f"{norm}." for norm in norms)):
         return True
     if path in spec.others.values() and path != spec.sinks:
         return True

@@ -149,7 +149,9 @@ class ModelWeights(StoredWeights):
             packed = [spec.projection(spec.feature_norms[module])]
         is_whole = sublayer.width in (None, self.stored_width(sublayer.kind, layer))
         if path == spec.sinks and not is_whole:
-            return self.tensor(whole)[self._heads(sublayer)]
+            return self.tensor(whole)[self._heads(sublayer, "q")]
+        if spec.gains_each_head and module in spec.feature_norms and not is_whole:
+            return self.tensor(whole)[self._heads(sublayer, spec.feature_norms[module])]
         if is_whole or not packed or (what == "bias" and not packed[0].reads_stream):
             return self.tensor(whole)
         # Heads and neurons lie in the same order, whichever of them there are, also where projections are packed.
@@ -165,13 +167,16 @@ class ModelWeights(StoredWeights):
         """
         found, spec = {}, self.spec(sublayer)
         for what, path in norm_paths(spec).items():
+            needed = ("weight",) if path in spec.head_norms else self.family.norm_parts[:1]
             for part in ("weight", "bias"):
                 paths = [f"{self.prefix(layer)}{path}.{part}" for layer in sublayer.layers]
-                if part == "weight" or paths[0] in self:
+                if part in needed or paths[0] in self:
                     found[f"{what}.{part}"] = mean((self.tensor(path) for path in paths), dtype)
             if path in spec.feature_norms:
-                kept = self._kept(sublayer, spec.projection(spec.feature_norms[path]))
-                found[f"{what}.weight"] = found[f"{what}.weight"][kept]
+                role, gain = spec.feature_norms[path], f"{what}.weight"
+                by_head = spec.gains_each_head
+                kept = self._heads(sublayer, role) if by_head else self._kept(sublayer, spec.projection(role))
+                found[gain] = found[gain][kept]
         return found
 
     def sublayer(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
@@ -193,7 +198,7 @@ class ModelWeights(StoredWeights):
         """
         found = self.by_role(sublayer, dtype)
         for name, role in (("q_norm.weight", "q"), ("k_norm.weight", "k")):
-            if name in found and found[name].dim() == 2:
+            if name in found and self.family.head_norm_turns:
                 # One for each head of the slice, of those for one KV group of each turn.
                 units = self.units(sublayer)
                 count = units[self.spec(sublayer).projection(role).unit]
@@ -216,7 +221,7 @@ class ModelWeights(StoredWeights):
         found, spec = self.norms(sublayer, dtype) | self.router(sublayer, dtype), self.spec(sublayer)
         found |= {path: averaged(path) for path in spec.beside if f"{self.prefix(sublayer.layers[0])}{path}" in self}
         if spec.sinks is not None:
-            found["sinks"] = averaged(spec.sinks)[self._heads(sublayer)]
+            found["sinks"] = averaged(spec.sinks)[self._heads(sublayer, "q")]
         for projection in spec.projections:
             of = experts if experts is not None and projection.stacked else sublayer
             found |= self._projection_tensors(of, projection, dtype)
@@ -292,10 +297,11 @@ class ModelWeights(StoredWeights):
         features = units[projection.unit] // units_in(sublayer.kind, units) * self.unit_width(sublayer.kind)
         return (self.kept_units(sublayer)[:, None] * features + torch.arange(features)).flatten()[inside]
 
-    def _heads(self, attention: Sublayer) -> Tensor:
-        """Which heads of its layer an attention, or a slice of one, has."""
-        heads = self.stored_units(attention.kind, attention.layers[0])["heads"]
-        features = torch.arange(heads * self.head_dim)[self._kept(attention, self.spec(attention).projection("q"))]
+    def _heads(self, attention: Sublayer, role: str) -> Tensor:
+        """Which heads of its layer's queries, or keys, an attention, or a slice of one, has."""
+        projection = self.spec(attention).projection(role)
+        heads = self.stored_units(attention.kind, attention.layers[0])[projection.unit]
+        features = torch.arange(heads * self.head_dim)[self._kept(attention, projection)]
         return features[:: self.head_dim] // self.head_dim
 
     def kept_units(self, sublayer: Sublayer) -> Tensor:

@@ -77,10 +77,12 @@ def adapted(
         return whole if own is None else Adapted(whole, {0: own}, plan.hidden, plan.output_scale)
 
     if isinstance(again, Attention):
-        again.take_norms(norms, spec, plan)
+        if norms:  # those of OLMo have no parameters
+            again.take_norms(norms, spec, plan)
         again.qkv, again.o = reading(again.qkv, ["q", "k", "v"]), writing(again.o, "o")
         return again
-    again.norm = norm_before(norms, plan)
+    if norms:
+        again.norm = norm_before(norms, plan)
     if isinstance(again, FeedForward):
         again.up = reading(again.up, ["gate", "up"] if again.gated else ["up"])
         again.down = writing(again.down, "down")

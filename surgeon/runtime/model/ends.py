@@ -19,7 +19,7 @@ from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 from surgeon.runtime.model.attending import softcap
-from surgeon.runtime.model.layers import Norm, torch_dtype
+from surgeon.runtime.model.layers import Norm, plain_norm, torch_dtype
 from surgeon.runtime.model.products import OnGpu, Panels, Product, Transposed, laid_out
 from surgeon.runtime.plan.specification import Plan
 
@@ -35,6 +35,8 @@ def read(
 
 def final_norm(source: ModelWeights, plan: Plan, device: torch.device) -> Norm:
     """The norm before the head."""
+    if plan.family.norm_kind == "plain":
+        return plain_norm(plan, device)
     path = plan.family.final_norm
     paths = [one for part in ("weight", "bias") if (one := f"{path}.{part}") in source]
     return Norm({one: read(source, plan, device, one) for one in paths}, path, plan)

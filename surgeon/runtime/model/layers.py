@@ -124,8 +124,15 @@ class Unnormed:
         return x
 
 
+def plain_norm(plan: Plan, device: torch.device) -> Norm:
+    """A layer norm without parameters."""
+    return Norm({"norm.weight": torch.ones(plan.hidden, dtype=torch_dtype(plan), device=device)}, "norm", plan)
+
+
 def norm_before(tensors: Tensors, plan: Plan) -> Norm | Unnormed:
     """What a sublayer with these tensors reads the stream through."""
+    if plan.family.norm_kind == "plain":
+        return plain_norm(plan, next(iter(tensors.values())).device)
     return Norm(tensors, "norm", plan) if "norm.weight" in tensors else Unnormed()
 
 
@@ -184,7 +191,7 @@ class Attention:
         sinks = tensors["sinks"].float().contiguous() if "sinks" in tensors else None
         seen = None if window is None else Window(window, plan.family.chunked)
         self.weighting = Weighting(plan.attention_scale, seen, plan.attention_softcap, sinks)
-        self.epsilon = plan.epsilon
+        self.epsilon, self.bound = plan.epsilon, plan.bound
         self.rebuild: Rebuild | None = None
         self.norms_all_heads, self.sharing = spec.norms_all_heads, sharing
         if {"k", "v"} <= maps.later:
@@ -215,11 +222,14 @@ class Attention:
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
         maps = self.qkv.by_kernels and self.o.by_kernels
-        return maps and self.norm.by_kernels and self.rebuild is None
+        return maps and self.norm.by_kernels and self.rebuild is None and self.bound is None
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
         qkv = self.qkv(self.norm(stream))
+        if self.bound is not None:
+            here = qkv if self.rebuild is None else qkv[:, : self.heads * self.head_dim]
+            here.clamp_(-self.bound, self.bound)
         angles = None if self.rotary is None else forward.angles[self.rotary]
         placing = Placing(self.head_gain, self.epsilon, angles, self._squares(qkv))
         if self.query_factor is not None:
@@ -264,7 +274,7 @@ class Rebuild:
         self.seconds = [second_factor(tensors, role, packs=False) for role in "kv"]
         self.columns = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
-        self.head_dim, self.epsilon = plan.head_dim, plan.epsilon
+        self.head_dim, self.epsilon, self.bound = plan.head_dim, plan.epsilon, plan.bound
         self.head_gain = None if head_gain is None else head_gain.contiguous()
         self.rotary = rotary
 
@@ -277,6 +287,8 @@ class Rebuild:
         """
         for second, part, room in zip(self.seconds, kept.split(self.columns, -1), out, strict=True):
             second(part, room)
+        if self.bound is not None:
+            out.clamp_(-self.bound, self.bound)
         keys, values = out.unflatten(-1, (-1, self.head_dim))
         place_(keys, Placing(self.head_gain, self.epsilon, None if self.rotary is None else angles[self.rotary]))
         return keys, values

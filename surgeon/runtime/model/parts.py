@@ -27,7 +27,7 @@ from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster, t
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.model.phase import Phase
-from surgeon.runtime.model.rotary import in_halves
+from surgeon.runtime.model.rotary import centred, in_halves
 from surgeon.runtime.plan.mixtures import ExpertTimes, WholeExperts
 from surgeon.runtime.plan.placement import (
     Group,
@@ -195,8 +195,14 @@ class RankParts:
         return FeedForward(tensors, maps, plan)
 
     def _turning(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
-        """A sublayer's tensors, the features of heads in the order in which ranks turn them."""
-        if sublayer.kind == ATTENTION and self.plan.family.rotary_neighbours and self.plan.rotaries:
+        """A sublayer's tensors as ranks compute with them: features of heads in the order in which they turn.
+
+        Heads that go through layer norms are centred by their matrices.
+        """
+        family = self.plan.family
+        if sublayer.kind == ATTENTION and family.attention.gains_each_head and family.norm_kind != "rms":
+            tensors = centred(tensors, self.plan.head_dim)
+        if sublayer.kind == ATTENTION and family.rotary_neighbours and self.plan.rotaries:
             return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)
         return tensors
 

@@ -84,6 +84,16 @@ def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
     return found
 
 
+def centred(tensors: Tensors, head_dim: int) -> Tensors:
+    """An attention's tensors by role, such that the features of each head of its queries and keys have a mean of 0."""
+    found = dict(tensors)
+    for name in (f"{role}{part}" for role in "qk" for part in (".weight", ".second.weight", ".bias")):
+        if name in found:
+            heads = found[name].unflatten(0, (-1, head_dim))
+            found[name] = (heads - heads.float().mean(1, keepdim=True)).to(heads.dtype).flatten(0, 1)
+    return found
+
+
 def rotation(rotary: Rotary, tokens: int, like: Tensor) -> Angles:
     """Cosine and signed sine, (tokens, 1, features that turn) each, of the first positions.
 

@@ -162,6 +162,7 @@ def make_plan(
         rotary_layers=places_among(rotaries, by_layer),
         query_factor=None if growth is None else len(rotaries) - 1,
         plain_head_norms=family.plain_head_norms(config),
+        bound=family.bound(config),
         mixtures=mixtures,
         clamped_gate=_clamped_gate(config, family),
         latent=latent,
@@ -234,10 +235,8 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
 def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dict[str, tuple[int | None, ...]]:
     """Shapes by path, as far as the configuration says them (None: layers may differ in width)."""
     family, hidden, latent = source.family, int(config.hidden_size), source.family.latent(config)
-    shapes: dict[str, tuple[int | None, ...]] = {
-        f"{family.embedding}.weight": (None, hidden),
-        f"{family.final_norm}.weight": (hidden,),
-    }
+    shapes: dict[str, tuple[int | None, ...]] = {f"{family.embedding}.weight": (None, hidden)}
+    norms = [family.final_norm]
     if not config.tie_word_embeddings:
         shapes[f"{family.head}.weight"] = (source.shape(f"{family.embedding}.weight")[0], hidden)
     if family.head_bias:
@@ -247,8 +246,8 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
     for sublayer in dict.fromkeys(program.sublayers()):
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
-            shapes |= {f"{prefix}{norm}.weight": (hidden,) for norm in (spec.norm, spec.post_norm) if norm is not None}
-            turns = (None,) if family.head_norm_turns else ()
+            norms += [f"{prefix}{norm}" for norm in (spec.norm, spec.post_norm) if norm is not None]
+            turns = (None,) if family.head_norm_turns or spec.gains_each_head else ()
             width = None if spec.norms_all_heads else source.head_dim
             shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in spec.head_norms}
             for projection in spec.projections:
@@ -260,7 +259,7 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
             if latent is not None and sublayer.kind == ATTENTION:
                 inside = f"{prefix}{spec.modules[0]}."
                 shapes |= {f"{inside}{name}.weight": size for name, size in latent.shapes(hidden).items()}
-    return shapes
+    return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in family.norm_parts[:1]}
 
 
 def _activation(config: Any, family: Family) -> str:

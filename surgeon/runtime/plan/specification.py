@@ -46,6 +46,7 @@ class Ways(TypedDict, total=False):
     Keys:
         dtype: to compute in, "float32", "bfloat16" or "float16"; auto is that of the stored embedding, but float32 for
             16-bit weights on a CPU.
+        bound: of what queries, keys and values are projected to, if there is one.
         decoding: how passes that add one token to each text are computed.
         low_rank: how ranks share matrices that are two factors.
         kv: what is cached of attentions whose k and v are two factors each.
@@ -175,6 +176,7 @@ class Plan:
     rotary_layers: tuple[int | None, ...] = ()
     query_factor: int | None = None
     plain_head_norms: bool = False
+    bound: float | None = None
     decoding: Decoding = "auto"
     halves: HalvesMode = "off"
     low_rank: LowRankMode = "auto"

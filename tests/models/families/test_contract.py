@@ -26,6 +26,7 @@ FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "ol
 FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2", "gemma", "phi", "stablelm", "gptj"]
 FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"]
+FAMILY_NAMES += ["olmo", "qwen2_moe", "glm4_moe", "minimax_m2"]
 THOROUGH = (
     "glm",
     "cohere",
@@ -46,6 +47,10 @@ THOROUGH = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "llama4_text",
+    "olmo",
+    "qwen2_moe",
+    "glm4_moe",
+    "minimax_m2",
 )  # whose mechanisms others have, too, or that have tests of their own
 
 

@@ -67,6 +67,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v3": {"attention_bias": True},
     "llama4_text": {},
+    "olmo": {},
+    "qwen2_moe": {},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "minimax_m2": {},
 }
 DENSE = Program.dense(4)
 PROGRAMS = {
@@ -107,12 +111,13 @@ PROGRAMS = {
 }
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
-MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
-KEPT = ("olmoe", "deepseek_v2", "deepseek_v3")  # whose attentions have no slices in programs
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "qwen2_moe", "glm4_moe")
+KEPT = ("olmoe", "minimax_m2", "deepseek_v2", "deepseek_v3")  # whose attentions have no slices in programs
+ALIKE = ("qwen2_moe", "glm4_moe", "minimax_m2")  # whose mechanisms others have, too
 MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
 SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
 SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3", "exaone4", "seed_oss", "starcoder2")
-SHORT += ("gemma", "phi", "stablelm", "gptj", "falcon")
+SHORT += ("gemma", "phi", "stablelm", "gptj", "falcon", "olmo")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 
 
@@ -147,7 +152,7 @@ def is_default(way: tuple[int, str], family: str, name: str, at: int) -> bool:
     if way[1] == "gloo":
         return family == "llama" and (name == "dense" or (way[0] + at) % 6 == 0)
     if way[0] > 1 and (family == "llama" or name == "dense"):
-        return way[0] == 2 or family not in SHORT
+        return way[0] == 2 or family not in (*SHORT, *ALIKE)
     return (WAYS.index(way) + at) % (3 if family == "gemma2" else 9) == 0
 
 

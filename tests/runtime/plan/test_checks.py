@@ -135,6 +135,7 @@ def test_texts_longer_than_the_models_positions(saved: Callable[..., Path], fami
         ("phi3", {"sliding_window": 9}, (9, 9, 9, 9)),
         ("qwen2", {"max_window_layers": 3}, (None, None, None, 5)),
         ("qwen2", {"use_sliding_window": False}, ()),
+        ("qwen2_moe", {"use_sliding_window": False}, ()),  # whose window is 0 then
         (
             "qwen3",
             {
