@@ -21,7 +21,7 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.models.edit import decoder_layers, edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
-from surgeon.named import is_hub_name
+from surgeon.named import hub_name
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.provenance import provenance
 from surgeon.runtime.plan.checks import make_plan
@@ -82,7 +82,7 @@ def _made_from(edited: EditedModel) -> EditedModel | None:
     """The model that a checkpoint was made of; None where its name, of a folder only the last part, finds none."""
     source = {} if edited.model.report is None else edited.model.report["source"]
     name = source.get("model")
-    if not isinstance(name, str) or not (name == DEMO or is_hub_name(name)):
+    if not isinstance(name, str) or not (name == DEMO or hub_name(name) is not None):
         return None
     found = _original(name, edited)
     if source.get("model_hash") not in (None, found.model.hash):
