@@ -72,7 +72,12 @@ def choose_parameters(model: PreTrainedModel, scope: str, program: Program, rout
     """
     chosen = {id(parameter) for module in _modules(model, scope, program) for parameter in module.parameters()}
     if not chosen:
-        raise ValueError("there are no routers to train: the program has no mixture of experts; train another scope")
+        reason = (
+            "there are no routers to train: the program has no mixture of experts"
+            if scope == "routers"
+            else f"the scope {scope} has nothing to train: norms of this model have neither gains nor shifts"
+        )
+        raise ValueError(f"{reason}; train another scope")
     chosen -= _frozen(model, router)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)

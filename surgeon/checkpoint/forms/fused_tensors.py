@@ -70,8 +70,7 @@ class FusedPlanner(TensorPlanner):
                 for path, compute in tensors.items():
                     name = f"{FUSED.layers}.{index}.{path}"
                     planned += self._side_by_side(name, sublayers) or self.planned(name, compute)
-        parts = ("weight", "bias") if self.family.norm_kind == "layer" else ("weight",)
-        for part in parts:
+        for part in self.family.norm_parts:
             planned += self._moved(f"{FUSED.final_norm}.{part}", self.family.final_norm, part)
         if not self.config.tie_word_embeddings:
             planned += self._moved(f"{FUSED.head}.weight", self.family.head)
@@ -87,9 +86,9 @@ class FusedPlanner(TensorPlanner):
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
         own, written = self.family.spec(kind), FUSED.spec(kind)
-        parts = {"weight": torch.ones_like} | ({"bias": torch.zeros_like} if self.family.norm_kind == "layer" else {})
         tensors: dict[str, Compute] = {}
-        for part, neutral in parts.items():
+        for part in self.family.norm_parts:
+            neutral = {"weight": torch.ones_like, "bias": torch.zeros_like}[part]
             compute = partial(self.part, sublayers[0], f"{own.norm}.{part}")
             if len(sublayers) > 1:  # the gains and shifts of all of them are folded into what follows
                 compute = partial(_as, neutral, compute)
@@ -190,6 +189,8 @@ class FusedPlanner(TensorPlanner):
         return torch.cat([gain.expand(times, -1) for gain, times in zip(gains, turns, strict=True)])
 
     def _norm_part(self, sublayer: Sublayer, part: str, weights: ModelWeights) -> Tensor:
+        if part not in self.family.norm_parts:
+            return torch.ones(())  # a gain that there is none of
         return self.part(sublayer, f"{self.family.spec(sublayer.kind, sublayer.layers[0]).norm}.{part}", weights)
 
     def _in_turn(self, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int) -> Tensor:

@@ -209,7 +209,8 @@ class TensorPlanner:
                     f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
                 )
         needed = [projection.path for projection in spec.projections if not projection.stacked]
-        for path in filter(None, (spec.norm, *needed)):
+        norm = spec.norm if "weight" in self.family.norm_parts else None
+        for path in filter(None, (norm, *needed)):
             if not any(name.startswith(f"{path}.") and name.endswith("weight") for name in names):
                 raise ValueError(
                     f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"

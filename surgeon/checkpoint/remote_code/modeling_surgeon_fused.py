@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import capture_outputs
 # What layers and models call the keys and values of tokens before: "cache" since transformers 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 NORMS: Any = {"rms": LlamaRMSNorm, "layer": nn.LayerNorm, "centred": partial(nn.LayerNorm, bias=False)}
+NORMS["bare"] = partial(nn.LayerNorm, elementwise_affine=False)
 MASKS: Any = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 

@@ -69,7 +69,8 @@ class Family:
         attention, mlp: where a layer keeps its two sublayers.
         layer_specs: the same of single layers that differ from the others, by kind and layer; a `variant` gives them.
         stored_names: what files call modules of a layer, by pairs: how a path begins in the model, and in files.
-        norm_kind: "rms" (a gain), "layer" (a gain and a shift) or "centred" (a layer norm with a gain alone).
+        norm_kind: "rms" (a gain), "layer" (a gain and a shift), "centred" (a layer norm with a gain alone) or "bare" (a
+            layer norm with neither).
         unit_offset: whether norms multiply by 1 + their stored gain (Gemma2).
         norm_epsilon: the config attribute that holds the norms' epsilon, or the number itself.
         activation: the config attribute that names the MLP's activation.
@@ -123,6 +124,7 @@ class Family:
             layer i is described as layer `sources[i]` was.
         follow_mlp: config entries that say how layers' feed-forwards differ (dense ones among mixtures), likewise.
         follow_width: config entries that say the stream's width once more, for a stream of another width.
+        off_ranks: why ranks run no program of it, if they do not; a `variant` says it.
         unsupported: says why a config of this family cannot be operated on, or returns None.
         unfusable: says why its layers cannot be stored side by side in one, or returns None.
     """
@@ -135,7 +137,7 @@ class Family:
     head: str
     attention: SublayerSpec
     mlp: SublayerSpec
-    norm_kind: Literal["rms", "layer", "centred"]
+    norm_kind: Literal["rms", "layer", "centred", "bare"]
     norm_epsilon: str | float
     activation: str
     intermediate: str
@@ -182,6 +184,7 @@ class Family:
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
+    off_ranks: str | None = None
     unsupported: Callable[[Any], str | None] = _none
     unfusable: Callable[[Any], str | None] = _none
 
@@ -220,14 +223,16 @@ class Family:
         return f"attentions of {self.name}{where}"
 
     def apart(self, program: Program) -> str | None:
-        """Which attentions of a program ranks have none of, and why, in words; None if they have all."""
+        """What of a program ranks have none of, mostly attentions, and why, in words; None if they have all."""
+        if self.off_ranks is not None:
+            return f"{self.name} here: {self.off_ranks}"
         for spec in dict.fromkeys(self.spec(one.kind, one.layers[0]) for one in program.sublayers()):
             if spec.apart is not None:
                 return f"{self.attentions_like(spec)}: {spec.apart}"
         return None
 
     def require_ranked(self, program: Program) -> None:
-        """Refuse a program with attentions that ranks have none of.
+        """Refuse a program with something that ranks have none of.
 
         Raises:
             ValueError: saying which and why.
@@ -239,6 +244,11 @@ class Family:
     def off_vllm(self) -> str | None:
         """Why vLLM runs no program of these attentions; None if it does."""
         return "they look at chunks of a text" if self.chunked else None
+
+    @property
+    def norm_parts(self) -> tuple[str, ...]:
+        """The parameters of norms that the stream goes through."""
+        return {"layer": ("weight", "bias"), "bare": ()}.get(self.norm_kind, ("weight",))
 
     @property
     def shares_norm(self) -> bool:

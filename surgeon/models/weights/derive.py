@@ -46,9 +46,8 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
             raise ValueError(f"{reason}; use a number of slices that divides them")
     tensors = stored_tensors(sublayer, weights)
     some_norm = next(iter(norm_paths(spec).values()))
-    device = tensors[
-        f"{some_norm}.weight"
-    ].device  # the first layer's; factors of files, and other layers, lie elsewhere
+    # The first layer's; factors of files, and other layers, lie elsewhere.
+    device = tensors.get(f"{some_norm}.weight", next(iter(tensors.values()))).device
     on_device = {path: tensor.to(device) for path, tensor in tensors.items()}
     shell = module_with(on_device, owner, spec, weights.head_dim)
     if not holds_output_bias(sublayer):

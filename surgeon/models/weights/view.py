@@ -167,7 +167,8 @@ class ModelWeights(StoredWeights):
         for what, path in norm_paths(spec).items():
             for part in ("weight", "bias"):
                 paths = [f"{self.prefix(layer)}{path}.{part}" for layer in sublayer.layers]
-                if part == "weight" or paths[0] in self:
+                is_needed = part == "weight" and self.family.norm_kind != "bare"
+                if is_needed or paths[0] in self:
                     found[f"{what}.{part}"] = mean((self.tensor(path) for path in paths), dtype)
             if path in spec.feature_norms:
                 kept = self._kept(sublayer, spec.projection(spec.feature_norms[path]))

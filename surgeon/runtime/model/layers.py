@@ -71,14 +71,20 @@ def gain_of(stored: Tensor, plan: Plan) -> Tensor:
 
 
 class Norm:
-    """An RMS norm, or a layer norm where there is a shift or the family says so."""
+    """An RMS norm, or a layer norm where the family says so.
+
+    Attributes:
+        gain, shift: (h,), if the family has them.
+    """
 
     def __init__(self, tensors: Tensors, path: str, plan: Plan) -> None:
-        self.gain, self.shift = gain_of(tensors[f"{path}.weight"], plan), tensors.get(f"{path}.bias")
+        stored = None if plan.family.norm_kind == "bare" else tensors[f"{path}.weight"]
+        self.gain = None if stored is None else gain_of(stored, plan)
+        self.shift = tensors.get(f"{path}.bias")
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
-        self.kernels = plan_kernels(plan, self.gain) if self.rms else None
-        self._triton = triton_kernels_for(self.gain)
+        self.kernels = plan_kernels(plan, self.gain) if self.rms and self.gain is not None else None
+        self._triton = None if self.gain is None else triton_kernels_for(self.gain)
         self._ahead: tuple[Tensor, Tensor] | None = None  # a sum, and its norm
 
     @property
@@ -105,9 +111,9 @@ class Norm:
             return self._triton.norm(x, self.gain, self.shift, self.epsilon, not self.rms)[1]
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.gain, self.epsilon)
-        if self.rms:
+        if self.rms and self.gain is not None:
             return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.epsilon).to(x.dtype)
-        return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
+        return F.layer_norm(x, x.shape[-1:], self.gain, self.shift, self.epsilon)
 
 
 class Unnormed:
@@ -126,7 +132,8 @@ class Unnormed:
 
 def norm_before(tensors: Tensors, plan: Plan) -> Norm | Unnormed:
     """What a sublayer with these tensors reads the stream through."""
-    return Norm(tensors, "norm", plan) if "norm.weight" in tensors else Unnormed()
+    has_norm = "norm.weight" in tensors or plan.family.norm_kind == "bare"
+    return Norm(tensors, "norm", plan) if has_norm else Unnormed()
 
 
 class AttentionMaps(Protocol):

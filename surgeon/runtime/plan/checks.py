@@ -235,7 +235,7 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
     family, hidden, latent = source.family, int(config.hidden_size), source.family.latent(config)
     shapes: dict[str, tuple[int | None, ...]] = {
         f"{family.embedding}.weight": (None, hidden),
-        f"{family.final_norm}.weight": (hidden,),
+        **({f"{family.final_norm}.weight": (hidden,)} if "weight" in family.norm_parts else {}),
     }
     if not config.tie_word_embeddings:
         shapes[f"{family.head}.weight"] = (source.shape(f"{family.embedding}.weight")[0], hidden)
@@ -244,7 +244,8 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
     for sublayer in set(program.sublayers()):
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
-            shapes |= {f"{prefix}{norm}.weight": (hidden,) for norm in (spec.norm, spec.post_norm) if norm is not None}
+            norms = (spec.norm, spec.post_norm) if "weight" in family.norm_parts else ()
+            shapes |= {f"{prefix}{norm}.weight": (hidden,) for norm in norms if norm is not None}
             turns = (None,) if family.head_norm_turns else ()
             width = None if spec.norms_all_heads else source.head_dim
             shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in spec.head_norms}

@@ -66,7 +66,7 @@ def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> d
     """The numbers that a new model of such layers begins with: its layers, numbered from `first`, its norm and head."""
     family = found.family
     config = config_for(found.config, sources or [0], tied=False)
-    dtype = next(iter(found.outside(family.final_norm).values())).dtype
+    dtype = next(iter(found.others.values())).dtype
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -84,8 +84,6 @@ def _require_known(found: ModelTensors) -> None:
             f"{name} lies outside the layers, the embeddings, the final norm and the head; a model with such a tensor "
             "is not cut into racks"
         )
-    if not found.outside(family.final_norm):
-        raise ValueError("the model has no final norm, which every rack is to have; it is not cut into racks")
 
 
 def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel]) -> PreTrainedModel:
