@@ -108,7 +108,7 @@ class Checkpoint(TensorFiles):
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
-        ValueError: if a file is truncated or is not what it claims to be, an adapter lies in the folder, or its weights are
+        ValueError: if a file is truncated or is not what it claims to be, an adapter lies in the folder, or weights are
             quantised in a way that is not known.
     """
 

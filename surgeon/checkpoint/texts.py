@@ -61,7 +61,7 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
 
 
 def _leave_to_files(tokenizer: Any, folder: Path, rows: int) -> None:
-    """Leave out tokens beyond the rows of an embedding that a class of transformers has added and that no file names."""
+    """Leave out tokens beyond an embedding's rows that a class of transformers has added and that no file names."""
     if not tokenizer.is_fast:
         return
     described = json.loads(tokenizer.backend_tokenizer.to_str())

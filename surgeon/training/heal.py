@@ -14,6 +14,8 @@ from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.read import DEMO
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.exports.drafts import check_adapters
+from surgeon.exports.plan import layout_of
+from surgeon.exports.prove import original_model
 from surgeon.exports.report import source_record
 from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
@@ -27,7 +29,10 @@ from surgeon.provenance import provenance
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import require_shared, with_draft
 from surgeon.training.model import TrainedModel
-from surgeon.training.scope import adapter_targets
+from surgeon.training.racks.build import require_known
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.tensors import tensors_of
+from surgeon.training.scope import adapter_targets, shapes_to_train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 
@@ -102,6 +107,24 @@ def program_to_heal(edited: EditedModel) -> Program:
     """What an edited model runs, in the numbers of the original's layers."""
     report = _report(edited)
     return edited.program if report is None else Program.parse(report["program"])
+
+
+def check_shapes(edited: EditedModel, settings: TrainSettings, racks: Racks | None, form: str | None) -> None:
+    """Refuse an edit that cannot be trained, or written, before a text or a weight is read for it.
+
+    Args:
+        form: that it is to be written in; None where that is not what is written.
+
+    Raises:
+        ValueError: as the code that trains and writes it.
+    """
+    if edited.asked is None:  # what an edited checkpoint can become, its own layers say once they are read
+        return
+    shapes_to_train(edited.model, edited.asked, settings)
+    if racks is not None:
+        require_known(tensors_of(original_model(edited.model, buffers=False)[0]))
+    if form is not None:
+        layout_of(edited.model, edited.asked, form)
 
 
 def student_of(edited: EditedModel, packed: bool = False) -> PreTrainedModel:

@@ -97,13 +97,15 @@ class Norm:
 
         Kernels for GPUs norm it in the same launch, for the call that will ask for the norm of this very tensor.
         """
-        if self._triton is None:
+        if self._triton is None or self.gain is None:
             return stream + output
         self._ahead = self._triton.norm(stream, self.gain, self.shift, self.epsilon, not self.rms, output)
         return self._ahead[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The normed stream, (T, h)."""
+        if self.gain is None:
+            return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
         if self._triton is not None:
             (of, normed), self._ahead = self._ahead or (None, x), None
             if of is x:
@@ -111,9 +113,9 @@ class Norm:
             return self._triton.norm(x, self.gain, self.shift, self.epsilon, not self.rms)[1]
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.gain, self.epsilon)
-        if self.rms and self.gain is not None:
+        if self.rms:
             return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.epsilon).to(x.dtype)
-        return F.layer_norm(x, x.shape[-1:], self.gain, self.shift, self.epsilon)
+        return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
 
 
 class Unnormed:
