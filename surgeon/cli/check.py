@@ -11,7 +11,8 @@ import typer
 
 def check(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a config.json, a hub name, or demo; no weights needed.")
+        str,
+        typer.Argument(metavar="MODEL", help="A folder, a config.json, owner/name[@revision], or demo."),
     ],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to look at, by commas.")] = "1,2,4,8",
     dtype: Annotated[

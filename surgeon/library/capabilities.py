@@ -93,6 +93,12 @@ class Capabilities:
 
     def verdicts(self, areas: Sequence[str] = AREAS) -> Iterator[Verdict]:
         """All of them, area by area."""
+        for area in areas:
+            for what, ask in self.questions(area):
+                yield answer(area, what, ask)
+
+    def questions(self, area: str) -> Iterator[Question]:
+        """What can be asked in an area."""
         questions = {
             "load": self.loading,
             "scan": self.measuring,
@@ -102,11 +108,7 @@ class Capabilities:
             "vllm": self.on_vllm,
             "train": self.training,
         }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to know of things that work
-            for area in areas:
-                for what, ask in questions[area]():
-                    yield _answer(area, what, ask)
+        return questions[area]()
 
     def loading(self) -> Iterator[Question]:
         """The model as it is, and what lies beside it."""
@@ -357,9 +359,12 @@ def _for_several(name: str) -> bool:
     return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
 
 
-def _answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
+def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
+    """What becomes of one thing, in the words of the code that does it, or that refuses it."""
     try:
-        said = ask()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to know of things that work
+            said = ask()
     except (ValueError, OSError, ImportError) as refusal:
         return Verdict(area, what, NO, " ".join(str(refusal).split()))
     if isinstance(said, Verdict):
@@ -374,7 +379,7 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdic
     Args:
         questions: of one of so many places that are alike.
     """
-    given = [(_answer("", what, ask), count) for what, count, ask in questions]
+    given = [(answer("", what, ask), count) for what, count, ask in questions]
     total, said = sum(count for _, count in given), dict[str, int]()
     for one, count in given:
         if one.works == YES:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.exports.prove import original_model
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
@@ -92,7 +93,12 @@ def shapes_to_train(model: Model, program: Program, settings: TrainSettings) -> 
     Raises:
         ValueError: if nothing is in scope, or the weights do not fit the configuration.
     """
-    student = edit(original_model(model, buffers=False)[0], program)
+    student = edit(original_model(model, buffers=False)[0], program, factors=RandomFactors("meta"))
+    return with_chosen(student, program, settings)
+
+
+def with_chosen(student: PreTrainedModel, program: Program, settings: TrainSettings) -> PreTrainedModel:
+    """An edited model with what the settings train chosen; ValueError if there is nothing."""
     if settings.lora is not None:
         adapted: PreTrainedModel = add_adapters(student, settings.scope, program, settings.lora, settings.router)
         return adapted
