@@ -10,12 +10,17 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 # What the system says of a name that nothing has, or that nothing could have.
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 # As programs begin: a late step, a group, a fork or a sublayer, but not the names A100.yaml, F5-tts and A21/jamba.
 _PROGRAM = re.compile(r"\s*([>\[{]|[AF]\d+(?![\da-z._-]|/\D))")
-_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+_SITE = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/|hf://", re.IGNORECASE)
+_OF_REVISION = ("tree", "commit", "blob", "resolve", "raw")  # what stands before it in an address
+HOW_TO_NAME = "a model on the hub is typed owner/name, or owner/name@REVISION"
 
 
 def on_disk(text: str | Path) -> Path | None:
@@ -54,25 +59,78 @@ def split_values(values: Iterable[str]) -> list[str]:
     return found
 
 
+class HubName(NamedTuple):
+    """A model on the hub; as text owner/name, or owner/name@revision.
+
+    Attributes:
+        repository: owner/name.
+        revision: a branch, a tag or a commit; None for the newest.
+    """
+
+    repository: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
+    @property
+    def address(self) -> str:
+        """Of its page."""
+        page = f"https://huggingface.co/{self.repository}"
+        return page if self.revision is None else f"{page}/tree/{quote(self.revision, safe='')}"
+
+
+def hub_name(text: str) -> HubName | None:
+    """What a text names on the Hugging Face hub: owner/name, owner/name@revision, or a model's address there.
+
+    Returns:
+        None if it is nothing of the kind.
+
+    Raises:
+        ValueError: if it is an address, but not of a whole model on the hub.
+    """
+    site = _SITE.match(text)
+    if site is None and "://" not in text:
+        found = _HUB.fullmatch(text)
+        return None if found is None else HubName(*found.groups())
+    parts = [] if site is None else re.split("[?#]", text[site.end() :])[0].strip("/").split("/")
+    typed, inside = "/".join(parts), False
+    if len(parts) > 3 and parts[2] in _OF_REVISION:
+        typed = f"{parts[0]}/{parts[1]}@{unquote(parts[3])}"
+        inside = len(parts) > 4 or parts[2] not in ("tree", "commit")
+    found = _HUB.fullmatch(typed)
+    if found is None or parts[0] in ("datasets", "spaces"):
+        raise ValueError(f"{text} is no address of a model on the Hugging Face hub; {HOW_TO_NAME}")
+    if inside:
+        raise ValueError(f"{text} leads into a model on the hub, which is opened as a whole; type {typed}")
+    return HubName(*found.groups())
+
+
+def model_name(text: str | Path) -> str:
+    """A model's name as records have it: what stands on the hub as owner/name@revision, however it was typed.
+
+    Raises:
+        ValueError: as `hub_name`.
+    """
+    found = hub_name(str(text)) if on_disk(text) is None else None
+    return str(text if found is None else found)
+
+
 def name_of(text: str | Path) -> str:
     """What a model is called: a folder's own name, a name on the hub as it is."""
     there = on_disk(text)
-    return str(text) if there is None else there.resolve().name
+    return model_name(text) if there is None else there.resolve().name
 
 
 def is_path(text: str) -> bool:
     """Whether a text can only be the place of a file or folder, whether there is one or not: it is no name."""
-    return text.startswith(("/", ".", "~")) or text.partition(":")[0].count("/") > 1
+    is_on_hub = _HUB.fullmatch(text) is not None
+    return text.startswith(("/", ".", "~")) or (not is_on_hub and text.partition(":")[0].count("/") > 1)
 
 
 def public(text: str) -> str:
     """A text without the place on this machine, if it is a path."""
     return Path(text).name if is_path(text) else text
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether a text can be a model's name on the Hugging Face hub, as owner/name."""
-    return _HUB.fullmatch(text) is not None
 
 
 def is_recipe(text: str | Path) -> bool:

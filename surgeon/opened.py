@@ -26,7 +26,7 @@ from surgeon.models.families.positions import longest_text
 from surgeon.models.recipe_program import recipe_program
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import FactorSource
-from surgeon.named import is_program, is_recipe, name_of, on_disk
+from surgeon.named import is_program, is_recipe, model_name, name_of, on_disk
 from surgeon.provenance import provenance
 
 if TYPE_CHECKING:  # takes seconds, and who does not load it does without
@@ -72,7 +72,7 @@ class Model(StoredModel):
         """A short name for titles and tables."""
         there = on_disk(self.name)
         if there is None:  # demo, or a name on the hub
-            return Path(self.name).name
+            return self.name.partition("/")[2] or self.name
         there = there.resolve()
         return (there.parent if there.name == CONFIG else there).name
 
@@ -159,7 +159,8 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
 
     Raises:
         FileNotFoundError: if there is no such model, or a file of it is missing.
-        ValueError: if a file is damaged, the architecture is not supported, or it is a recipe or a program.
+        ValueError: if a file is damaged, the architecture is not supported, or it is a recipe, a program, or an address
+            of something else than a model on the hub.
     """
     if isinstance(name, Model):
         return name
@@ -174,7 +175,8 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
     if isinstance(name, Recipe) or is_recipe(text) or is_program(text):
         what = "a program" if is_program(text) else "a recipe"
         raise ValueError(f"{text} is {what}, which is applied to a model; open the model by its folder or name")
-    return Model.of(Checkpoint(locate(name)), text) if weights else Model(text, None, *read_config_only(text))
+    text = model_name(text)
+    return Model.of(Checkpoint(locate(text)), text) if weights else Model(text, None, *read_config_only(text))
 
 
 @dataclass(frozen=True)

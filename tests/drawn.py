@@ -50,7 +50,7 @@ class Case:
 def cases(draw: st.DrawFn, family: str) -> Case:
     """A case of one family."""
     layers = draw(st.integers(2, 4))
-    config = {"tie_word_embeddings": draw(st.booleans())} | _OF_FAMILY[family](draw, layers)
+    config = draw(configurations(family, layers))
     return Case(
         family,
         layers,
@@ -59,6 +59,13 @@ def cases(draw: st.DrawFn, family: str) -> Case:
         str(draw(programs(layers, FAMILIES[family]))),
         config,
     )
+
+
+@st.composite
+def configurations(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
+    """What a configuration of a family says otherwise than in the tiny models; of some families little."""
+    of_family = _OF_FAMILY.get(family)
+    return {"tie_word_embeddings": draw(st.booleans())} | (of_family(draw, layers) if of_family is not None else {})
 
 
 @st.composite
@@ -299,6 +306,7 @@ def _opt(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
         "ffn_dim": draw(st.sampled_from((16, 52))),
         "activation_function": draw(st.sampled_from(ACTIVATIONS)),
         "enable_bias": draw(st.booleans()),
+        "layer_norm_elementwise_affine": draw(st.booleans()),
     }
 
 

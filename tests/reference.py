@@ -737,7 +737,7 @@ class _LayerNorms(Reference):
         centred = x - x.mean(-1, keepdim=True)
         epsilon = getattr(self.config, self.epsilon, 1e-5)
         scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + epsilon)
-        return scaled * self.w[name + ".weight"] + self.w[name + ".bias"]
+        return scaled * self.w[name + ".weight"] + self.w[name + ".bias"] if name + ".weight" in self.w else scaled
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         normed = self.norm(self.at(k, self.mlp_norm), x)

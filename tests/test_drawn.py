@@ -60,6 +60,13 @@ def test_all_paths_agree(family: str, ranks: Ranks, drawn_settings: settings) ->
     check()
 
 
+@pytest.mark.parametrize(
+    "program", ["A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0@up8 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} A2~A3 F3#24"]
+)
+def test_norms_without_gains_and_shifts(program: str, ranks: Ranks, tmp_path: Path) -> None:
+    check_all_paths(Case("opt", 4, 0.0, "float32", program, {"layer_norm_elementwise_affine": False}), tmp_path, ranks)
+
+
 def check_all_paths(case: Case, folder: Path, ranks: Ranks) -> None:
     """Compare what every path makes of the case's program with what tests/reference.py does."""
     model = case.model()

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import surgeon
 from surgeon.checkpoint.config import read_config_only
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import locate
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.language.recipe import read_recipe
-from surgeon.named import is_hub_name, is_path, is_program, is_recipe, name_of, on_disk, public, split_values
+from surgeon.named import (
+    HubName,
+    hub_name,
+    is_path,
+    is_program,
+    is_recipe,
+    model_name,
+    name_of,
+    on_disk,
+    public,
+    split_values,
+)
+from surgeon.opened import open_edited, open_model
 from surgeon.quality.sources import documents, file_and_column
 
 LONG = " ".join(f"A{k} F{k}" for k in range(60))  # longer than a name on any file system may be
@@ -75,11 +89,78 @@ def test_names_are_no_programs(text: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_recipes_hub_names_and_paths() -> None:
     assert [is_recipe(text) for text in ("a.yaml", "a/B.YML", "a.json", "yaml", LONG)] == [True, True, *[False] * 3]
-    names = ("meta-llama/Llama-3.1-8B", "llama", "./a/b", "a/b/c", "~/model", "a b/c", "a/b\0", "-a/b")
-    assert [is_hub_name(text) for text in names] == [True, *[False] * 7]
-    paths = ("/a", "./a", "..", "~/a", "a/b/c", "a/b", "owner/data:a/b:train", "name")
-    assert [is_path(text) for text in paths] == [True] * 5 + [False] * 3
+    names = ("llama", "llama@main", "./a/b", "a/b/c", "~/model", "a b/c", "a/b\0", "-a/b", "a/b@", "a/b@c@d", "")
+    assert [hub_name(text) for text in names] == [None] * len(names)
+    paths = ("/a", "./a", "..", "~/a", "a/b/c", "a/b", "owner/data:a/b:train", "name", "a/b@refs/pr/1")
+    assert [is_path(text) for text in paths] == [True] * 5 + [False] * 4
     assert [public(text) for text in paths[3:6]] == ["a", "c", "a/b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "revision"),
+    [
+        ("a-b/C.1", None),
+        ("https://huggingface.co/a-b/C.1", None),
+        ("http://www.hf.co/a-b/C.1/?library=transformers#usage", None),
+        ("huggingface.co/a-b/C.1/tree/main/", "main"),
+        ("https://huggingface.co/a-b/C.1/commit/0123abc", "0123abc"),
+        ("https://huggingface.co/a-b/C.1/tree/refs%2Fpr%2F5", "refs/pr/5"),
+        ("hf://a-b/C.1", None),
+        ("hf://a-b/C.1@v1.0", "v1.0"),
+        ("a-b/C.1@refs/pr/5", "refs/pr/5"),
+    ],
+)
+def test_addresses_of_the_hub(text: str, revision: str | None) -> None:
+    name = HubName("a-b/C.1", revision)
+    assert hub_name(text) == name == hub_name(str(name)) == hub_name(name.address)
+    assert model_name(text) == name_of(text) == str(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("https://huggingface.co/a/b/blob/v1/config.json", "opened as a whole; type a/b@v1$"),
+        ("https://huggingface.co/a/b/tree/v1/onnx", "opened as a whole; type a/b@v1$"),
+        ("https://huggingface.co/datasets/a/b", "no address of a model on .* is typed owner/name, or owner/name@REV"),
+        ("https://huggingface.co/datasets/a", "no address of a model"),
+        ("https://huggingface.co/a", "no address of a model"),
+        ("hf://a/b/config.json", "no address of a model"),
+        ("https://example.com/a/b", "no address of a model"),
+    ],
+)
+def test_other_addresses_say_what_to_type(text: str, message: str) -> None:
+    for take in (hub_name, locate, read_config_only, open_model):
+        with pytest.raises(ValueError, match=message):
+            take(text)
+
+
+def test_a_revision_is_opened_from_the_cache(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """And stands in what is recorded; the newest one is another."""
+    cached, commits = tmp_path / "models--org--tiny", {"main": "0" * 40, "v1": "1" * 40}
+    (cached / "refs").mkdir(parents=True)
+    for revision, commit in commits.items():
+        shutil.copytree(tiny_checkpoint, cached / "snapshots" / commit)
+        (cached / "refs" / revision).write_text(commit)
+    config = cached / "snapshots" / commits["main"] / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert open_model("org/tiny").folder.name == commits["main"]
+    for typed in ("org/tiny@v1", "https://huggingface.co/org/tiny/tree/v1", f"org/tiny@{commits['v1']}"):
+        found = open_model(typed)
+        assert found.folder.name == commits["v1"]
+        assert found.name == found.public_name == found.reference == str(hub_name(typed))
+        assert found.hash == open_model(tiny_checkpoint).hash != open_model("org/tiny").hash
+        assert open_edited(typed).provenance()["model"] == found.name
+        assert open_model(typed, weights=False).config.rms_norm_eps == found.config.rms_norm_eps
+    assert surgeon.check("hf://org/tiny@v1").record["model"] == "org/tiny@v1"
+    with pytest.raises(FileNotFoundError, match="org/tiny@v2 is no folder here, and could not be fetched"):
+        open_model("org/tiny@v2")
+
+
+def test_a_name_without_an_owner_says_how_models_are_named() -> None:
+    with pytest.raises(FileNotFoundError, match="no model folder gpt2@main; a model on the hub is typed owner/name"):
+        open_model("gpt2@main")
 
 
 @pytest.mark.parametrize("text", UNNAMEABLE)

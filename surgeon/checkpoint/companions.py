@@ -12,7 +12,7 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from surgeon.checkpoint.belongings import CARRIED, FOLDERS, FileKind, kind_of
-from surgeon.checkpoint.read import Checkpoint, check_inside, read_json
+from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.words import first_few
 
 AUTO_MAP = "auto_map"  # of a configuration: classes in Python files beside it
@@ -91,8 +91,7 @@ def companions_of(folder: Path, own: Collection[str]) -> Companions:
         own: names of the files that hold its weights (`Checkpoint.file_names`).
 
     Raises:
-        ValueError: if what goes on is a symbolic link out of the folder.
-        FileNotFoundError: if it is a link to nothing.
+        FileNotFoundError: if what goes on is a link to nothing.
     """
     files: dict[str, Path] = {}
     left: dict[str, str] = {}
@@ -127,7 +126,7 @@ def companions_at(folder: Path) -> Companions:
     """The same of any folder that a model was loaded from, whether or not surgeon could open it.
 
     Raises:
-        FileNotFoundError, ValueError: as `companions_of`.
+        FileNotFoundError: as `companions_of`.
     """
     try:
         own = Checkpoint(folder).file_names
@@ -176,7 +175,6 @@ def names_in(folder: Path) -> Iterator[str]:
 
 def _checked(folder: Path, name: str) -> Path:
     path = folder / name
-    check_inside(folder, path)
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is a link to {path.resolve()}, which is not there; put the file itself there, or remove the link"

@@ -29,7 +29,7 @@ from surgeon.models.families import Family, Unsupported, family_named, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Names
 from surgeon.models.wrappers import text_entries
-from surgeon.named import is_hub_name, on_disk
+from surgeon.named import hub_name, on_disk
 
 CONFIG = "config.json"
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
@@ -154,13 +154,13 @@ def find_config(what: str | Path) -> Path:
                 f"{there} is no {CONFIG}; give one, a folder with one, a name on the hub, or a recipe"
             )
         return there
-    if there is not None or name == DEMO or not is_hub_name(name):
+    if there is not None or name == DEMO or (named := hub_name(name)) is None:
         return locate(what) / CONFIG
     advice = "check the name and the connection, or give the path of a config.json"
-    with fetching(name, "its configuration ", advice):
+    with fetching(str(named), "its configuration ", advice):
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(name, CONFIG))
+        return Path(hf_hub_download(named.repository, CONFIG, revision=named.revision))
 
 
 def _program_in(entries: dict[str, Any], path: Path) -> Program | None:

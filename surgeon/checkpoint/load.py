@@ -22,6 +22,7 @@ from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.edit import edit
 from surgeon.models.weights import take_experts_apart
 from surgeon.models.weights.quantised import PackedTensor
+from surgeon.named import model_name
 from surgeon.words import first_few
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
     checkpoint = what if isinstance(what, Checkpoint) else Checkpoint(locate(what))
     for matrix in checkpoint.quantised.values():
         _ = matrix.arrangement  # checks its tensors
-    name = str(checkpoint.folder if isinstance(what, Checkpoint) else what)
+    name = str(checkpoint.folder) if isinstance(what, Checkpoint) else model_name(what)
     return StoredModel(name, checkpoint, *read_config(checkpoint))
 
 

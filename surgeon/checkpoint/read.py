@@ -39,7 +39,7 @@ from surgeon.models.families import FAMILIES
 from surgeon.models.weights import Names
 from surgeon.models.weights.quantised import Quantised, quantised_matrices
 from surgeon.models.wrappers import wrapper_of
-from surgeon.named import is_hub_name, on_disk
+from surgeon.named import HOW_TO_NAME, hub_name, on_disk
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -69,11 +69,11 @@ NOT_COMPUTED = frozenset(
 def locate(path_or_name: str | Path) -> Path:
     """The folder of a model given as a folder, as "demo" for the one that ships with surgeon, or as a hub name.
 
-    A hub model is downloaded, or taken from the hub's cache.
+    A hub model is downloaded, or taken from the hub's cache, at the revision that is named.
 
     Raises:
         FileNotFoundError: if it is neither.
-        ValueError: if it is no text and no path.
+        ValueError: if it is no text and no path, or an address of something else than a model on the hub.
     """
     if not isinstance(path_or_name, str | Path):
         raise ValueError(
@@ -91,12 +91,12 @@ def locate(path_or_name: str | Path) -> Path:
         return there
     if name == DEMO:
         return demo_model()
-    if not is_hub_name(name):
-        raise FileNotFoundError(f"there is no model folder {name}")
-    with fetching(name, "", "check the name and the connection, or give the path of a local folder"):
+    if (named := hub_name(name)) is None:
+        raise FileNotFoundError(f"there is no model folder {name}; {HOW_TO_NAME}")
+    with fetching(str(named), "", "check the name and the connection, or give the path of a local folder"):
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=[*WANTED]))
+        return Path(snapshot_download(named.repository, revision=named.revision, allow_patterns=[*WANTED]))
 
 
 class Checkpoint(TensorFiles):
@@ -105,7 +105,7 @@ class Checkpoint(TensorFiles):
     A matrix that is stored quantised has the name and the shape that its architecture gives it, and is read as the
     numbers that it stands for, in float32; the tensors that hold it are not among the names.
 
-    Symbolic links are followed where they stay in the folder, or lead to the blobs of the hub cache that it lies in.
+    Symbolic links are followed, wherever they lead.
 
     Attributes:
         folder: where it lies.
@@ -117,8 +117,8 @@ class Checkpoint(TensorFiles):
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
-        ValueError: if a file is truncated, is not what it claims to be, or lies outside the folder, an adapter lies in
-            it, or its weights are quantised in a way that is not known.
+        ValueError: if a file is truncated or is not what it claims to be, an adapter lies in the folder, or weights are
+            quantised in a way that is not known.
     """
 
     needed_by = "its config.json"
@@ -136,12 +136,10 @@ class Checkpoint(TensorFiles):
                 f"{folder} holds an adapter ({ADAPTER_FILE}), which transformers would apply where peft is installed, "
                 "and nothing else would; merge it into its model (peft's merge_and_unload), or move it elsewhere"
             )
-        check_inside(folder, folder / "config.json")
         self.config = self._json = entries = read_json(folder / "config.json")
         self._weights_hash = ""
         self._hashing = Lock()
         for file, names in self._index().items():
-            check_inside(folder, folder / file)
             self._add(folder / file, names)
         if not self.files:
             raise ValueError(f"{folder} holds no tensors")
@@ -211,7 +209,6 @@ class Checkpoint(TensorFiles):
         index = self.folder / self._weights_file()
         if index.suffix == ".safetensors":
             return {index.name: set()}
-        check_inside(self.folder, index)
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map; it should map tensor names to files")
@@ -341,20 +338,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} should hold a JSON object, not {type(value).__name__}")
     return value
-
-
-def check_inside(folder: Path, path: Path) -> None:
-    """Refuse a file of a checkpoint that is a symbolic link to somewhere else.
-
-    A link may lead to a file in the folder, or to the blobs of the hub cache (beside its `snapshots`).
-
-    Raises:
-        ValueError: naming the link and where it leads.
-    """
-    real, home = path.resolve(), folder.resolve()
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(allowed in real.parents for allowed in homes):
-        raise ValueError(
-            f"{path} is a symbolic link out of the folder, to {real}; put the file itself there, or name the folder "
-            "in which it lies"
-        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from surgeon.checkpoint.encoding import Encoder
@@ -19,14 +21,16 @@ CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers wri
 MOST_CONTEXT = 4 * CONTEXT
 MOST_NAMED = 3  # tokens in an error message
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NAME_TOKENS = (".json", ".jinja", ".txt", ".model")  # files that may
 UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
 
 
 def open_tokenizer(model: str | Path | StoredModel) -> Any:
     """The tokenizer of a model, every token of which has a row in the model's embedding.
 
-    An embedding of more rows is as good, and so is a tokenizer without BOS, EOS or a fast version. Of special ids in
-    the configuration that have no row, which say when a text ends, a warning is given.
+    An embedding of more rows is as good, and so is a tokenizer without BOS, EOS or a fast version. Special tokens that
+    have no row and that the tokenizer's class adds to what its files have are left out, so that they are text like any
+    other. Of special ids in the configuration that have no row, which say when a text ends, a warning is given.
 
     Raises:
         FileNotFoundError: if there is no such model, or a file of it is missing.
@@ -35,6 +39,8 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
     stored = open_stored(model)
     tokenizer = read_tokenizer(stored.folder)
     rows = stored.weights.shape(f"{stored.family.embedding}.weight")[0]
+    if rows_needed(tokenizer) > rows:
+        _leave_to_files(tokenizer, stored.folder, rows)
     if (needed := rows_needed(tokenizer)) > rows:
         without = sorted((token, text) for text, token in tokenizer.get_vocab().items() if token >= rows)
         named = first_few([f"{text!r} ({token})" for token, text in without], MOST_NAMED)
@@ -52,6 +58,26 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
             stacklevel=2,
         )
     return tokenizer
+
+
+def _leave_to_files(tokenizer: Any, folder: Path, rows: int) -> None:
+    """Leave out tokens beyond an embedding's rows that a class of transformers has added and that no file names."""
+    if not tokenizer.is_fast:
+        return
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    files = [path.read_text(errors="replace") for path in folder.iterdir() if path.suffix in _NAME_TOKENS]
+    rules = json.dumps({key: value for key, value in described.items() if key != "added_tokens"}, ensure_ascii=False)
+    spare = {
+        text
+        for text in (one["content"] for one in described["added_tokens"] if one["id"] >= rows)
+        if not any(text in held or json.dumps(text)[1:-1] in held for held in (*files, rules))
+    }
+    if spare:
+        described["added_tokens"] = [one for one in described["added_tokens"] if one["content"] not in spare]
+        for name, text in tokenizer.special_tokens_map.items():
+            if text in spare:
+                setattr(tokenizer, name, None)
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(described))
 
 
 def rows_needed(tokenizer: Any) -> int:

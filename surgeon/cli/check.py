@@ -13,7 +13,8 @@ from surgeon.cli.options import parse_counts, several
 
 def check(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a config.json, a hub name, or demo; no weights needed.")
+        str,
+        typer.Argument(metavar="MODEL", help="A folder, a config.json, owner/name[@revision], or demo."),
     ],
     ranks: Annotated[
         list[str] | None, several("--ranks", help="Numbers of ranks to look at. Default: 1,2,4,8.")

@@ -156,7 +156,7 @@ def settle_ranks(context: typer.Context, tp: int) -> int:
 
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name.")
+    str, typer.Argument(metavar="DIR", help="A checkpoint folder, edited or not, or a hub name (owner/name@revision).")
 ]
 RanksOption = Annotated[
     int,

@@ -37,7 +37,7 @@ from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import unstored
 from surgeon.models.wrappers import wrapper_of
-from surgeon.named import is_hub_name, on_disk
+from surgeon.named import hub_name, on_disk
 from surgeon.opened import Model
 from surgeon.processes.files import write_json
 from surgeon.processes.folders import scratch
@@ -238,9 +238,10 @@ def _home_of(model: PreTrainedModel) -> Path | None:
     there = on_disk(name)
     if there is not None and there.is_dir():
         return there
-    if not is_hub_name(name):
+    if (named := hub_name(name)) is None:
         return None
-    found = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
+    commit = getattr(model.config, "_commit_hash", None) or named.revision
+    found = try_to_load_from_cache(named.repository, CONFIG, revision=commit)
     return Path(found).parent if isinstance(found, str) else None
 
 

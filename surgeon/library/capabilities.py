@@ -45,8 +45,10 @@ from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, parse_spaces
 from surgeon.training.memory import BYTES, training_bytes
+from surgeon.training.racks.build import require_known
 from surgeon.training.racks.partition import Racks, allowed_cuts
-from surgeon.training.scope import add_adapters, choose_parameters
+from surgeon.training.racks.tensors import tensors_of
+from surgeon.training.scope import shapes_to_train
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.settings import SCOPES, TrainSettings
 from surgeon.words import listed, plural
@@ -91,6 +93,12 @@ class Capabilities:
 
     def verdicts(self, areas: Sequence[str] = AREAS) -> Iterator[Verdict]:
         """All of them, area by area."""
+        for area in areas:
+            for what, ask in self.questions(area):
+                yield answer(area, what, ask)
+
+    def questions(self, area: str) -> Iterator[Question]:
+        """What can be asked in an area."""
         questions = {
             "load": self.loading,
             "scan": self.measuring,
@@ -100,11 +108,7 @@ class Capabilities:
             "vllm": self.on_vllm,
             "train": self.training,
         }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to know of things that work
-            for area in areas:
-                for what, ask in questions[area]():
-                    yield _answer(area, what, ask)
+        return questions[area]()
 
     def loading(self) -> Iterator[Question]:
         """The model as it is, and what lies beside it."""
@@ -229,7 +233,9 @@ class Capabilities:
         return None
 
     def _form(self, program: Program) -> str:
-        return f"{layout_of(self.model, program).form} form"
+        layout = layout_of(self.model, program)
+        layout.form.tensors(self.model, layout, None, RandomFactors("meta"))  # which refuses those that are none of it
+        return f"{layout.form} form"
 
     def _as_one_layer(self, program: Program) -> str:
         layout = FUSED.lay_out(program, self.model.family, self.model.config)
@@ -317,12 +323,10 @@ class Capabilities:
         yield "native tracks", self._tracks
 
     def _healed(self, program: Program, scope: str, rank: int | None = None) -> Said:
-        student = edit(original_model(self.model, buffers=False)[0], program)
-        if rank is None:
-            choose_parameters(student, scope, program)
-            return f"{TrainSettings(scope).method}, activations on top", training_bytes(student)
-        adapted = add_adapters(student, scope, program, rank)
-        return f"{TrainSettings(scope, lora=rank).method}, activations on top", training_bytes(adapted) - self._packed
+        settings = TrainSettings(scope, lora=rank)
+        student = shapes_to_train(self.model, program, settings)
+        packed = 0 if rank is None else self._packed
+        return f"{settings.method}, activations on top", training_bytes(student) - packed
 
     @property
     def _packed(self) -> int:
@@ -335,6 +339,7 @@ class Capabilities:
         cuts = allowed_cuts(program)
         middle = cuts[len(cuts) // 2] if cuts else 1
         Racks.parse([f"0:{middle}", f"{middle}:{self.model.num_layers}"], program)
+        require_known(tensors_of(restore(self.skeleton)))
         return f"they may begin at {plural(len(cuts), 'layer')}"
 
     def _tracks(self) -> str:
@@ -354,9 +359,12 @@ def _for_several(name: str) -> bool:
     return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
 
 
-def _answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
+def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
+    """What becomes of one thing, in the words of the code that does it, or that refuses it."""
     try:
-        said = ask()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to know of things that work
+            said = ask()
     except (ValueError, OSError, ImportError) as refusal:
         return Verdict(area, what, NO, " ".join(str(refusal).split()))
     if isinstance(said, Verdict):
@@ -371,7 +379,7 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdic
     Args:
         questions: of one of so many places that are alike.
     """
-    given = [(_answer("", what, ask), count) for what, count, ask in questions]
+    given = [(answer("", what, ask), count) for what, count, ask in questions]
     total, said = sum(count for _, count in given), dict[str, int]()
     for one, count in given:
         if one.works == YES:

@@ -16,7 +16,7 @@ from surgeon.memory import show_size
 from surgeon.models.families import Unsupported
 from surgeon.models.unknown import mechanisms
 from surgeon.models.weights.quantised import rules_of
-from surgeon.named import on_disk
+from surgeon.named import model_name, on_disk
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import make_folder
 from surgeon.reports.outline import outline_text
@@ -58,7 +58,7 @@ def check(
     check_counts(**{"the number of ranks": min(ranks, default=1)})
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"there is no dtype {dtype!r} to compute in; {did_you_mean(dtype, DTYPES)}")
-    name = model.name if isinstance(model, Model) else str(model)
+    name = model.name if isinstance(model, Model) else model_name(model)
     try:
         opened = _with_shapes(model)
         able = Capabilities(opened, tuple(ranks), dtype or str(opened.dtype).removeprefix("torch."), draft)

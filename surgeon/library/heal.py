@@ -26,6 +26,7 @@ from surgeon.training.conversations import in_template, load_texts
 from surgeon.training.heal import (
     check_adapter,
     check_draft,
+    check_shapes,
     draft_settings,
     identity_of,
     open_to_heal,
@@ -119,6 +120,9 @@ def heal(
     processes, where = join_processes(device)
     folder = run_folder(target)
     edited, original = open_to_heal(model, program, teacher)
+    runs = program_to_heal(edited)
+    cut = None if racks is None else racks.cut(runs)
+    check_shapes(edited, settings, cut, None if as_draft or keep_adapter else form)
     size = window_for(edited.model.config, window)
     texts = load_texts(
         in_template(edited.model.tokenizer, chat_template),
@@ -133,8 +137,6 @@ def heal(
     with processes.main_process_first():
         edited = with_factors(edited, folder / "factors")
     announce(processes, where, settings.method, texts, settings, edited.model.tokenizer, show_row)
-    runs = program_to_heal(edited)
-    cut = None if racks is None else racks.cut(runs)
     packed = settings.lora is not None  # of a base that stays as it is
     student = student_of(edited, packed)
     if keep_adapter:

@@ -93,12 +93,22 @@ def files_in(folder: str) -> list[Path]:
     Raises:
         ValueError: if there is none.
     """
-    there = sorted((on_disk(folder) or Path(folder)).rglob("*"))
-    files = [path for path in there if path.is_file() and (ending(path) in TEXT_FILES or is_table(path))]
+    there = _files_below(on_disk(folder) or Path(folder))
+    files = [path for path in there if ending(path) in TEXT_FILES or is_table(path)]
     if not files:
         known = ", ".join((*TEXT_FILES, *JSON_LINES, PARQUET))
         raise ValueError(f"{folder} has no files of text in it, by their endings ({known}); give another folder")
     return files
+
+
+def _files_below(folder: Path, within: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """The files of a folder and those in it; links are followed, but for those that lead back to where they lie."""
+    within |= {folder.resolve()}
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            yield path
+        elif path.is_dir() and path.resolve() not in within:
+            yield from _files_below(path, within)
 
 
 def _filled(pieces: Iterable[str], path: Path | None) -> Iterator[str]:

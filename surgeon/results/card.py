@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
 from surgeon.language.program import Program
+from surgeon.named import hub_name
 from surgeon.processes.files import write_text
 from surgeon.results import card_sections as sections
 from surgeon.results.measured import Identity, Measured
@@ -118,6 +119,7 @@ def _metadata(found: Surgery, name: str, inherited: Inherited, measured: Measure
     carried = dict(inherited.metadata)
     tags = carried.pop("tags", [])
     tags = [tags] if isinstance(tags, str) else tags
+    original = hub_name(found.original or "")  # of a folder only the last part is kept
     results = [
         EvalResult(
             task_type="text-generation",
@@ -132,7 +134,7 @@ def _metadata(found: Surgery, name: str, inherited: Inherited, measured: Measure
         if score.edited and score.dataset is not None and not score.metric.startswith("divergence")
     ]
     return ModelCardData(
-        base_model=found.original if sections.is_hub_name(found.original) else None,
+        base_model=None if original is None else original.repository,
         library_name="transformers",
         pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
         tags=[*tags, "surgeon"],

@@ -21,6 +21,7 @@ from surgeon.language.program import Fork, Program, steps_of
 from surgeon.language.recipe import operations_in
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import indivisible
+from surgeon.named import hub_name
 from surgeon.results.measured import DIVERGENCE, PERPLEXITY, Bench, CardScore, Speed
 from surgeon.words import plural
 
@@ -243,14 +244,9 @@ def _quoted(name: str) -> str:
 
 
 def _base(model: str | None) -> str:
-    if is_hub_name(model):
-        return f"[{model}](https://huggingface.co/{model})"
+    if (on_hub := hub_name(model or "")) is not None:
+        return f"[{model}]({on_hub.address})"
     return "surgeon's demo model" if model == DEMO else f"`{model}`"
-
-
-def is_hub_name(model: str | None) -> bool:
-    """Whether it is the name of a model on the hub; of a folder only the last part is kept."""
-    return model is not None and "/" in model
 
 
 def one_line(text: str) -> str:

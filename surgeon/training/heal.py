@@ -14,6 +14,8 @@ from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.read import DEMO
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.exports.drafts import check_adapters
+from surgeon.exports.plan import layout_of
+from surgeon.exports.prove import original_model
 from surgeon.exports.report import source_record
 from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
@@ -21,13 +23,16 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.models.edit import decoder_layers, edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
-from surgeon.named import is_hub_name
+from surgeon.named import hub_name
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.provenance import provenance
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import require_shared, with_draft
 from surgeon.training.model import TrainedModel
-from surgeon.training.scope import adapter_targets
+from surgeon.training.racks.build import require_known
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.tensors import tensors_of
+from surgeon.training.scope import adapter_targets, shapes_to_train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 
@@ -82,7 +87,7 @@ def _made_from(edited: EditedModel) -> EditedModel | None:
     """The model that a checkpoint was made of; None where its name, of a folder only the last part, finds none."""
     source = {} if edited.model.report is None else edited.model.report["source"]
     name = source.get("model")
-    if not isinstance(name, str) or not (name == DEMO or is_hub_name(name)):
+    if not isinstance(name, str) or not (name == DEMO or hub_name(name) is not None):
         return None
     found = _original(name, edited)
     if source.get("model_hash") not in (None, found.model.hash):
@@ -102,6 +107,24 @@ def program_to_heal(edited: EditedModel) -> Program:
     """What an edited model runs, in the numbers of the original's layers."""
     report = _report(edited)
     return edited.program if report is None else Program.parse(report["program"])
+
+
+def check_shapes(edited: EditedModel, settings: TrainSettings, racks: Racks | None, form: str | None) -> None:
+    """Refuse an edit that cannot be trained, or written, before a text or a weight is read for it.
+
+    Args:
+        form: that it is to be written in; None where that is not what is written.
+
+    Raises:
+        ValueError: as the code that trains and writes it.
+    """
+    if edited.asked is None:  # what an edited checkpoint can become, its own layers say once they are read
+        return
+    shapes_to_train(edited.model, edited.asked, settings)
+    if racks is not None:
+        require_known(tensors_of(original_model(edited.model, buffers=False)[0]))
+    if form is not None:
+        layout_of(edited.model, edited.asked, form)
 
 
 def student_of(edited: EditedModel, packed: bool = False) -> PreTrainedModel:

@@ -28,7 +28,7 @@ from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
 from surgeon.training.held_out import HeldOutQuality, Measure
 from surgeon.training.resume import TEACHER_FOLDER, alone, open_run
 from surgeon.training.run_log import RunLog
-from surgeon.training.scope import add_adapters, choose_parameters
+from surgeon.training.scope import with_chosen
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import LossParts, ModelTrainer
@@ -169,12 +169,9 @@ def train(
         caches = model.config.use_cache
         for parameter in model.parameters():  # factors may be transposed, which cannot be shared out among processes
             parameter.data = parameter.data.contiguous()
-        trained: Any = model
-        if settings.lora is None:
-            choose_parameters(model, settings.scope, program, settings.router)
-        else:
+        if settings.lora is not None:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
-            trained = add_adapters(model, settings.scope, program, settings.lora, settings.router)
+        trained: Any = with_chosen(model, program, settings)
 
         _share_passes(task.towards, trained, arguments)
         trainer = ModelTrainer(trained, arguments, text, task.held_out, task.towards)

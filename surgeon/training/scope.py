@@ -12,11 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from surgeon.checkpoint.random_weights import RandomFactors
+from surgeon.exports.prove import original_model
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
-from surgeon.models.edit import edited_layers
+from surgeon.models.edit import edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
+from surgeon.opened import Model
 from surgeon.training.balance import routers_of
+from surgeon.training.settings import TrainSettings
 
 
 def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
@@ -72,10 +76,34 @@ def choose_parameters(model: PreTrainedModel, scope: str, program: Program, rout
     """
     chosen = {id(parameter) for module in _modules(model, scope, program) for parameter in module.parameters()}
     if not chosen:
-        raise ValueError("there are no routers to train: the program has no mixture of experts; train another scope")
+        reason = (
+            "there are no routers to train: the program has no mixture of experts"
+            if scope == "routers"
+            else f"the scope {scope} has nothing to train: norms of this model have neither gains nor shifts"
+        )
+        raise ValueError(f"{reason}; train another scope")
     chosen -= _frozen(model, router)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
+
+
+def shapes_to_train(model: Model, program: Program, settings: TrainSettings) -> PreTrainedModel:
+    """A model under a program, without its numbers, and with what the settings train chosen.
+
+    Raises:
+        ValueError: if nothing is in scope, or the weights do not fit the configuration.
+    """
+    student = edit(original_model(model, buffers=False)[0], program, factors=RandomFactors("meta"))
+    return with_chosen(student, program, settings)
+
+
+def with_chosen(student: PreTrainedModel, program: Program, settings: TrainSettings) -> PreTrainedModel:
+    """An edited model with what the settings train chosen; ValueError if there is nothing."""
+    if settings.lora is not None:
+        adapted: PreTrainedModel = add_adapters(student, settings.scope, program, settings.lora, settings.router)
+        return adapted
+    choose_parameters(student, settings.scope, program, settings.router)
+    return student
 
 
 def _frozen(model: PreTrainedModel, router: str) -> set[int]:

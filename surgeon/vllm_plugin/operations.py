@@ -61,7 +61,8 @@ def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> Non
 
 
 def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
-    return CompiledNorm(norm) if norm.rms and norm.gain.dtype == dtype else norm
+    is_alike = norm.rms and norm.gain is not None and norm.gain.dtype == dtype
+    return CompiledNorm(norm) if is_alike else norm
 
 
 def gate_of(activation: str) -> Callable[[Tensor], Tensor] | None:

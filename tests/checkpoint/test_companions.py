@@ -178,12 +178,13 @@ def test_a_folder_of_the_hubs_cache(furnished: Path, tmp_path: Path, monkeypatch
         surgeon.export(model, tmp_path / "gone")
 
 
-def test_what_would_go_along_lies_in_the_folder(source: Path, tmp_path: Path) -> None:
+def test_what_goes_along_may_be_a_link_to_somewhere_and_not_to_nothing(source: Path, tmp_path: Path) -> None:
     (tmp_path / "far.jinja").write_text("far")
     link = source / "additional_chat_templates" / "far.jinja"
     link.symlink_to(tmp_path / "far.jinja")
-    with pytest.raises(ValueError, match=r"far.jinja is a symbolic link out of the folder"):
-        run_export(source, tmp_path / "target", PROGRAMS["plain"])
+    run_export(source, tmp_path / "linked", PROGRAMS["plain"])
+    written = tmp_path / "linked" / link.relative_to(source)
+    assert (written.read_text(), written.is_symlink()) == ("far", False)
     link.unlink()
     link.symlink_to(source / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"far.jinja is a link to .*nowhere, which is not there"):

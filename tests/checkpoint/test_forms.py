@@ -96,7 +96,6 @@ def test_fused_layers_hold_the_sublayers_of_both_steps() -> None:
     [
         ("gemma2", {}, "Gemma2 norms what a sublayer adds to the stream"),
         ("opt", {"word_embed_proj_dim": 16}, "its embeddings are projected to the stream's width"),
-        ("opt", {"_remove_final_layer_norm": True}, "it has no final norm"),
     ],
 )
 def test_models_that_cannot_be_fused_exactly_get_the_program_form(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from surgeon.checkpoint.texts import MOST_CONTEXT, Continuation, StopTexts
-from tests.tiny_models import tiny_tokenizer
+from surgeon.checkpoint.texts import MOST_CONTEXT, Continuation, StopTexts, open_tokenizer, read_tokenizer
+from tests.tiny_models import save_checkpoint, tiny_tokenizer
 
 PROMPT = "The quick"
 TEXT = "The fox — naïve, 狐狸 🦊🦊 — sees the dog, and the dog (who had seen it) sleeps. " * 6
@@ -117,3 +118,21 @@ def test_a_start_within_a_start(stop: str) -> None:
     shown = "".join(stops.add(letter) for letter in "aa" + stop)
     assert stops.found
     assert shown == ("aa" + stop).partition(stop)[0]
+
+
+def test_a_token_that_only_a_class_adds_is_text(tmp_path: Path) -> None:
+    """Transformers' class for Qwen2 adds one beyond the embedding, which is refused where a file names it."""
+    folder = save_checkpoint(tmp_path, "qwen2")
+    added, rows = "<|endoftext|>", len(tiny_tokenizer())
+    stock = read_tokenizer(folder)
+    assert stock(added).input_ids[-1] == rows
+    found = open_tokenizer(folder)
+    text = f"The quick {added} fox"
+    ids = found(text).input_ids
+    assert max(ids) < rows
+    assert found.decode(ids, skip_special_tokens=True) == text
+    assert (found.pad_token, found.unk_token, found.eos_token) == (None, None, "</s>")
+    assert found("The quick fox </s>").input_ids == stock("The quick fox </s>").input_ids
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}" + added)
+    with pytest.raises(ValueError, match=r"embedding has 300 rows, none for '<\|endoftext\|>' \(300\)"):
+        open_tokenizer(folder)

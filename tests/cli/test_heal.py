@@ -397,7 +397,7 @@ def test_what_cannot_go_along_is_refused_before_it_is_trained(heal: Any, tiny_ch
     (tiny_checkpoint / "LICENSE").symlink_to(tmp_path / "elsewhere")
     code, _, err = heal('prune: {layers: "1:2"}')
     assert code == 1
-    assert "LICENSE is a symbolic link out of the folder" in err
+    assert "LICENSE is a link to " in err
     assert "trained on" not in err
 
 

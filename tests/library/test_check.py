@@ -150,6 +150,7 @@ def test_what_is_refused_altogether(checked: Callable[..., Check]) -> None:
     found = checked("opt", do_layer_norm_before=False, word_embed_proj_dim=32, ffn_dim=48)
     assert "norms come after the sublayers" in str(found.refused)
     assert found.table().empty
+    assert "it has no final norm" in str(checked("opt", _remove_final_layer_norm=True, ffn_dim=48).refused)
     unknown = checked("arcee")
     assert "'arcee' is not supported" in str(unknown.refused)
     assert unknown.described["otherwise"] == "MLP"

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from surgeon.opened import open_model
 from surgeon.quality.data import DEMO, default_data, load_windows, window_for
+from surgeon.quality.sources import files_in
 from tests.tiny_models import TEXT, tiny_tokenizer
 
 
@@ -130,6 +131,18 @@ def test_files_of_a_folder_are_documents(tokenizer: Any, tmp_path: Path) -> None
     for text in ("first", "second", "third"):
         wanted += [begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
     assert found == wanted[: len(wanted) // 2 * 2]
+
+
+def test_links_in_a_folder_are_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "texts" / "b").mkdir(parents=True)
+    (tmp_path / "far").mkdir()
+    for name in ("texts/c.txt", "texts/b/one.txt", "far/two.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "texts" / "a.txt").symlink_to(tmp_path / "far" / "two.txt")
+    (tmp_path / "texts" / "linked").symlink_to(tmp_path / "far")
+    (tmp_path / "texts" / "b" / "round").symlink_to(tmp_path / "texts")
+    found = [path.relative_to(tmp_path / "texts").as_posix() for path in files_in(str(tmp_path / "texts"))]
+    assert found == ["a.txt", "b/one.txt", "c.txt", "linked/two.txt"]
 
 
 def test_a_folder_without_texts(tokenizer: Any, tmp_path: Path) -> None:

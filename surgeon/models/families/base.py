@@ -130,6 +130,7 @@ class Family:
             layer i is described as layer `sources[i]` was.
         follow_mlp: config entries that say how layers' feed-forwards differ (dense ones among mixtures), likewise.
         follow_width: config entries that say the stream's width once more, for a stream of another width.
+        off_ranks: why ranks run no program of it, if they do not; a `variant` says it.
         unsupported: says why a config of this family cannot be operated on, or returns None.
         unfusable: says why its layers cannot be stored side by side in one, or returns None.
     """
@@ -194,6 +195,7 @@ class Family:
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
+    off_ranks: str | None = None
     unsupported: Callable[[Any], str | None] = _none
     unfusable: Callable[[Any], str | None] = _none
 
@@ -232,14 +234,16 @@ class Family:
         return f"attentions of {self.name}{where}"
 
     def apart(self, program: Program) -> str | None:
-        """Which attentions of a program ranks have none of, and why, in words; None if they have all."""
+        """What of a program ranks have none of, mostly attentions, and why, in words; None if they have all."""
+        if self.off_ranks is not None:
+            return f"{self.name} here: {self.off_ranks}"
         for spec in dict.fromkeys(self.spec(one.kind, one.layers[0]) for one in program.sublayers()):
             if spec.apart is not None:
                 return f"{self.attentions_like(spec)}: {spec.apart}"
         return None
 
     def require_ranked(self, program: Program) -> None:
-        """Refuse a program with attentions that ranks have none of.
+        """Refuse a program with something that ranks have none of.
 
         Raises:
             ValueError: saying which and why.

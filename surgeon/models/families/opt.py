@@ -1,5 +1,6 @@
 """OPT: layer norms with shifts, learned positions, biases everywhere, a plain ReLU MLP."""
 
+from dataclasses import replace
 from typing import Any
 
 from surgeon.models.families.base import Family
@@ -9,6 +10,8 @@ from surgeon.models.families.specs import Projection, SublayerSpec
 def _unsupported(config: Any) -> str | None:
     if not config.do_layer_norm_before:
         return "its norms come after the sublayers (do_layer_norm_before is false, as in OPT-350m)"
+    if config._remove_final_layer_norm:
+        return "it has no final norm (_remove_final_layer_norm)"
     if config.layerdrop:
         return f"it drops layers at random while training (layerdrop is {config.layerdrop}); set layerdrop to 0"
     return None
@@ -17,9 +20,12 @@ def _unsupported(config: Any) -> str | None:
 def _unfusable(config: Any) -> str | None:
     if config.word_embed_proj_dim not in (None, config.hidden_size):
         return f"its embeddings are projected to the stream's width (word_embed_proj_dim {config.word_embed_proj_dim})"
-    if config._remove_final_layer_norm:
-        return "it has no final norm (_remove_final_layer_norm)"
     return None
+
+
+def _variant(family: Family, config: Any) -> Family:
+    has_gains = config.layer_norm_elementwise_affine
+    return replace(family, norm_kind="layer" if has_gains else "plain", off_ranks=_unfusable(config))
 
 
 def _follow_width(config: Any, width: int) -> dict[str, Any]:
@@ -28,7 +34,11 @@ def _follow_width(config: Any, width: int) -> dict[str, Any]:
 
 def _unfused(fused: Any) -> dict[str, Any]:
     biases = fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias
-    return {"enable_bias": biases, "word_embed_proj_dim": fused.hidden_size}
+    return {
+        "enable_bias": biases,
+        "word_embed_proj_dim": fused.hidden_size,
+        "layer_norm_elementwise_affine": fused.norm != "plain",
+    }
 
 
 OPT = Family(
@@ -72,4 +82,5 @@ OPT = Family(
     unsupported=_unsupported,
     unfusable=_unfusable,
     unfused=_unfused,
+    variant=_variant,
 )

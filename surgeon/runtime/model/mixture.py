@@ -53,7 +53,7 @@ class MixtureOfExperts:
         self.router = whole_map(tensors, ["router"])
         self.routing, self.correction = plan.routing, tensors.get("router.correction")
         self.weighs_inputs = plan.family.mixture is not None and plan.family.mixture.weighs_inputs
-        self.kernels = plan_kernels(plan, self.norm.gain)
+        self.kernels = plan_kernels(plan, tensors["router.weight"])
         self.scale = plan.output_scale
         packed = None if self.kernels is None else pack_experts(tensors, first, plan, self.kernels)
         self.experts: KernelExperts | Experts

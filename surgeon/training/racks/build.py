@@ -41,7 +41,7 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     """
     found = tensors_of(whole)
     layers_by_recipe(racks.program, found.program)
-    _require_known(found)
+    require_known(found)
     family, nodes = found.family, found.program.nodes
     own, private = ([nodes[place] for place in part] for part in (racks.ranges[index].nodes, racks.private(index)))
     tied, count = bool(found.config.tie_word_embeddings), len(layers_in(own))
@@ -66,7 +66,7 @@ def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> d
     """The numbers that a new model of such layers begins with: its layers, numbered from `first`, its norm and head."""
     family = found.family
     config = config_for(found.config, sources or [0], tied=False)
-    dtype = next(iter(found.outside(family.final_norm, family.embedding).values())).dtype
+    dtype = next(iter(found.others.values())).dtype
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -76,16 +76,19 @@ def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> d
     return layers | fresh.outside(family.final_norm, family.head)
 
 
-def _require_known(found: ModelTensors) -> None:
+def require_known(found: ModelTensors) -> None:
+    """Refuse a model with tensors that no rack would have.
+
+    Raises:
+        ValueError: naming one.
+    """
     family = found.family
     known = found.outside(family.embedding, family.position_embedding, family.final_norm, family.head)
-    for name in found.others.keys() - known.keys():
+    if (name := next((one for one in found.others if one not in known), None)) is not None:
         raise ValueError(
             f"{name} lies outside the layers, the embeddings, the final norm and the head; a model with such a tensor "
             "is not cut into racks"
         )
-    if family.norm_parts and not found.outside(family.final_norm):
-        raise ValueError("the model has no final norm, which every rack is to have; it is not cut into racks")
 
 
 def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel]) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.checkpoint.texts import SPECIAL_IDS, read_tokenizer, rows_needed
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.operations.width import chosen_by
@@ -21,8 +22,11 @@ from surgeon.models.recipe_program import recipe_program
 from surgeon.quality.tokens import tokenizer_digest
 from surgeon.training.conversations import load_texts
 from surgeon.training.packing import documents_of
+from surgeon.training.racks.build import require_known
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.subject import check_settings
+from surgeon.training.racks.tensors import tensors_of
+from surgeon.training.scope import with_chosen
 from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.texts import TrainTexts
@@ -143,15 +147,19 @@ def blueprint(config: ScratchConfig) -> Blueprint:
         program = recipe_program(config.recipe, architecture)
     try:
         with torch.device("meta"):
-            parameters = sum(each.numel() for each in _plain_model(architecture).parameters())
+            model = _plain_model(architecture)
     except Exception as error:  # whatever it trips over is a fault of the entries
         raise config.error(f"model: it cannot be built: {_reason(error)}", "model") from error
     racks = None
     if config.racks is not None:
         with config.under("racks"):
             racks = config.racks.cut(program)
+            require_known(tensors_of(model))
         with config.under("training"):
             check_settings(config.settings)
+    parameters = sum(each.numel() for each in model.parameters())
+    with config.under("training"):
+        with_chosen(edit(model, program, factors=RandomFactors("meta")), program, config.settings)
     return Blueprint(config, architecture, program, tokenizer, parameters, racks)
 
 
