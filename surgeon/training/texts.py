@@ -219,7 +219,7 @@ def load_train_texts(
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedWindows:
     """What is asked of one text, in windows.
 
     Attributes:
@@ -249,19 +249,19 @@ def held_out_size(window: int, tokens: int | None) -> int:
 
 def asked_of(
     several: Mapping[str, float], window: int, tokens: int, held_out_tokens: int | None, is_held_out: bool
-) -> dict[str, Asked]:
+) -> dict[str, AskedWindows]:
     """What is asked of each text, by its weight; see `load_train_texts`."""
     wanted = max(1, tokens // window)
     behind = max(1, held_out_size(window, held_out_tokens) // window) if is_held_out else 0
-    whole, found = sum(several.values()), dict[str, Asked]()
+    whole, found = sum(several.values()), dict[str, AskedWindows]()
     for name, weight in several.items():
         share = weight / whole
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
-        found[name] = Asked(needed, ceil(share * behind), held_out_tokens is None)
+        found[name] = AskedWindows(needed, ceil(share * behind), held_out_tokens is None)
     return found
 
 
-def split(store: TokenStore, asked: Asked) -> TextPart:
+def split(store: TokenStore, asked: AskedWindows) -> TextPart:
     """Windows to train on, and those behind them.
 
     Raises:

@@ -96,7 +96,6 @@ def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
         (("--ranks", "some"), "'some' is no rank"),
         (("--calibration-tokens", "8"), "at least one window of 32, not 8"),
         (("--calibration", "nothing.txt"), "no file nothing.txt"),
-        (("--tokens", "100000"), "none are left to calibrate on; measure fewer tokens, or give other text as c"),
     ],
 )  # fmt: skip
 def test_bad_options(spectrum: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -105,6 +104,16 @@ def test_bad_options(spectrum: Run, tmp_path: Path, arguments: tuple[str, ...], 
     assert message in err
     assert sum("error" in line or "Traceback" in line for line in err.splitlines()) == 1
     assert not (tmp_path / "out" / "spectrum.csv").exists()
+
+
+def test_of_a_short_text_a_tenth_is_left_to_calibrate_on(spectrum: Run, tmp_path: Path) -> None:
+    code, _, err = spectrum("--no-damage", "--weights", "q", "--tokens", "100000")
+    assert code == 0
+    record = json.loads((next(tmp_path.rglob("spectrum.json"))).read_text())
+    measured = record["tokens"] // 32
+    left = next(rest for rest in range(1, measured) if rest == (measured + rest) // 10)
+    assert f"are used of the 100,000 asked for, and the last {left * 32:,} are held out" in err
+    assert record["calibration_tokens"] == 320  # of them
 
 
 def test_a_folder_of_another_text(spectrum: Run) -> None:
