@@ -48,7 +48,7 @@ def test_a_long_text_is_tokenized_like_its_whole(tokenizer: Any, tmp_path: Path)
 def test_documents_are_kept_apart_by_bos(tokenizer: Any, tmp_path: Path) -> None:
     data = write(tmp_path, "the fox<|end|>\n\n the dog\n<|end|> \n<|end|>sleeping<|end|>")
     windows = load_windows(tokenizer, data, window=2, tokens=1000, separator="<|end|>")
-    documents = [tokenizer(text)["input_ids"] for text in ("the fox", "the dog", "sleeping")]
+    documents = [tokenizer(text)["input_ids"] for text in ("the fox", " the dog", "sleeping")]  # its own space
     assert all(ids[0] == tokenizer.bos_token_id for ids in documents)
     flat = [token for ids in documents for token in ids]
     assert windows.ids.flatten().tolist() == flat[: len(flat) // 2 * 2]
