@@ -195,8 +195,9 @@ def layout_of(original: Model, program: Program, form: str = "auto", wrapped: Wr
     """The layers that a program of a model is stored as; `wrapped` as `plan_export` takes it.
 
     Raises:
-        ValueError: if the program does not fit the form.
+        ValueError: as `Model.check`; or if the program does not fit the form.
     """
+    original.check(program)
     # What else the config.json of its own program form says is of its own program.
     is_of_its_own = original.own is not None and original.form is PROGRAM and not original.checkpoint.imported
     if is_of_its_own and form == "auto":
