@@ -28,7 +28,12 @@ DATA_HELP = (
 
 def _each(values: list[Any] | None) -> list[Any] | None:
     """Every value by itself, of the same type."""
-    return values and [type(values[0])(one) for one in split_values(map(str, values))]
+    if not values:
+        return values
+    found = split_values(map(str, values))
+    if not found:
+        raise ValueError(f"{','.join(map(str, values))!r} names nothing; give one value or more, with commas between")
+    return [type(values[0])(one) for one in found]
 
 
 def several(*names: str, help: str, metavar: str | None = None) -> Any:

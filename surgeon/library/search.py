@@ -18,7 +18,7 @@ from surgeon.library.opening import check_counts, warn
 from surgeon.library.search_result import SearchResult, end_search
 from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings
 from surgeon.memory import free_bytes
-from surgeon.opened import Model, open_model
+from surgeon.opened import Model
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import (
@@ -198,7 +198,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     options = replace(options, settings=settings)
     _require_what_it_takes(options, opened)
     storage = open_storage(options.storage, output)
-    options = replace(options, text=_text_before_rest(model, options))
+    options = replace(options, text=_text_before_rest(asked, model, options))
     setup = asked.load(model, options.text, options.memory, options.using, output, make=not worker)
     subject, known = setup.subject, setup.known
     unseen = _held_out(subject, options)
@@ -263,12 +263,12 @@ def _require_what_it_takes(options: SearchOptions, model: Model) -> None:
     options.healing.require_layers_in_turn(model.own)
 
 
-def _text_before_rest(model: str | Path | Model, options: SearchOptions) -> SearchText:
+def _text_before_rest(asked: AskedSearch, model: str | Path | Model, options: SearchOptions) -> SearchText:
     """The text of the search, of which by default some is left to hold out."""
     text = options.text
     if options.holdout is not None or options.holdout_data is not None:
         return text
-    opened = open_model(model)
+    opened = asked.open(model)
     data = DEMO if text.data is None else text.data
     window = window_for(opened.config, text.window)
     tokens = tokens_before_rest(opened.tokenizer, data, window, text.tokens, text.separator, LEAST_HELD_OUT)

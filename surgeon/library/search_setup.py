@@ -65,6 +65,18 @@ class AskedSearch:
         budget = None if settings.is_timed_here or using else settings.priced(mixture)
         return cls(opened, settings, mixture, budget)
 
+    def open(self, model: str | Path | Model) -> Model:
+        """Open the model with its files.
+
+        Raises:
+            FileNotFoundError, ValueError: as `open_model`; and as `SearchSettings.mixture`, if the files hold factors
+                of others'.
+        """
+        opened = open_model(model)
+        if opened.own != self.model.own:  # factors of others' are known by what tensors are called
+            self.settings.mixture(opened)
+        return opened
+
     def load(
         self,
         model: str | Path | Model,
@@ -87,9 +99,7 @@ class AskedSearch:
             FileNotFoundError, ValueError, OSError: as `open_subject`, `read_known` and `open_factors`; and as
                 `SearchSettings.mixture`, if the model's files hold factors of others'.
         """
-        opened = open_model(model)
-        if opened.own != self.model.own:  # factors of others' are known by what tensors are called
-            self.settings.mixture(opened)
+        opened = self.open(model)
         subject = open_subject(opened, **vars(text), memory=memory)
         known = read_known(map(Path, using), subject.opened, subject.windows)
         mixture = known.mixture(self.mixture).on_text(recorded(subject.windows))

@@ -11,8 +11,9 @@ SIZES = ["--tokens", "256", "--window", "64", "--trials", "6"]
 
 
 def search(model: Path, text: Path, output: Path, *more: str) -> int:
-    """A search of pairs at depth 3; what `more` says again counts."""
-    return main(["search", str(model), "--budget", "depth=3", "--data", str(text), "-o", str(output), *SIZES, *more])
+    """A search of pairs at depth 3; `more` may name another budget."""
+    budget = [] if "--budget" in more else ["--budget", "depth=3"]
+    return main(["search", str(model), *budget, "--data", str(text), "-o", str(output), *SIZES, *more])
 
 
 def search_freely(model: Path, text: Path, output: Path, *more: str) -> int:

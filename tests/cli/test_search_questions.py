@@ -116,7 +116,7 @@ def test_a_budget_of_predicted_time(
     assert table.loc[str(program), "speedup@cpu-2"] == pytest.approx(dense / found, rel=1e-6)
     assert record_of(output)["ranks"] == 2
     capsys.readouterr()
-    assert search(tiny_checkpoint, tiny_text, tmp_path / "more", *budget, "--budget", "speedup>=90@cpu-2") == 1
+    assert search(tiny_checkpoint, tiny_text, tmp_path / "more", "--budget", "speedup>=90@cpu-2", *budget[2:]) == 1
     assert "out of reach" in capsys.readouterr().err
 
 

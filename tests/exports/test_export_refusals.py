@@ -117,7 +117,7 @@ def test_sources_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     config = tmp_path / "source" / "config.json"
     text = config.read_text()
     config.write_text(json.dumps(json.loads(text) | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ValueError, match="quantization_config in config.json is not what gptq writes .*'bits'"):
+    with pytest.raises(ValueError, match="quantization_config in config.json has bits None"):
         check_exportable(open_model(tmp_path / "source"))
     config.write_text(text.replace('"llama"', '"bloom"'))
     with pytest.raises(ValueError, match="'bloom' is not supported"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import ArceeConfig, FalconConfig, Lfm2Config, MambaConfig
+from transformers import ArceeConfig, BloomConfig, Lfm2Config, MambaConfig
 
 from surgeon.models.families import Unsupported, family_named
 from surgeon.models.unknown import mechanisms
@@ -27,7 +27,7 @@ def test_what_no_family_has_is_named() -> None:
     assert "mixer.conv1d" in found["modules"]
     assert "no mlp.gate_proj" in found["modules"]
     assert "state_size 16" in found["entries"]
-    assert "build_alibi_tensor" in mechanisms(FalconConfig(num_hidden_layers=2).to_dict())["besides"]
+    assert "build_alibi_tensor" in mechanisms(BloomConfig(n_layer=2, hidden_size=32, n_head=4).to_dict())["besides"]
 
 
 def test_layers_that_differ_are_counted() -> None:

@@ -140,7 +140,7 @@ def test_what_ranks_cannot_run(chat_model: Path, tmp_path: Path, capsys: pytest.
     quantised = Path(shutil.copytree(chat_model, tmp_path / "quantised"))
     config = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    assert "is not what gptq writes" in refusal(capsys, str(quantised), "--port", "0")
+    assert "has bits None, and it has to be a whole number" in refusal(capsys, str(quantised), "--port", "0")
     assert refusal(capsys, str(chat_model), "--port", "0", "--tp", "3").startswith("3 ranks cannot share this model")
     assert "200KB" in refusal(capsys, str(chat_model), "--port", "0", "--memory", "200KB")
     assert "collectives none" in refusal(capsys, str(chat_model), "--port", "0", "--collectives", "none")

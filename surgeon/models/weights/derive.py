@@ -47,7 +47,8 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
     tensors = stored_tensors(sublayer, weights)
     like, path = next(_parameters(owner, spec))
     # The first layer's; factors of files, and other layers, lie elsewhere.
-    device = weights.tensor(f"{weights.prefix(sublayer.layers[0])}{path}").device
+    stored = tensors.get(path)
+    device = (weights.tensor(f"{weights.prefix(sublayer.layers[0])}{path}") if stored is None else stored).device
     on_device = {path: tensor.to(device) for path, tensor in tensors.items()}
     shell = module_with(on_device, owner, spec, weights.head_dim)
     if not holds_output_bias(sublayer):

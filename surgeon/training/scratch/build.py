@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def blueprint(config: ScratchConfig) -> Blueprint:
         program = recipe_program(config.recipe, architecture)
     try:
         with torch.device("meta"):
-            model = _plain_model(architecture)
+            model = _plain_model(copy.deepcopy(architecture))  # edited below, with its configuration
     except Exception as error:  # whatever it trips over is a fault of the entries
         raise config.error(f"model: it cannot be built: {_reason(error)}", "model") from error
     racks = None
