@@ -124,7 +124,11 @@ def nan_in_the_head(model: Any) -> None:
 
 
 class Wrapped(nn.Linear):
-    """As libraries wrap or quantise a linear module."""
+    """As libraries wrap or quantise a linear module, with parameters beside its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.ones(outputs))
 
 
 def a_wrapped_module(model: Any) -> None:
