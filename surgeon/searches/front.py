@@ -100,11 +100,6 @@ class QualityCurve:
     points: tuple[CurvePoint, ...]
     knee: Knee
 
-    def best(self, cost: float) -> CurvePoint | None:
-        """The edited program of least divergence that costs no more; None if there is none."""
-        most = cost + _NEAR * abs(cost)
-        return next((point for point in self.points if point.trial and point.cost <= most), None)
-
     def line(self) -> str:
         show, knee, first = self.along.show, self.knee, self.along.quantity.show(self.points[0].cost)
         last = min(point.cost for point in self.points if point.divergence <= MOST_DIVERGENCE)
