@@ -18,7 +18,6 @@ from surgeon.searches.trial import MeasuredProgram, Trial
 
 RESAMPLES = 2000
 SENSITIVITY = 1.0  # S of Kneedle
-_NEAR = 1e-9  # in parts of a cost: what sums round
 TOGETHER = "all together"  # the curve of all spaces
 
 
