@@ -118,7 +118,6 @@ def test_curves_by_space_and_together() -> None:
     numbers = {name: [point.trial and point.trial.number for point in curve.points] for name, curve in curves.items()}
     assert numbers == {"pair": [None, 1, 2, 3], "drop": [None, 4], "all together": [None, 1, 6, 3]}
     assert [point.cost for point in curves["pair"].points] == [8, 7, 6, 5]
-    assert [point and point.cost for point in map(curves["pair"].best, (8, 6.5, 4.9))] == [7, 6, None]
     first = curves["pair"].points[0]
     assert (first.divergence, first.low, first.high) == (0, 0, 0)
     # Student's t for 95% and 3 degrees of freedom
