@@ -66,7 +66,8 @@ def export_with_adapter(
         FileExistsError: if the target is in the way.
         OSError: if the disk is full or cannot be written; whatever is raised, the target is as it was.
     """
-    target, (name, config) = Path(folder), _only_adapter(model)
+    target = Path(folder)
+    name, config = _only_adapter(model)
     base: Any = model.get_base_model()
     lora = {path: module for path, module in base.named_modules() if isinstance(module, LoraLayer)}
     with staged(target) as partial:

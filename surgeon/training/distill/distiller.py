@@ -130,7 +130,8 @@ class Distiller:
         self.shared = 0
         if self.stored is not None:
             for name in ("kept", "temperature"):
-                stored, asked = getattr(self.stored.identity, name), getattr(distillation, name)
+                stored = getattr(self.stored.identity, name)
+                asked = getattr(distillation, name)
                 if stored != asked:
                     raise ValueError(
                         f"{self.stored.folder} was made with {name} {stored}, not {asked}; make the logits again"
@@ -171,7 +172,8 @@ class Distiller:
         Raises:
             ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
-        windows, labels = model_inputs(batch), next_tokens(batch["labels"])
+        windows = model_inputs(batch)
+        labels = next_tokens(batch["labels"])
         nodes = [one.node for one in self.counterparts]
         taught: TeacherOutput | None = None
         with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams:
@@ -204,7 +206,8 @@ def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
     Raises:
         ValueError: if it runs another one.
     """
-    own, steps = program_of(teacher), family_of(teacher.config).steps_per_layer
+    own = program_of(teacher)
+    steps = family_of(teacher.config).steps_per_layer
     if own != Program.dense(len(own) // steps, steps):
         raise ValueError("the teacher runs an edited program; use the original (surgeon.restore brings it back)")
     return own
@@ -255,7 +258,8 @@ def parts_of_loss(
         labels: (windows, tokens), what each token is to predict; IGNORED where nothing is.
         streams: the student's, by node.
     """
-    loss, sums = at_head.loss, {"logits": at_head.divergence, "text": at_head.nll}
+    loss = at_head.loss
+    sums = {"logits": at_head.divergence, "text": at_head.nll}
     predicted = labels != IGNORED
     items = predicted.sum().clamp_min(1)
     if taught.streams:
