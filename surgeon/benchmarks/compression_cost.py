@@ -140,7 +140,7 @@ def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> R
     """The same weights, with other reductions of the program's steps, counted apart."""
     other = copy.copy(engine)
     other.groups = {group: how(collectives) for group, collectives in engine.groups.items()}
-    other.figures, other.ways = Figures(), ways_through(other, other.coda)
+    other.figures, other.ways = Figures(), ways_through(other)
     return other
 
 

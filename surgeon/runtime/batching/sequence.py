@@ -43,12 +43,10 @@ class Row(NamedTuple):
         start: how many of the sequence's tokens are in the cache.
         tokens: the next ones.
         runs: the sequence's blocks in each group of the cache, with room for these tokens.
-        wanted: of the last token; of every token where they were drafted.
+        wanted: of the last token.
         targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
         prompt: how many tokens the sequence's prompt has, or what was computed again as one: each of these turns as in
             a text of so many (`LongTexts`).
-        drafted: whether its tokens have been through the first rack already, one in each of the passes that drafted
-            those behind the first of them; such rows come first in a pass, and those with the most tokens first.
         known: of a draft's rows, how many of the sequence's tokens the model has computed: their keys and values stay
             as they are where the draft's attentions share them.
     """
@@ -58,7 +56,6 @@ class Row(NamedTuple):
     runs: tuple[list[BlockRun], ...]
     wanted: Wanted
     targets: Targets | None = None
-    drafted: bool = False
     prompt: int = 0
     known: int = 0
 
@@ -100,13 +97,16 @@ class AskedPlaces(NamedTuple):
 
 def asked_of(rows: Several[Row]) -> AskedPlaces:
     """What the rows of a pass ask for."""
-    places, wanted, predicting, end = list[int](), list[Wanted](), list[int](), 0
+    places = list[int]()
+    wanted = list[Wanted]()
+    predicting = list[int]()
+    end = 0
     for row in rows:
-        start, end = end, end + len(row.tokens)
+        start = end
+        end += len(row.tokens)
         if row.wanted:
-            first = start if row.drafted else end - 1
-            places += range(first, end)
-            wanted += [row.wanted] * (end - first)
+            places.append(end - 1)
+            wanted.append(row.wanted)
         if row.targets is not None:
             first = start + row.targets.first
             predicting += range(first, first + len(row.targets.tokens))
@@ -216,27 +216,20 @@ class ScheduledChunk(NamedTuple):
             return None
         return Targets(begin - 1 - sequence.computed, list(tokens), top)
 
-    def row(self, drafts: Several[int] = ()) -> Row:
-        """What the ranks compute.
+    def rows(self, drafts: Several[int] = ()) -> list[Row]:
+        """What the ranks compute: a row, or where tokens were drafted one of each token.
 
-        Args:
-            drafts: the tokens that were drafted.
+        A pass puts all keys and values into the cache before anything looks there. So tokens that were drafted come in
+        passes of the same kind as texts that add one token.
         """
-        sequence, first = self.sequence, self.sequence.computed
+        sequence = self.sequence
+        first = sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
-        runs, drafted = sequence.blocks.runs, bool(drafts)
-        return Row(first, [*tokens, *drafts], runs, self.wanted, self.targets, drafted, sequence.prompt)
-
-    def rows_apart(self, drafts: Several[int]) -> list[Row]:
-        """The same as a row of each token: a pass puts all keys and values into the cache before anything looks there.
-
-        So tokens that were drafted come in passes of the same kind as texts that add one token.
-        """
-        whole = self.row(drafts)
-        return _apart(whole._replace(drafted=False)) if drafts else [whole]
+        row = Row(first, [*tokens, *drafts], sequence.blocks.runs, self.wanted, self.targets, sequence.prompt)
+        return _apart(row) if drafts else [row]
 
     def drafting_rows(self, drafts: Several[int]) -> list[Row]:
-        """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
+        """What the ranks compute to draft one more token.
 
         What the draft has missed comes with the first of them, in front of the newest token, or alone.
 

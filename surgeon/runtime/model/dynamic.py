@@ -29,15 +29,20 @@ class DynamicPasses(Way):
         return True
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        return self.results(self.stream(rows, cache, asked_of(rows).places), rows)
+
+    def results(self, stream: Tensor, rows: Sequence[Row]) -> Results:
+        """What is asked of rows, by the stream behind the program at those places, (places, hidden)."""
         places, wanted = asked_of(rows)
-        stream = self.stream(rows, cache, places)
         last, predicting = stream.split([len(wanted), len(places) - len(wanted)])
         best, logits = self.model.chosen(self.model.own_logits(last), wanted) if wanted else ([], None)
         return Results(best, logits, self._scores(predicting, rows))
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """The same, but this rank's logits of all tokens."""
-        return self.model.own_logits(self.stream(rows, cache))
+        tokens, positions, shared = self.laid_out(rows, cache)
+        model = self.model
+        return model.ended(model.stream_after(model.embedded(tokens, positions), shared), shared)
 
     def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
         """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""

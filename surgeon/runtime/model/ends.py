@@ -142,15 +142,14 @@ class Vocabulary:
         self.rows = -(-plan.vocabulary // plan.ranks)
         self.first = min(rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
-        none = self.first, self.first  # of a stretch of the program that needs no embedding, or no head
-        embeds = plan.embeds or (plan.tied and plan.predicts)
-        embedding = read(source, plan, device, f"{family.embedding}.weight", bounds if embeds else none)
+        if not plan.has_vocabulary:
+            bounds = self.first, self.first
+        embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
         self.embedding: Rows | Panels = Rows(embedding, whole=plan.ranks == 1)
         self.head: Product = _seen_as_head(embedding)
         if not plan.tied:
-            rows = bounds if plan.predicts else none
-            self.head = laid_out(read(source, plan, device, f"{family.head}.weight", rows))
+            self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
         elif kernels_for(embedding) is not None:
             head = laid_out(embedding)
             if isinstance(head, Panels):

@@ -33,7 +33,7 @@ from surgeon.runtime.batching.windows import (
     text_blocks,
 )
 from surgeon.runtime.plan.placement import computed_of, work_of
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 LEAST_SAVED = 0.1  # of a text's room, that a division is worth
 MOST_GROUPS = 8  # every one costs each pass a table to look up, and each row some bytes to the other ranks
@@ -161,13 +161,19 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
             tuple(one.copies[0] for one in each),
             cache_groups(plan),
         )
-    matrices = max(plan.embeds, plan.predicts) if plan.tied else plan.embeds + plan.predicts
+    matrices = plan.has_vocabulary * (1 if plan.tied else 2)
     rows = _vocabulary_rows(plan, matrices) + source.position_rows
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:
-        more = (_numbers_beside(plan, plan.draft.plan, source, rank) for rank in range(plan.ranks))
-        weights = (own + numbers * plan.dtype_bytes for own, numbers in zip(whole.weights, more, strict=True))
+        weights = [
+            own + _numbers_beside(plan, plan.draft.plan, source, rank) * plan.dtype_bytes
+            for rank, own in enumerate(whole.weights)
+        ]
         beside = _program_footprint(plan.draft.plan, source, 0)
+        if plan.draft.plan.coda is not None:
+            coda = _coda_footprint(plan.draft.plan.coda)
+            weights = list(map(operator.add, weights, coda.weights))
+            beside = _side_by_side(beside, coda, plan)
         added = (tuple(kept[number] for number in own) for kept, own in zip(beside.kept, plan.draft.own, strict=True))
         return replace(
             whole,
@@ -176,16 +182,21 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
             buffers=tuple(map(max, zip(whole.buffers, beside.buffers, strict=True))),
             copies=tuple(map(max, zip(whole.copies, beside.copies, strict=True))),
         )
-    if plan.coda is None:
-        return whole
-    own = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
-    head = f"{plan.coda.plan.family.head}.weight"
-    behind = _program_footprint(plan.coda.plan, own, _vocabulary_rows(plan, own.names.own(head) in own.store))
+    return whole if plan.coda is None else _side_by_side(whole, _coda_footprint(plan.coda), plan)
+
+
+def _coda_footprint(coda: CodaPlan) -> Footprint:
+    own = ModelWeights(TensorFile(coda.file), coda.plan.family, coda.plan.head_dim)
+    has_head = own.names.own(f"{coda.plan.family.head}.weight") in own.store
+    return _program_footprint(coda.plan, own, _vocabulary_rows(coda.plan, has_head))
+
+
+def _side_by_side(one: Footprint, other: Footprint, plan: Plan) -> Footprint:
     return Footprint(
-        tuple(map(sum, zip(whole.weights, behind.weights, strict=True))),
-        tuple(map(operator.add, whole.kept, behind.kept)),
-        tuple(map(max, zip(whole.buffers, behind.buffers, strict=True))),
-        tuple(map(max, zip(whole.copies, behind.copies, strict=True))),
+        tuple(map(operator.add, one.weights, other.weights)),
+        tuple(map(operator.add, one.kept, other.kept)),
+        tuple(map(max, zip(one.buffers, other.buffers, strict=True))),
+        tuple(map(max, zip(one.copies, other.copies, strict=True))),
         cache_groups(plan),
     )
 
