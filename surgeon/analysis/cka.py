@@ -38,10 +38,12 @@ class LinearCKA:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in a batch: (samples, features of x) and (samples, features of y); sums are kept in float64."""
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         if self._origin is None:
             self._origin = x.mean(0), y.mean(0)
-        x, y = x - self._origin[0], y - self._origin[1]
+        x = x - self._origin[0]
+        y = y - self._origin[1]
         self.samples += len(x)
         self._sums["xy"].add(x, y)
         self._sums["xx"].add(x, x)
@@ -93,7 +95,8 @@ class _Sums:
     ay: Tensor
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        a, b = x.square().sum(1), y.square().sum(1)
+        a = x.square().sum(1)
+        b = y.square().sum(1)
         new = {"x": x.sum(0), "y": y.sum(0), "a": a.sum(), "b": b.sum(), "ab": a @ b, "bx": b @ x, "ay": a @ y}
         if not vars(self):
             vars(self).update(new, product=x.T @ y)

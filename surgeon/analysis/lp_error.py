@@ -67,13 +67,15 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos) -> P
         passed: its pass over the stream of the unedited model.
     """
     following = first + 1
-    x, update = passed.before, passed.update
+    x = passed.before
+    update = passed.update
     in_sequence = walk.dense_layer(following, passed.after)
     attention_at_x = walk.attention(following, x)
     shared = x if walk.reads_same else passed.middle + attention_at_x  # what the feed-forwards of the LP pair read
 
     attention = partial(walk.attention, following)
-    mlp, next_mlp = partial(walk.mlp, first), partial(walk.mlp, following)
+    mlp = partial(walk.mlp, first)
+    next_mlp = partial(walk.mlp, following)
     norms = [
         lanczos.norm(attention, x),
         lanczos.norm(mlp, passed.middle, by_token=True),

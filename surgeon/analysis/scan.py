@@ -68,7 +68,8 @@ class ScanJournal(ProgramJournal):
         if "finished" in line:
             self.finished.append(Selection.from_json(line["finished"]))
         elif "at_once" in line:
-            self.at_once, self.spread = line["at_once"], line["spread"]
+            self.at_once = line["at_once"]
+            self.spread = line["spread"]
         else:
             super().take(line)
 
@@ -107,7 +108,8 @@ def scan(
         OSError: if the folder cannot be written to.
         TimeOver: if a time limit ended it before the first cell.
     """
-    model, windows = subject.model, subject.windows
+    model = subject.model
+    windows = subject.windows
     identity = {
         "model_hash": subject.opened.hash,
         "data": windows.digest,
@@ -122,7 +124,8 @@ def scan(
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
         journal.start(at_once, screened)
-        programs, known = work.plan.programs, identity["model_hash"]
+        programs = work.plan.programs
+        known = identity["model_hash"]
         units = most_important(model, programs, windows, folder, model_hash=known, memory=subject.memory)
         run = _Run(subject, work, at_once, journal, workers, batch, units, sampled)
         outcomes = list(run.outcomes(screened))
@@ -141,7 +144,8 @@ def scan(
         earlier = [other.to_json() for other in journal.finished if other != selection]
         if earlier:
             record["earlier"] = earlier
-        base, predicted = journal.values(program, range(len(windows.ids)))[0], windows.ids.shape[1] - 1
+        base = journal.values(program, range(len(windows.ids)))[0]
+        predicted = windows.ids.shape[1] - 1
         table = cells_table(outcomes, base, predicted, run.values, run.acceptances)
         record |= {"base_perplexity": perplexity(base), "base_interval": perplexity_interval(base)}
         record |= work.counts(table)
@@ -193,7 +197,8 @@ class ScanWork:
     @classmethod
     def of(cls, model: PreTrainedModel, own: Program, selections: list[Selection], seed: int) -> ScanWork:
         """The work of these selections on a model that runs a program of its own; errors as `selected_cells`."""
-        num_layers, family = model.config.num_hidden_layers, family_of(model.config)
+        num_layers = model.config.num_hidden_layers
+        family = family_of(model.config)
         steps = family.steps_per_layer
         is_edited = own != Program.dense(num_layers, steps)
         shapes = family.layer_shapes(model.config)
@@ -245,7 +250,8 @@ class _Run:
         """Every cell that was measured, with the windows that its numbers rest on; all, unless time is over before."""
         everything = range(len(self.subject.windows.ids))
         rounds = screen.rounds(len(everything)) if self.journal.spread else [list(everything)]
-        cells, taken = self.work.cells, list[int]()
+        cells = self.work.cells
+        taken = list[int]()
         settled_on: dict[Cell, list[int]] = {}
         cost = dict.fromkeys(self.work.plan.programs, 0.0)
         for number, added in enumerate(rounds, start=1):
@@ -288,14 +294,17 @@ class _Run:
 
     def _measure(self, name: str, plan: SharedPlan, windows: list[int]) -> None:
         """Run a plan's programs on these windows, where the journal does not have them yet."""
-        journal, subject, share_of_all = self.journal, self.subject, len(windows) / len(self.subject.windows.ids)
+        journal = self.journal
+        subject = self.subject
+        share_of_all = len(windows) / len(self.subject.windows.ids)
         missing = [program for program in plan.programs if not journal.is_done(program, windows)]
         if not missing:
             return
         left = plan.only({self.work.dense, *missing})
         total = plan.total_sublayers
         done = total - left.total_sublayers
-        ids, (dense, *others) = subject.windows.ids[windows], left.programs
+        ids = subject.windows.ids[windows]
+        dense, *others = left.programs
         with progress(name, total * share_of_all, "sublayers", done * share_of_all) as advance:
 
             def ran(amount: float) -> None:

@@ -70,7 +70,8 @@ def sensitivity(
             sublayer), the folder holds results of something else, or the memory limit is too small.
         OSError: if the folder cannot be written to.
     """
-    model, windows = subject.model, subject.windows
+    model = subject.model
+    windows = subject.windows
     require_pairs(model)
     num_layers = model.config.num_hidden_layers
     if jacobian_windows < 1:
@@ -115,7 +116,9 @@ def spread(windows: int, wanted: int) -> list[int]:
 
 def _measure_damage(subject: Subject, dense: Program, pairs: list[Program], journal: SensitivityJournal) -> None:
     """Measure what each pair in parallel does to the model's predictions, on all windows."""
-    ids, everything, plan = subject.windows.ids, range(journal.windows), share([dense, *pairs])
+    ids = subject.windows.ids
+    everything = range(journal.windows)
+    plan = share([dense, *pairs])
     at_once = windows_at_once(subject.model, plan, ids, subject.memory)
     done = sum(plan.sublayers[program] for program in pairs if journal.is_done(program, everything))
     with progress("damage", plan.total_sublayers, "sublayers", done) as ran:

@@ -86,7 +86,8 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
             (naming the sublayer), there are fewer than 4 tokens, or the memory limit is too small.
         OSError: if the folder cannot be written to.
     """
-    model, ids = subject.model, subject.windows.ids
+    model = subject.model
+    ids = subject.windows.ids
     if ids.numel() < LEAST_SAMPLES:
         raise ValueError(f"CKA needs at least {LEAST_SAMPLES} tokens, not {ids.numel()}; measure more of them")
     record = subject.provenance(**inputs or {})
@@ -132,7 +133,8 @@ def compare_streams(
         places = iter(sums)
         for one in layers_run(walk, program):
             if one.layer == one.run.start:
-                sum_, streams = next(places), [one.passed.before]
+                sum_ = next(places)
+                streams = [one.passed.before]
             streams.append(one.passed.after)
             passed = one.passed
             pairs = ((passed.attention, passed.before), (passed.mlp, passed.middle))
@@ -200,14 +202,17 @@ def counterfactual_cka(
         ValueError: naming the sublayer where numbers stop being finite in the model as it is; if the limit is too
             small.
     """
-    hidden, itemsize = model.config.hidden_size, model.dtype.itemsize
+    hidden = model.config.hidden_size
+    itemsize = model.dtype.itemsize
     most = max((len(node.branches) for node in program.nodes if isinstance(node, Fork)), default=0)
     held = (4 + 2 * most) * ids.numel() * hidden * itemsize + 6 * 8 * hidden**2  # streams of all, sums over features
     parts = list(walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, memory)))
-    ways, compared = [layers_run(walk, program) for walk in parts], []
+    ways = [layers_run(walk, program) for walk in parts]
+    compared = []
     # All windows go through the program together, so that there are sums for one layer at a time.
     for _ in range(sum(map(len, runs_of(program, family_of(model.config).steps_per_layer)))):
-        attention, mlp = LinearCKA(), LinearCKA()
+        attention = LinearCKA()
+        mlp = LinearCKA()
         for walk, way in zip(parts, ways, strict=True):
             one = next(way)
             if one.without is not None:

@@ -114,7 +114,8 @@ def spectrum(
             or the folder holds a spectrum of something else.
         OSError: if the folder cannot be written to, or another process is writing to it.
     """
-    model, windows = subject.model, subject.windows
+    model = subject.model
+    windows = subject.windows
     identity = {
         "model_hash": subject.opened.hash,
         "data": windows.digest,
@@ -139,7 +140,9 @@ class _Work:
     """The matrices asked for, and how each of them is decomposed and truncated."""
 
     def __init__(self, model: PreTrainedModel, program: Program, wanted: SpectrumRequest) -> None:
-        self.model, self.program, self.wanted = model, program, wanted
+        self.model = model
+        self.program = program
+        self.wanted = wanted
         self.matrices = Matrices(model)
         self.all = find_matrices(self.matrices.family, wanted.layers, wanted.weights)
         run = set(program.sublayers())
@@ -214,12 +217,14 @@ class _Work:
 
     def _decompose(self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Advance) -> Decomposition:
         """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
-        values, is_new = self.matrices.read(matrix), matrix not in journal.spectra
+        values = self.matrices.read(matrix)
+        is_new = matrix not in journal.spectra
         methods = get_args(Method) if is_new else (self.wanted.method,)
         found = {name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods}
         if is_new:
             out_features, in_features = values.shape
-            plain, whitened = found["plain"].values, found["whitened"].values
+            plain = found["plain"].values
+            whitened = found["whitened"].values
             about = ((out_features, in_features), plain, whitened, whitening.how, whitening.rank)
             journal.add_spectrum(matrix, SingularValues(*about))
             ran(1)
@@ -246,7 +251,8 @@ def _write(
     folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]
 ) -> MeasuredSpectrum:
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
-    matrices, values = spectrum_table(spectra), values_table(spectra)
+    matrices = spectrum_table(spectra)
+    values = values_table(spectra)
     truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
     base = journal.base_nll
     assert base is not None

@@ -74,7 +74,8 @@ def damage_table(
     """
     rows = []
     for truncation, quality in damage.items():
-        matrix, size = truncation.matrix, spectra[truncation.matrix].size
+        matrix = truncation.matrix
+        size = spectra[truncation.matrix].size
         kept = kept_parameters(*size, truncation.rank)
         about = (matrix.layer, matrix.role, truncation.method, truncation.rank, min(size), kept)
         numbers = estimate(quality.nll, quality.divergence).numbers

@@ -52,9 +52,11 @@ def cells_table(
         predicted: how many tokens of a window are predicted.
         acceptances: of a program on some windows, (kinds, windows): what shares of its drafts are accepted.
     """
-    rows, values = [], []
+    rows = []
+    values = []
     for one in outcomes:
-        cell, windows = one.cell, one.windows
+        cell = one.cell
+        windows = one.windows
         nll, divergence = cell_values(cell, windows, lookup)
         numbers = estimate(nll, divergence, base, windows).numbers
         accepted = np.mean([acceptances(program, windows) for program in cell.programs], axis=(0, 2)).tolist()
@@ -73,7 +75,8 @@ def permutations_table(outcomes: Iterable[Outcome], base: Values, predicted: int
     """One row per random permutation of a cell, with the columns of `permutations.csv`; arguments as `cells_table`."""
     rows = []
     for one in outcomes:
-        cell, windows = one.cell, one.windows
+        cell = one.cell
+        windows = one.windows
         for seed, program in zip(cell.seeds, cell.programs, strict=False):
             found = estimate(*lookup(program, windows), base, windows)
             numbers = (found.perplexity, found.divergence, len(windows) * predicted)

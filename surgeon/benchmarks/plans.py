@@ -36,7 +36,9 @@ class Needs:
         lowrank = self.ways.get("kv") == "lowrank"
         ways: Ways = {**self.ways, "kv": "auto"} if lowrank else self.ways
         plan = make_plan(model, self.ranks, self.tokens, text, self.device, halves=halves, **ways)
-        return replace(plan, kv="lowrank") if lowrank and plan.can_be_low_rank else plan
+        if lowrank and plan.can_be_low_rank:
+            return replace(plan, kv="lowrank")
+        return plan
 
 
 def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, Plan]:

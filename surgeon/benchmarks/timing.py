@@ -94,7 +94,8 @@ class TimedCollectives(Collectives):
         if not recorder.marking:
             return start(tensor, counts)
         mark = recorder.clock.mark
-        gathers, sent = counts.all_gathers, counts.bytes
+        gathers = counts.all_gathers
+        sent = counts.bytes
         span: list[Exchange] = []
         began = mark()
         with spanned((STARTING, span)):
@@ -164,7 +165,8 @@ class TimedEngine(RankEngine):
         if self.recorder.marking:
             self.recorder.clock.begin()
         results = super().step(rows, cache)
-        decode, phase = self.counts is figures.decode, self.counts
+        decode = self.counts is figures.decode
+        phase = self.counts
         sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
         self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)
         return results
@@ -191,7 +193,8 @@ class TimedMachine(RankMachine):
         if not recorder.marking:
             with in_profile(step, recorder.profiled):
                 return super().compute(step, stream)
-        first, began = len(recorder.exchanges), recorder.clock.mark()
+        first = len(recorder.exchanges)
+        began = recorder.clock.mark()
         with spanned((COMPUTING, step)), in_profile(step, recorder.profiled):
             partial = super().compute(step, stream)
         inside = len(recorder.exchanges) - first
@@ -268,7 +271,8 @@ def run_timed(
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
     engine.mark(marked)
-    recorder.events, recorder.passes = events, []
+    recorder.events = events
+    recorder.passes = []
     recorder.drop()
     began = now()
     outputs, _ = complete(rank, requests, blocks, limits, name)

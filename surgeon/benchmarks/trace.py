@@ -108,7 +108,8 @@ def arrivals(rank: int, everybody: Sequence[PassTiming], wires: Wires) -> list[f
     own = everybody[rank].exchanges
     places = _places(own)
     by_place = [dict(zip(_places(one.exchanges), one.exchanges, strict=True)) for one in everybody]
-    found, free_from = [], 0.0
+    found = []
+    free_from = 0.0
     for exchange, place in zip(own, places, strict=True):
         there = max(by_place[member][place].started for member in exchange.group)
         if wires.link is not None:

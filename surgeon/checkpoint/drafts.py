@@ -24,8 +24,10 @@ from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.weights import Factors, ModelWeights, Replaced, Tensors
 
-DRAFT_FILE, NORMS_FILE = "draft.json", "norms.safetensors"
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+DRAFT_FILE = "draft.json"
+NORMS_FILE = "norms.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 WRAPPED = "base_model.model."  # what peft puts before the names of the model's own modules
 FORMAT = 1
 _ENTRIES = {"program": str, "model": str, "model_hash": str}
@@ -180,7 +182,8 @@ def _projection_at(path: str, weights: ModelWeights) -> Projection | None:
 
 def _adapters(folder: Path) -> Iterator[tuple[str, Factors]]:
     """Each adapted module's path, and what is added to its matrix."""
-    config, file = read_json(folder / ADAPTER_CONFIG), TensorFile(folder / ADAPTER_FILE)
+    config = read_json(folder / ADAPTER_CONFIG)
+    file = TensorFile(folder / ADAPTER_FILE)
     others = [name for name in _OTHERS if config.get(name)]
     if config.get("peft_type") != "LORA" or others or config.get("bias", "none") != "none":
         what = ", ".join(others) or f"peft_type {shown(config.get('peft_type'))}, bias {shown(config.get('bias'))}"
@@ -191,6 +194,7 @@ def _adapters(folder: Path) -> Iterator[tuple[str, Factors]]:
         raise ValueError(f"{folder / ADAPTER_FILE} has tensors that are no pairs of lora_A and lora_B")
     for name in firsts:
         path = name.removeprefix(WRAPPED).removesuffix(".lora_A.weight")
-        first, second = file.tensor(name).float(), file.tensor(name.replace(".lora_A.", ".lora_B.")).float()
+        first = file.tensor(name).float()
+        second = file.tensor(name.replace(".lora_A.", ".lora_B.")).float()
         own = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path))
         yield path, Factors(first, second * (next(own, config["lora_alpha"]) / len(first)))

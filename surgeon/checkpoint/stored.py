@@ -55,7 +55,9 @@ class StoredModel:
     @property
     def wrapped(self) -> Wrapped | None:
         """What is around it, if it is the text decoder of a model of more."""
-        return None if self.files is None else self.files.wrapped
+        if self.files is None:
+            return None
+        return self.files.wrapped
 
     @property
     def folder(self) -> Path:
@@ -129,7 +131,9 @@ class StoredModel:
             ValueError: as `dtype`.
         """
         is_slow = torch.device(device).type == "cpu" and self.dtype in (torch.float16, torch.bfloat16)
-        return torch.float32 if is_slow else self.dtype
+        if is_slow:
+            return torch.float32
+        return self.dtype
 
     def dequantised(self, dtype: str, packed: bool = False) -> str | None:
         """That its quantised weights are computed with as numbers of a dtype, in a line; None where it has none.
@@ -153,7 +157,8 @@ class StoredModel:
         Args:
             program: that it will run, by default its own.
         """
-        numbers, runs = self.parameters, program or self.own
+        numbers = self.parameters
+        runs = program or self.own
         for sublayer in dict.fromkeys(() if runs is None else runs.sublayers()):
             # Its own program's factors and narrow layers are stored.
             changed = program is not None and (sublayer.ranks or sublayer.width is not None)
@@ -176,7 +181,8 @@ def _read_report(path: Path) -> dict[str, Any] | None:
     """A surgeon.json, checked as far as it is used; None if there is none."""
     if not path.exists():
         return None
-    report, reason = read_json(path), None
+    report = read_json(path)
+    reason = None
     source, proof, trained, stored = (report.get(name) for name in ("source", "proof", "trained", "stored_layers"))
     layers = source.get("num_layers") if isinstance(source, dict) else None
     if not (

@@ -35,12 +35,15 @@ def sliced_load(experts: int, chosen: int, tokens: int) -> ExpertLoad:
 def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLoad:
     """On the rank that most experts are hit on, where ranks have whole ones, about equally many."""
     whole = sliced_load(experts, chosen, tokens)
-    own, chosen = -(-experts // ranks), min(chosen, experts)
+    own = -(-experts // ranks)
+    chosen = min(chosen, experts)
     if tokens == 1:
         most = _most_of_one(experts, chosen, ranks)
     else:
         hit = whole.hit / experts
-        below, most, chances = 0.0, 0.0, [comb(own, n) * hit**n * (1 - hit) ** (own - n) for n in range(own + 1)]
+        below = 0.0
+        most = 0.0
+        chances = [comb(own, n) * hit**n * (1 - hit) ** (own - n) for n in range(own + 1)]
         for chance in chances[:-1]:  # the mean of the highest of some is the sum of the chances that it is above n
             below += chance
             most += 1 - below**ranks
@@ -51,7 +54,8 @@ def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLo
 def _most_of_one(experts: int, chosen: int, ranks: int) -> float:
     """The mean of the most experts that a rank has of one token's: counts how many ways keep all ranks below it."""
     sizes = [experts * (rank + 1) // ranks - experts * rank // ranks for rank in range(ranks)]
-    total, mean = comb(experts, chosen), 0.0
+    total = comb(experts, chosen)
+    mean = 0.0
     for limit in range(chosen):
         ways = [1] + [0] * chosen  # of choosing so many on the ranks so far, at most `limit` on each
         for size in sizes:

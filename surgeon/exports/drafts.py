@@ -69,7 +69,8 @@ def export_draft(
 
 def changed_norms(model: PreTrainedModel, weights: ModelWeights) -> Tensors:
     """The norms of an edited model that are others than stored, by their paths from the causal language model."""
-    layers, family = edited_layers(model), weights.family
+    layers = edited_layers(model)
+    family = weights.family
     modules = {family.final_norm: model.get_submodule(family.final_norm)}
     for sublayer in layers.program.sublayers():
         (layer,), owner = sublayer.layers, layers.owner(sublayer)
@@ -122,7 +123,8 @@ def adapters_of(model: PreTrainedModel, weights: ModelWeights) -> dict[str, Fact
     Raises:
         ValueError: if there is one on something else.
     """
-    layers, found = edited_layers(model), dict[str, list[Factors]]()
+    layers = edited_layers(model)
+    found = dict[str, list[Factors]]()
     for path, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
@@ -131,7 +133,8 @@ def adapters_of(model: PreTrainedModel, weights: ModelWeights) -> dict[str, Fact
         second = second * module.scaling[name]
         own, sublayer, role = _place(path, layers, weights)
         if sublayer is not None:
-            whole, at = weights.matrix(replace(sublayer, piece=None), role).shape, weights.features(sublayer, role)
+            whole = weights.matrix(replace(sublayer, piece=None), role).shape
+            at = weights.features(sublayer, role)
             if weights.spec(sublayer).projection(role).reads_stream:
                 second = second.new_zeros(whole[0], len(first)).index_copy(0, at, second)
             else:
@@ -165,7 +168,8 @@ def put_into(model: nn.Module, changes: DraftChanges) -> None:
     for path, norm in changes.norms.items():
         model.get_parameter(path).copy_(norm)
     for path, factors in changes.adapters.items():
-        module, added = model.get_submodule(path), factors.product()
+        module = model.get_submodule(path)
+        added = factors.product()
         weight: Any = module.weight
         weight.add_(added.t() if isinstance(module, Conv1D) else added)
 

@@ -58,7 +58,8 @@ def write_export(
         OSError: if the disk is full or cannot be written. Whatever is raised, what was under the target's name before
             is there as it was, and nothing else.
     """
-    original, size = plan.original, plan.weight_bytes
+    original = plan.original
+    size = plan.weight_bytes
     source = original.checkpoint
     check_apart(source.folder, target)
     check_target(target, overwrite)
@@ -121,6 +122,7 @@ def check_apart(source: Path, target: Path) -> None:
     Raises:
         ValueError: naming both.
     """
-    first, second = source.resolve(), target.resolve()
+    first = source.resolve()
+    second = target.resolve()
     if first == second or first in second.parents or second in first.parents:
         raise ValueError(f"the target {target} and the model's folder {source} must lie apart; choose another target")

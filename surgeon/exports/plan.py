@@ -96,7 +96,9 @@ class ExportPlan:
     @property
     def passes(self) -> int:
         """How often the weights are gone through: the original's run, writing, and one or two runs to prove it."""
-        return 4 if any(tensor.rounded for tensor in self.tensors) else 3
+        if any(tensor.rounded for tensor in self.tensors):
+            return 4
+        return 3
 
     @property
     def needed_bytes(self) -> int:

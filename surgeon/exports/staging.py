@@ -78,7 +78,8 @@ def why_kept(folder: Path) -> str | None:
     It is one if it has the surgeon.json of an export, or a config.json with a model's type beside safetensors weights;
     and so is a healed draft.
     """
-    report, config = _object(folder / "surgeon.json"), _object(folder / "config.json")
+    report = _object(folder / "surgeon.json")
+    config = _object(folder / "config.json")
     exported = all(isinstance(report.get(key), str) for key in ("surgeon", "form", "program"))
     is_model = isinstance(config.get("model_type"), str) and any(folder.glob("*.safetensors"))
     if not exported and not is_model and not HealedDraft.is_at(folder):
@@ -86,7 +87,9 @@ def why_kept(folder: Path) -> str | None:
     listed = report.get("files") if exported else None
     known = set(listed) if isinstance(listed, dict) else {DRAFT_FILE, ADAPTER_CONFIG}
     others = sorted(path.name for path in folder.iterdir() if not _belongs(path, known))
-    return f"holds what is no part of a checkpoint ({first_few(others, MOST_NAMED)})" if others else None
+    if others:
+        return f"holds what is no part of a checkpoint ({first_few(others, MOST_NAMED)})"
+    return None
 
 
 def _belongs(path: Path, known: set[str]) -> bool:
@@ -107,6 +110,8 @@ def _is_file(path: Path, is_known: bool, patterns: Iterable[str]) -> bool:
 def _object(path: Path) -> dict[str, Any]:
     """A JSON file's object; empty if there is none."""
     try:
-        return read_json(path) if path.is_file() else {}
+        if path.is_file():
+            return read_json(path)
+        return {}
     except (OSError, ValueError):
         return {}

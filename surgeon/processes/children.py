@@ -115,7 +115,8 @@ def when_parent_ends(act: Callable[[], object]) -> threading.Thread:
     if parent is not None:
         lifeline = parent.sentinel
     else:
-        lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+        lifeline = os.dup(0)
+        nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
 

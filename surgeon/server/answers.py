@@ -149,7 +149,8 @@ async def chat(request: Request, state: ServerState, body: ChatBody) -> Response
 
 
 async def _answer(request: Request, state: ServerState, body: Body, prompts: list[Prompt], style: Format) -> Response:
-    answers, asks = [], []
+    answers = []
+    asks = []
     for place, prompt in enumerate(prompts):
         sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, state.defaults)
         for number in range(body.choices):
@@ -247,7 +248,8 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
     Raises:
         ClientGone: if it has hung up; the work is cancelled.
     """
-    task, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(request))
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_hang_up(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -57,7 +57,9 @@ def _add_paths(app: FastAPI, state: ServerState) -> None:
     async def health() -> Response:
         if state.service.failure is not None:
             return JSONResponse({"status": "failed", "reason": str(state.service.failure)}, 503)
-        return JSONResponse({"status": "draining"}, 503) if state.draining else JSONResponse({"status": "ok"})
+        if state.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        return JSONResponse({"status": "ok"})
 
     @app.head("/metrics", response_model=None, include_in_schema=False)
     @app.get("/metrics", response_model=None)
@@ -77,7 +79,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         """What the framework refuses: unknown paths, wrong methods, bodies that are too large or no text."""
-        path, status = request.url.path, error.status_code
+        path = request.url.path
+        status = error.status_code
         words = {404: f"there is no {path} here", 405: f"{path} does not take {request.method}"}
         refused = ApiError(status, words.get(status, str(error.detail)), headers=error.headers)
         return (too_large() if status == 413 else refused).response()

@@ -62,7 +62,9 @@ def patience_for(files: int) -> Patience:
 def files_left() -> int:
     """How many more files and connections this process may open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most - len(list(Path("/dev/fd").iterdir())) if most != resource.RLIM_INFINITY else 1 << 20
+    if most != resource.RLIM_INFINITY:
+        return most - len(list(Path("/dev/fd").iterdir()))
+    return 1 << 20
 
 
 class Connection(H11Protocol):
@@ -186,7 +188,10 @@ class Quiet(logging.Filter):
         self._since[line] = now
         if held := self._held.pop(line, 0):
             line += f" (and {held} times since it was last said)"
-        record.msg, record.args, record.exc_info, record.exc_text = line, None, None, None
+        record.msg = line
+        record.args = None
+        record.exc_info = None
+        record.exc_text = None
         return True
 
 

@@ -85,7 +85,8 @@ class CompletionFormat(Format):
     def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
         if not (event.tokens or event.finish_reason):
             return []  # the prompt is shown as a whole, once all of it has been scored
-        begins, answer.begun = not answer.begun, True
+        begins = not answer.begun
+        answer.begun = True
         text = self._echoed(answer) + event.text if begins else event.text
         logprobs = self._logprobs(answer, event.logprobs, event.offsets, self.echo and begins)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}]
@@ -94,7 +95,9 @@ class CompletionFormat(Format):
         prompt = answer.prompt
         if not self.echo:
             return ""
-        return self.texts.decode(prompt.tokens) if prompt.text is None else prompt.text
+        if prompt.text is None:
+            return self.texts.decode(prompt.tokens)
+        return prompt.text
 
     def _logprobs(
         self, answer: Reply, found: Sequence[TokenLogprob], offsets: Sequence[int], with_prompt: bool

@@ -108,7 +108,8 @@ class SpaceContract:
             program = alone.program([edit])
             assert program != dense
             steps = alone.model.family.steps_per_layer
-            before, after = edit.first * steps, (alone.model.num_layers - edit.stop) * steps
+            before = edit.first * steps
+            after = (alone.model.num_layers - edit.stop) * steps
             assert program.nodes[:before] == dense.nodes[:before], f"{edit} changes what comes before"
             assert program.nodes[len(program) - after :] == dense.nodes[len(dense) - after :], f"{edit}: what follows"
 

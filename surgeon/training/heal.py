@@ -100,13 +100,17 @@ def _made_from(edited: EditedModel) -> EditedModel | None:
 
 def _report(edited: EditedModel) -> dict[str, Any] | None:
     """What surgeon.json says of an edited checkpoint that is healed as it is."""
-    return edited.model.report if edited.asked is None else None
+    if edited.asked is None:
+        return edited.model.report
+    return None
 
 
 def program_to_heal(edited: EditedModel) -> Program:
     """What an edited model runs, in the numbers of the original's layers."""
     report = _report(edited)
-    return edited.program if report is None else Program.parse(report["program"])
+    if report is None:
+        return edited.program
+    return Program.parse(report["program"])
 
 
 def check_shapes(edited: EditedModel, settings: TrainSettings, racks: Racks | None, form: str | None) -> None:
@@ -206,9 +210,11 @@ def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:
         record: of the run (`record_of`).
     """
     entries = {name: value for name, value in record.items() if name not in ("command", "model", "recipe", "program")}
-    model, report = edited.model, _report(edited)
+    model = edited.model
+    report = _report(edited)
     if report is not None:
-        recipe, source = report.get("recipe"), report["source"]
+        recipe = report.get("recipe")
+        source = report["source"]
         entries |= {"earlier": report["trained"]} if "trained" in report else {}
     else:
         recipe = None if edited.recipe is None else replace(edited.recipe, model=model.public_name).to_yaml()

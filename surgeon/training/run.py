@@ -180,7 +180,8 @@ def train(
         log = RunLog(trainer, folder if is_first else None, checkpoint, tokens)
         trainer.checkpoints.carried = log.files
         trainer.add_callback(log)
-        done, before = 0 if checkpoint is None else step_of(checkpoint), None
+        done = 0 if checkpoint is None else step_of(checkpoint)
+        before = None
         if is_first:
             with needs_extra("train", "training"):
                 from torch.utils.tensorboard import SummaryWriter
@@ -233,7 +234,8 @@ def _task_by(
         return TrainingTask(held_out)
     if wanted.kept is None:
         return TrainingTask(held_out, Distiller(wanted, program, original))
-    text, dtype = texts.training, str(original.dtype).removeprefix("torch.")
+    text = texts.training
+    dtype = str(original.dtype).removeprefix("torch.")
     follows = str(known.get("original")), dtype, text.digest, len(text), text.window, wanted.kept, wanted.temperature
     teacher = keep_logits(original, text, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
     return TrainingTask(held_out, Distiller(wanted, program, teacher))

@@ -19,7 +19,8 @@ from surgeon.training.resume import add_to_record, read_record
 from surgeon.training.trainer import ModelTrainer
 
 _BEFORE = "before"  # its training: in the record
-TRAINING_FILE, HELD_OUT_FILE = "training.csv", "held_out.csv"
+TRAINING_FILE = "training.csv"
+HELD_OUT_FILE = "held_out.csv"
 TRAINING = ("step", "tokens", "seconds", "loss", "learning_rate", "logits", "hidden", "text", "balance")
 HELD_OUT = (
     *("step", "seconds", "perplexity", "perplexity_low", "perplexity_high"),
@@ -45,11 +46,14 @@ class RunLog(TrainerCallback):
     """
 
     def __init__(self, trainer: ModelTrainer, folder: Path | None, checkpoint: Path | None, tokens: int) -> None:
-        self.trainer, self.folder, self.tokens = trainer, folder, tokens
+        self.trainer = trainer
+        self.folder = folder
+        self.tokens = tokens
         self.files = () if folder is None else (folder / TRAINING_FILE, folder / HELD_OUT_FILE)
         self.advance: Advance = lambda _: None
         self.latest: dict[str, float] = {}
-        self._before, self._begun = 0.0, time.monotonic()
+        self._before = 0.0
+        self._begun = time.monotonic()
         for path, columns in zip(self.files, (TRAINING, HELD_OUT), strict=False):
             rows: list[dict[str, str]] = []
             if checkpoint is not None:
@@ -77,7 +81,9 @@ class RunLog(TrainerCallback):
         if self.folder is None or not read_rows(self.folder / HELD_OUT_FILE):
             return None
         before = read_record(self.folder).get(_BEFORE)
-        return None if before is None else TextQuality.from_json(before)
+        if before is None:
+            return None
+        return TextQuality.from_json(before)
 
     def held_out(self, step: int, seconds: float, quality: TextQuality) -> None:
         """Add a row on held-out text; of the first one, every digit is put into the run's record."""
@@ -116,7 +122,8 @@ class RunLog(TrainerCallback):
 def flat(quality: TextQuality) -> dict[str, float]:
     """A quality as columns; what is not known is NaN."""
     unknown = (math.nan, math.nan)
-    perplexity, divergence = quality.perplexity_interval or unknown, quality.divergence_interval or unknown
+    perplexity = quality.perplexity_interval or unknown
+    divergence = quality.divergence_interval or unknown
     return {
         "perplexity": quality.perplexity,
         "perplexity_low": perplexity[0],

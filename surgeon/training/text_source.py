@@ -27,7 +27,9 @@ class TextSource:
     """
 
     def __init__(self, tokenizer: Any, data: str, separator: str | None, documents: Documents) -> None:
-        self.source, self.separator, self.by_row = data, separator, documents != "joined"
+        self.source = data
+        self.separator = separator
+        self.by_row = documents != "joined"
         self.apart = are_apart(data, separator, self.by_row)
         path, _ = (None, None) if is_folder(data) else file_and_column(data)
         if self.by_row and separator is None and path is not None and not is_table(path):
@@ -36,7 +38,8 @@ class TextSource:
                 "them"
             )
         self._files = files_in(data) if path is None and is_folder(data) else [path] if path is not None else []
-        self._tokens, self._reading = TextTokens(tokenizer, self.apart), Reading()
+        self._tokens = TextTokens(tokenizer, self.apart)
+        self._reading = Reading()
         self._tokenizer = tokenizer
 
     def identity(self) -> dict[str, Any]:

@@ -203,7 +203,8 @@ def load_train_texts(
     several = {data: 1.0} if isinstance(data, str) else data
     measured = None
     if held_out is not None:
-        wanted, at_most = held_out_size(window, held_out_tokens), held_out_tokens is None
+        wanted = held_out_size(window, held_out_tokens)
+        at_most = held_out_tokens is None
         measured = load_windows(tokenizer, held_out, window, wanted, separator, at_most=at_most)
     found = []
     for name, asked in asked_of(several, window, tokens, held_out_tokens, measured is None).items():
@@ -244,7 +245,9 @@ class TextPart:
 
 def held_out_size(window: int, tokens: int | None) -> int:
     """How many tokens are held out, at most where it is not said how many."""
-    return max(window, HELD_OUT_TOKENS) if tokens is None else tokens
+    if tokens is None:
+        return max(window, HELD_OUT_TOKENS)
+    return tokens
 
 
 def asked_of(
@@ -253,7 +256,8 @@ def asked_of(
     """What is asked of each text, by its weight; see `load_train_texts`."""
     wanted = max(1, tokens // window)
     behind = max(1, held_out_size(window, held_out_tokens) // window) if is_held_out else 0
-    whole, found = sum(several.values()), dict[str, AskedWindows]()
+    whole = sum(several.values())
+    found = dict[str, AskedWindows]()
     for name, weight in several.items():
         share = weight / whole
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
@@ -272,7 +276,8 @@ def split(store: TokenStore, asked: AskedWindows) -> TextPart:
     there = store.fill(max(needed, HELD_OUT_SHARE * asked.behind) if asked.share else needed)
     behind = min(asked.behind, max(1, there // HELD_OUT_SHARE)) if asked.share else asked.behind
     count = min(asked.training, there - behind)
-    data, window = store.source.source, store.packer.window
+    data = store.source.source
+    window = store.packer.window
     if count < 1:
         raise ValueError(
             f"{data} has {plural(there, 'window')} of {window} tokens, and {behind} of the last ones are held out to "
@@ -281,8 +286,11 @@ def split(store: TokenStore, asked: AskedWindows) -> TextPart:
             if behind
             else f"{data} has no whole window of {window} tokens; give more text, or a smaller window"
         )
-    rows, known = store.rows(range(count)), store.known
-    notes, column, left_out = tuple(known["notes"]), known["column"], known["left_out"]
+    rows = store.rows(range(count))
+    known = store.known
+    notes = tuple(known["notes"])
+    column = known["column"]
+    left_out = known["left_out"]
     training = TrainingText(rows, data, store.digest(count), notes, column, left_out)
     return TextPart(store, training, store.rows(range(count, count + behind)) if behind else None)
 
@@ -361,7 +369,8 @@ class RunOrder:
 
     def __init__(self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[MixedPart] = ()) -> None:
         self.parts = tuple(parts) or (MixedPart(windows),)
-        self.count, self.seed = steps * batch, seed
+        self.count = steps * batch
+        self.seed = seed
         self._first = [sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))]
         self._drawn = dict[int, tuple[int, Tensor]]()  # of each text the epoch that was drawn last, and its order
         if len(self.parts) > 1:
@@ -402,7 +411,8 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, text: TrainingText, order: RunOrder) -> None:
-        self.rows, self.order = text.rows.with_format("torch"), order
+        self.rows = text.rows.with_format("torch")
+        self.order = order
         self.has_labels = "labels" in text.rows.column_names
 
     def __len__(self) -> int:

@@ -113,7 +113,9 @@ def measure(
         ValueError: if the original's predictions are not finite.
         OSError: if the disk is too small for hidden states.
     """
-    run, at_once, cache = _Run(model, ids, plan, options), options.at_once, options.cache
+    run = _Run(model, ids, plan, options)
+    at_once = options.at_once
+    cache = options.cache
     finished: dict[Program, int] = {}  # until which window, where some windows had to be given up
     start = 0
     while start < len(ids):
@@ -164,7 +166,10 @@ class _Run:
     """Runs a plan, or what is needed of it, on some windows after others."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, plan: SharedPlan, options: MeasureOptions) -> None:
-        self.model, self.ids, self.whole, self.options = model, ids, plan, options
+        self.model = model
+        self.ids = ids
+        self.whole = plan
+        self.options = options
         self.original = plan.programs[0]
         self.head = OutputHead(model)
         self.streamed = streamed_layers(model) is not None
@@ -214,7 +219,8 @@ class _Run:
 
     def streams(self, chunk: Tensor, windows: range, go_on: GoOn = lambda: None) -> Iterator[tuple[Program, Tensor]]:
         """The planned programs with the stream after each, (windows, tokens, hidden), as they are reached."""
-        cache_bytes, states_bytes = 0, None
+        cache_bytes = 0
+        states_bytes = None
         if self.streamed:
             cache_bytes, states_bytes = streaming_room(self.model, self.plan, chunk.numel(), self.options.memory)
         machine = PlanMachine(self.model, chunk, cache_bytes, self.factors)
@@ -242,7 +248,9 @@ class _Run:
     def _with_blocks(self, own: Quality) -> Quality:
         """The original's quality, which does not diverge from itself in any part of its windows."""
         blocks = self.options.blocks
-        return replace(own, blocks=own.divergence.new_zeros(len(own.nll), blocks)) if blocks else own
+        if blocks:
+            return replace(own, blocks=own.divergence.new_zeros(len(own.nll), blocks))
+        return own
 
 
 def parts_of(windows: range, count: int) -> list[range]:

@@ -33,8 +33,11 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
     tasks: list[Task] = []
     early: list[Task] = []  # programs that are reached before the first one
     # Tasks that are ready, by their turns in this sweep and in the next one; of equal turns the oldest goes first.
-    sweep, following = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
-    here, age, written = 0, count(), [0]
+    sweep = list[tuple[int, int, int]]()
+    following = list[tuple[int, int, int]]()
+    here = 0
+    age = count()
+    written = [0]
     while written or sweep or following:
         for index in (index for register in written for index in followers[register]):
             missing[index] -= 1
@@ -43,10 +46,12 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
                 in_this_one = turn == _AT_ONCE or turn >= here
                 heapq.heappush(sweep if in_this_one else following, (turn, next(age), index))
         if not sweep:
-            sweep, following = following, []
+            sweep = following
+            following = []
         turn, _, index = heapq.heappop(sweep)
         here = here if turn == _AT_ONCE else turn
-        task, written = plan.tasks[index], []
+        task = plan.tasks[index]
+        written = []
         if not isinstance(task, Reach):
             written = [task.target]
         elif first is not None and task.program != first:
@@ -55,7 +60,8 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
         tasks.append(task)
         if isinstance(task, Reach):
             tasks += early
-            early, first = [], None
+            early = []
+            first = None
     return SharedPlan.of([*tasks, *early])
 
 

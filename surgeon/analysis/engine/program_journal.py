@@ -31,7 +31,8 @@ class ProgramJournal(Journal):
     def __init__(
         self, folder: Path, name: str, work: str, identity: dict[str, Any], windows: int, sampled: bool = False
     ) -> None:
-        self.folder, self.windows = folder, windows
+        self.folder = folder
+        self.windows = windows
         self._wanted = [_DONE, -1] if sampled else [_DONE]
         self._values: dict[str, NDArray[np.float64]] = {}
         super().__init__(folder / name, work, identity)

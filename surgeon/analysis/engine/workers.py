@@ -166,7 +166,8 @@ def _work(job: Job, messages: Any) -> None:
         torch.set_num_threads(job.threads)
         if job.device != "cpu":
             torch.cuda.set_device(job.device)  # what names no GPU would open another one, too
-        model, plan = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device)), job.plan
+        model = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device))
+        plan = job.plan
         at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
         options = MeasureOptions(
             at_once,

@@ -87,7 +87,9 @@ class RankBudget:
         return lambda curve, rank: self.size * numbers(curve, rank)
 
     def amount(self, curves: Sequence[Curve]) -> float:
-        return self.most * sum(self.cost(curve, None) for curve in curves) if self.relative else self.most
+        if self.relative:
+            return self.most * sum(self.cost(curve, None) for curve in curves)
+        return self.most
 
 
 def parse_budget(text: str, size: int) -> RankBudget:
@@ -142,7 +144,9 @@ def corrected_ranks(
     Raises:
         ValueError, OSError: as `allocate` and `make_factors`.
     """
-    model, ids, first = subject.model, subject.windows.ids, share.ranks(curves)
+    model = subject.model
+    ids = subject.windows.ids
+    first = share.ranks(curves)
     with as_stored(model) as own:
         plan = FactorPlan.all_by(Making(method), ranked(own, first))
         source = make_factors(model, plan, calibration, folder, model_hash=subject.opened.hash).source

@@ -112,7 +112,8 @@ class Fused(Form):
         if not any(skipped):
             return None
         family = FUSED_FAMILY.variant(FUSED_FAMILY, config)
-        dense, found = Program.dense(len(skipped), family.steps_per_layer), []
+        dense = Program.dense(len(skipped), family.steps_per_layer)
+        found = []
         for step in steps_of(dense.nodes):
             there = tuple(one for one in step.sublayers if KIND_NAMES[one.kind] not in skipped[one.layers[0]])
             found += [Step(there)] if there else []
@@ -141,12 +142,18 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         shapes: of the tensors to be written, by name.
     """
     biases = {role: any(name.endswith(f"{path}.bias") for name in shapes) for role, path in PATHS.items()}
-    units, scale, growth = family.units(config), family.attention_scale(config), family.query_growth(config)
+    units = family.units(config)
+    scale = family.attention_scale(config)
+    growth = family.query_growth(config)
 
     def dropped(attribute: str | None) -> Any:
-        return 0.0 if attribute is None else getattr(config, attribute)
+        if attribute is None:
+            return 0.0
+        return getattr(config, attribute)
 
-    windowed, rotates, rope = windowed_layers(family, config), rotated_layers(family, config), None
+    windowed = windowed_layers(family, config)
+    rotates = rotated_layers(family, config)
+    rope = None
     some_rotate = family.rotary_layers is not None or family.rotary_in_windows
     if family.rotary:
         rope = dict(family.rope(config))
@@ -202,7 +209,8 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
 
 
 def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[str, Any]:
-    groups, per_group = groups_of(layer.attention, units["kv_heads"]), units["heads"] // units["kv_heads"]
+    groups = groups_of(layer.attention, units["kv_heads"])
+    per_group = units["heads"] // units["kv_heads"]
     found: dict[str, Any] = {"skip": layer.lacks} if layer.lacks else {}
     if groups and family.attention.head_norms:
         found["head_norm_turns"] = sum(groups) // math.gcd(*groups)

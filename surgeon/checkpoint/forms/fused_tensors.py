@@ -76,7 +76,8 @@ class FusedPlanner(TensorPlanner):
         return planned + self._head()
 
     def _head(self) -> list[PlannedTensor]:
-        tied, planned = self.config.tie_word_embeddings, list[PlannedTensor]()
+        tied = self.config.tie_word_embeddings
+        planned = list[PlannedTensor]()
         planned += [] if tied else self._moved(f"{FUSED.head}.weight", self.family.head)
         planned += self._moved(f"{FUSED.head}.bias", self.family.head, "bias") if self.family.head_bias else []
         return planned
@@ -90,7 +91,8 @@ class FusedPlanner(TensorPlanner):
 
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
-        own, written = self.family.spec(kind), FUSED.spec(kind)
+        own = self.family.spec(kind)
+        written = FUSED.spec(kind)
         gain = torch.zeros_like if self.family.unit_offset else torch.ones_like
         tensors: dict[str, Compute] = {}
         for part in self.family.norm_parts:

@@ -69,7 +69,9 @@ def _routing_v2(config: Any) -> Routing:
 
 
 def _unsupported(config: Any) -> str | None:
-    return "its configuration has no num_experts_per_tok" if config.num_experts_per_tok is None else None
+    if config.num_experts_per_tok is None:
+        return "its configuration has no num_experts_per_tok"
+    return None
 
 
 def _variant(family: Family, config: Any) -> Family:

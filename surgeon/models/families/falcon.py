@@ -14,7 +14,8 @@ def _unsupported(config: Any) -> str | None:
     drops = config.hidden_dropout or (config.attention_dropout and not _beside(config))
     if drops:
         return f"it drops sums of sublayers while training; set hidden_dropout and attention_dropout to 0, not {drops}"
-    new, norms = config.new_decoder_architecture, config.num_ln_in_parallel_attn
+    new = config.new_decoder_architecture
+    norms = config.num_ln_in_parallel_attn
     if new and not config.parallel_attn:
         return "parallel_attn is false beside new_decoder_architecture, which no class computes"
     if norms not in ((None, 1, 2) if new else (None, 1)) and config.parallel_attn:
@@ -30,18 +31,21 @@ def _beside(config: Any) -> bool:
 
 def _variant(family: Family, config: Any) -> Family:
     """Norms, their order and KV heads are otherwise in Falcon 40B and 180B, and in older models than 7B."""
-    attention, mlp = family.attention, family.mlp
+    attention = family.attention
+    mlp = family.mlp
     if not _beside(config):
         mlp = replace(mlp, norm="post_attention_layernorm")
     elif config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1:
-        attention, mlp = replace(attention, norm="ln_attn"), replace(mlp, norm="ln_mlp")
+        attention = replace(attention, norm="ln_attn")
+        mlp = replace(mlp, norm="ln_mlp")
     one = config.multi_query and not config.new_decoder_architecture
     steps = 1 if _beside(config) else 2
     return replace(family, attention=attention, mlp=mlp, steps_per_layer=steps, kv_heads=1 if one else "num_kv_heads")
 
 
 def _unfused(fused: Any) -> dict[str, Any]:
-    kv_heads, beside = fused.num_key_value_heads, fused.parallel_residual
+    kv_heads = fused.num_key_value_heads
+    beside = fused.parallel_residual
     return {
         "bias": fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias,
         "new_decoder_architecture": beside,  # which has room for all norms that there may be

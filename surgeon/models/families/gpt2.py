@@ -18,7 +18,9 @@ def _unsupported(config: Any) -> str | None:
 
 
 def _attention_scale(config: Any) -> float | None:
-    return None if config.scale_attn_weights else 1.0
+    if config.scale_attn_weights:
+        return None
+    return 1.0
 
 
 def _unfused(fused: Any) -> dict[str, Any]:

@@ -10,14 +10,16 @@ from surgeon.models.families.specs import Projection
 
 
 def _unsupported(config: Any) -> str | None:
-    turned, most = config.rotary_dim, config.hidden_size // config.num_attention_heads
+    turned = config.rotary_dim
+    most = config.hidden_size // config.num_attention_heads
     if not 0 < turned <= most or turned % 2:
         return f"rotary_dim must be an even number, of a head's {most} features, not {turned}"
     return None
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    turned, features = config.rotary_dim, config.hidden_size // config.num_attention_heads
+    turned = config.rotary_dim
+    features = config.hidden_size // config.num_attention_heads
     part = turned / features
     if int(features * part) < turned:  # it was rounded down
         part = math.nextafter(part, 1.0)

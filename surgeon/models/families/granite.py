@@ -24,7 +24,10 @@ def _attention_scale(config: Any) -> float:
 
 
 def _logit_scale(config: Any) -> float | None:
-    return None if config.logits_scaling == 1 else 1 / config.logits_scaling
+    scaling: float = config.logits_scaling
+    if scaling == 1:
+        return None
+    return 1 / scaling
 
 
 def _unfused(fused: Any) -> dict[str, Any]:

@@ -51,10 +51,13 @@ def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
 
 
 def _unsupported(config: Any) -> str | None:
-    layers, listed = config.num_hidden_layers, len(config.no_rope_layers)
+    layers = config.num_hidden_layers
+    listed = len(config.no_rope_layers)
     if listed != layers:
         return f"no_rope_layers has an entry for each of {listed} layers, and there are {layers}"
-    return None if config.attention_chunk_size else "its configuration has no attention_chunk_size"
+    if config.attention_chunk_size:
+        return None
+    return "its configuration has no attention_chunk_size"
 
 
 _DENSE: SublayerSpec = replace(

@@ -10,7 +10,9 @@ from surgeon.models.families.mistral import MISTRAL
 def _query_growth(config: Any) -> Growth | None:
     rope = config.rope_parameters
     rate = rope.get("llama_4_scaling_beta")
-    return None if rate is None else Growth(float(rate), int(rope["original_max_position_embeddings"]))
+    if rate is None:
+        return None
+    return Growth(float(rate), int(rope["original_max_position_embeddings"]))
 
 
 MINISTRAL3 = replace(MISTRAL, name="Ministral 3", model_type="ministral3", query_growth=_query_growth)

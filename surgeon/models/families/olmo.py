@@ -7,7 +7,9 @@ from surgeon.models.families.llama import LLAMA
 
 
 def _bound(config: Any) -> float | None:
-    return None if config.clip_qkv is None else float(config.clip_qkv)
+    if config.clip_qkv is None:
+        return None
+    return float(config.clip_qkv)
 
 
 def _unfused(fused: Any) -> dict[str, Any]:

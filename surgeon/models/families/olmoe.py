@@ -8,7 +8,9 @@ from surgeon.models.families.mixtures import MIXTURE
 
 
 def _unsupported(config: Any) -> str | None:
-    return None if config.clip_qkv is None else f"clip_qkv {config.clip_qkv} bounds what its attentions project"
+    if config.clip_qkv is None:
+        return None
+    return f"clip_qkv {config.clip_qkv} bounds what its attentions project"
 
 
 OLMOE = replace(

@@ -46,7 +46,8 @@ def linear_attention(*projections: str) -> SublayerSpec:
 def _numbers(config: Any) -> int:
     """The parameters of a linear attention, and its norm's."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
-    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    width = config.linear_value_head_dim
     mixed = 2 * keys + heads * width
     projected = config.hidden_size * (mixed + 2 * heads * width + 2 * heads)
     return int(projected + mixed * config.linear_conv_kernel_dim + 2 * heads + width)

@@ -7,7 +7,8 @@ from surgeon.models.families.llama import LLAMA
 
 
 def _unsupported(config: Any) -> str | None:
-    listed, layers = len(config.no_rope_layers), config.num_hidden_layers
+    listed = len(config.no_rope_layers)
+    layers = config.num_hidden_layers
     if listed != layers:
         return f"no_rope_layers has an entry for each of {listed} layers, and there are {layers}"
     return None

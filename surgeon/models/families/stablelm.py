@@ -9,7 +9,8 @@ from surgeon.models.families.llama import LLAMA
 
 def _variant(family: Family, config: Any) -> Family:
     """Some models run attention and MLP side by side behind one norm; some norm every head with a gain of its own."""
-    attention, mlp = family.attention, family.mlp
+    attention = family.attention
+    mlp = family.mlp
     if config.qk_layernorm:
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
         norms = [f"self_attn.{role}_layernorm.norms.{head}" for role in heads for head in range(heads[role])]
@@ -32,7 +33,9 @@ def _numbers(config: Any) -> int:
 
 
 def _unfusable(config: Any) -> str | None:
-    return "layers stored side by side have no norm for each head" if config.qk_layernorm else None
+    if config.qk_layernorm:
+        return "layers stored side by side have no norm for each head"
+    return None
 
 
 def _unfused(fused: Any) -> dict[str, Any]:

@@ -138,7 +138,8 @@ class Distiller:
         self.shared = 0
         if self.stored is not None:
             for name in ("kept", "temperature"):
-                stored, asked = getattr(self.stored.identity, name), getattr(distillation, name)
+                stored = getattr(self.stored.identity, name)
+                asked = getattr(distillation, name)
                 if stored != asked:
                     raise ValueError(
                         f"{self.stored.folder} was made with {name} {stored}, not {asked}; make the logits again"
@@ -182,7 +183,8 @@ class Distiller:
         Raises:
             ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
-        windows, labels = model_inputs(batch), next_tokens(batch["labels"])
+        windows = model_inputs(batch)
+        labels = next_tokens(batch["labels"])
         nodes = [one.node for one in self.counterparts]
         taught = self._ask(batch, windows, {}) if self.distillation.drafting else None
         keys = None if taught is None else taught.keys
@@ -216,7 +218,8 @@ def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
     Raises:
         ValueError: if it runs another one.
     """
-    own, steps = program_of(teacher), family_of(teacher.config).steps_per_layer
+    own = program_of(teacher)
+    steps = family_of(teacher.config).steps_per_layer
     if own != Program.dense(len(own) // steps, steps):
         raise ValueError("the teacher runs an edited program; use the original (surgeon.restore brings it back)")
     return own
@@ -241,7 +244,8 @@ def ask_teacher(
     if teacher.device != device and not hasattr(teacher, "hf_device_map"):
         teacher.to(device)  # type: ignore[arg-type] # transformers wraps it untyped
     steps = family_of(teacher.config).steps_per_layer
-    nodes, keys = {one.node: one.layer * steps for one in places}, None
+    nodes = {one.node: one.layer * steps for one in places}
+    keys = None
     without_head: Any = teacher.base_model
     nodes = {node: place for node, place in nodes.items() if place > begins}
     with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None, begins) as streams:
@@ -273,7 +277,8 @@ def parts_of_loss(
         labels: (windows, tokens), what each token is to predict; IGNORED where nothing is.
         streams: the student's, by node.
     """
-    loss, sums = at_head.loss, {"logits": at_head.divergence, "text": at_head.nll}
+    loss = at_head.loss
+    sums = {"logits": at_head.divergence, "text": at_head.nll}
     predicted = labels != IGNORED
     items = predicted.sum().clamp_min(1)
     if taught.streams:

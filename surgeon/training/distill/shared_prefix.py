@@ -37,7 +37,8 @@ def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program
     model = next(module for module in student.modules() if isinstance(module, PreTrainedModel))
     if _has_dropout(model) or not _same_and_frozen(_before_layers(model), _before_layers(teacher)):
         return 0
-    mine, theirs = edited_layers(model), edited_layers(teacher)
+    mine = edited_layers(model)
+    theirs = edited_layers(teacher)
     count = 0
     for node, own, other in zip(program.nodes, mine.program.nodes, theirs.program.nodes, strict=False):
         if node != other:
@@ -75,7 +76,8 @@ def _before_layers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
-    spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
+    spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
+    owner = layers.owner(sublayer)
     called = [owner.get_submodule(path) for path in (spec.norm, *spec.modules) if path is not None]
     return {f"{index}.{name}": one for index, part in enumerate(called) for name, one in part.named_parameters()}
 

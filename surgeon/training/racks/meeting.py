@@ -64,14 +64,19 @@ class Meeting:
         """
         folder = rack_folder(run, index, place.replica)
         folder.mkdir(parents=True, exist_ok=True)
-        self.run, self.index, self.plan, self.place, self.log = run, index, plan, place, RackLog(folder)
+        self.run = run
+        self.index = index
+        self.plan = plan
+        self.place = place
+        self.log = RackLog(folder)
         others = [rack for rack in range(plan.racks) if rack != index]
         averaged = others if parse_averaging(plan.options.average) is not None else []
         askers: dict[Lane, list[int]] = {Lane.CODAS: averaged} if averaged else {}
         if index + 1 < plan.racks:
             askers[Lane.STREAMS] = [index + 1]
         self._ahead = plan.options.ahead * share_of_batch(plan.settings, plan.options.replicas)
-        token, link = plan.token_of(index, place.replica), plan.options.link
+        token = plan.token_of(index, place.replica)
+        link = plan.options.link
         self.outbox = Outbox(folder / SPOOL, token, askers, self._ahead, place.listen, link, self.log)
         host, port = self.outbox.address
         write_json(folder / ADDRESS_FILE, {"host": host, "port": port, "process": os.getpid()})
@@ -86,7 +91,8 @@ class Meeting:
             said = read_json(path)
             return str(said["host"]), int(said["port"])
 
-        token, absence = self.plan.token_of(rack, self.place.replica), Absence(limit=self.plan.options.away)
+        token = self.plan.token_of(rack, self.place.replica)
+        absence = Absence(limit=self.plan.options.away)
         return Inbox(self.index, rack, where, token, lane, self._ahead, absence, self.log)
 
     @property

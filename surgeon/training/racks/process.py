@@ -65,14 +65,16 @@ def run_rack(run: Path, index: int, place: RackPlace | None = None) -> None:
     plan = RacksPlan.read(run)
     if not 0 <= index < plan.racks:
         raise ValueError(f"{run} has racks 0 to {plan.racks - 1}, and no rack {index}")
-    wanted, there = plan.options.replicas, int(os.environ.get("WORLD_SIZE", "1"))
+    wanted = plan.options.replicas
+    there = int(os.environ.get("WORLD_SIZE", "1"))
     if there != wanted:
         how = "without torchrun" if wanted == 1 else f"with torchrun --standalone --nproc-per-node {wanted}"
         raise ValueError(f"a rack of this run has {wanted} processes, and this one has {there}; start it {how}")
     with closing(Meeting(run, index, plan, place or RackPlace())) as meeting:
         if not is_done(run, index):
             processes = PartialState(cpu=plan.device == "cpu", timeout=_PATIENCE)
-            rack, texts = open_rack(start_file(run, index)), read_texts(run)
+            rack = open_rack(start_file(run, index))
+            texts = read_texts(run)
             task = _task(meeting, rack, HeldOutQuality(texts.held_out, None))
             train_rack(rack, task, texts, plan.settings, run, plan.identity, plan.device)
             # Whoever comes back would ask again for what a rack that is not done may need: none says before all are
@@ -83,7 +85,8 @@ def run_rack(run: Path, index: int, place: RackPlace | None = None) -> None:
 
 def _task(meeting: Meeting, rack: RackModel, held_out: HeldOutQuality) -> TrainingTask:
     """What a rack is trained by: its streams from and to other processes, and the callbacks that go with them."""
-    settings, options = meeting.plan.settings, meeting.plan.options
+    settings = meeting.plan.settings
+    options = meeting.plan.options
     streams = RackStreams(settings.batch, meeting.before, None if rack.is_last else meeting.outbox)
     teacher = None if settings.distillation is None else open_rack(teacher_file(meeting.run, meeting.index))
     task = rack_task(rack, held_out, streams, teacher, settings.distillation)

@@ -44,7 +44,8 @@ class RackHeldOut:
     """
 
     def __init__(self, held_out: HeldOutQuality, streams: RackStreams) -> None:
-        self.held_out, self.streams = held_out, streams
+        self.held_out = held_out
+        self.streams = streams
         self._latest: tuple[int, TextQuality] | None = None
 
     @property
@@ -59,7 +60,8 @@ class RackHeldOut:
         return self._latest[1]
 
     def _measured(self, model: nn.Module, step: int) -> TextQuality:
-        whole, windows = logits_of(model), iter(range(len(self.held_out.ids)))
+        whole = logits_of(model)
+        windows = iter(range(len(self.held_out.ids)))
 
         def logits(ids: Tensor) -> Tensor:
             window = next(windows)

@@ -69,7 +69,8 @@ def train_rack(
     Raises:
         ValueError, OSError: as `train`.
     """
-    folder, own = rack_folder(run, rack.index), {**identity, "task": "rack", "rack": rack.index}
+    folder = rack_folder(run, rack.index)
+    own = {**identity, "task": "rack", "rack": rack.index}
     found = train(rack.model, texts, own_settings(settings), folder, identity=own, device=device, task=task)
     if found is not None:  # this is the first of the rack's processes
         rack.model = found.model.cpu()
@@ -83,7 +84,8 @@ def is_done(run: Path, index: int) -> bool:
     Raises:
         FileNotFoundError: if it was, and is gone.
     """
-    done, path = (rack_folder(run, index) / RESULT_FILE).is_file(), rack_folder(run, index) / RACK_FILE
+    done = (rack_folder(run, index) / RESULT_FILE).is_file()
+    path = rack_folder(run, index) / RACK_FILE
     if done and not path.is_file():
         raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
     return done
