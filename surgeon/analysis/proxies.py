@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.similarity import CKA_COLUMNS
+from surgeon.findings.scan import Scan
+from surgeon.findings.similarity import Similarity
+from surgeon.findings.tolerance import ScanTable
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.results.scan import Scan
-from surgeon.results.similarity import Similarity
-from surgeon.results.tolerance import ScanTable
 
 DAMAGES = ("divergence", "log_perplexity_ratio")
 PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")  # of sensitivity.csv

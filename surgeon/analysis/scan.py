@@ -23,6 +23,7 @@ from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject
 from surgeon.analysis.tables import Outcome, cell_values, cells_table, permutations_table
 from surgeon.checkpoint.read import read_json
+from surgeon.findings.scan import Scan
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
 from surgeon.memory import stay_below
@@ -32,7 +33,6 @@ from surgeon.models.weights import FactorSource
 from surgeon.progress import TimeOver, progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.summary import Values, perplexity, perplexity_interval
-from surgeon.results.scan import Scan
 
 JOURNAL = "journal.jsonl"
 EXPERTS_MAP = "experts"  # which comes with tables of what the experts get

@@ -23,13 +23,13 @@ from surgeon.analysis.engine.walk import LayerPass, Walk
 from surgeon.analysis.jacobian import Lanczos, differentiable
 from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
 from surgeon.analysis.subject import Subject
+from surgeon.findings.sensitivity import DAMAGES, PREDICTORS, Sensitivity
 from surgeon.language.operations.pair import pair
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, require_pairs
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.summary import estimate, perplexity
-from surgeon.results.sensitivity import DAMAGES, PREDICTORS, Sensitivity
 
 JOURNAL = "sensitivity.jsonl"
 DEFAULT_WINDOWS = 4

@@ -29,12 +29,12 @@ from surgeon.analysis.cka import LEAST_SAMPLES, LinearCKA
 from surgeon.analysis.engine.memory import windows_in_a_walk
 from surgeon.analysis.engine.walk import layers_run, runs_of, walks
 from surgeon.analysis.subject import Subject
+from surgeon.findings.similarity import Similarity
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.processes.files import make_folder
 from surgeon.progress import progress
-from surgeon.results.similarity import Similarity
 
 CKA_COLUMNS = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")
 _BLOCK_BYTES = 64 << 20

@@ -10,11 +10,11 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
 from surgeon.checkpoint.random_weights import RandomCheckpoint
+from surgeon.findings.families import AREAS, FamilyRow, FamilyTable
 from surgeon.library.capabilities import Capabilities
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.models.wrappers import WRAPPERS
 from surgeon.opened import Model
-from surgeon.results.families import AREAS, FamilyRow, FamilyTable
 
 RANKS = (1, 2)
 # Of the default configuration, what is given beside it: the first that there is a model of counts.

@@ -20,8 +20,8 @@ from surgeon.analysis.engine.walk import Walk
 from surgeon.analysis.jacobian import Lanczos, differentiable
 from surgeon.analysis.lp_error import pair_terms
 from surgeon.analysis.sensitivity import JOURNAL, SensitivityJournal, sensitivity, spread
+from surgeon.findings.sensitivity import Sensitivity
 from surgeon.quality.data import Windows
-from surgeon.results.sensitivity import Sensitivity
 from tests.analysis.subjects import subject_of
 from tests.analysis.test_jacobian import dense_jacobian
 from tests.analysis.texts import random_windows

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from surgeon.cli.app import main
-from surgeon.reports.sections import KINDS
-from tests.reports.read_page import Page, map_named
+from surgeon.findings.sections import KINDS
+from tests.findings.read_page import Page, map_named
 
 Result = tuple[int, str, str]
 

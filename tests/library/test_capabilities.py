@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.exports.export import plan_export, write_export
+from surgeon.findings.check import NO, PARTLY, YES, Verdict
 from surgeon.language.operations.declare import VARIANTS
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
@@ -26,7 +27,6 @@ from surgeon.library.capabilities import ADAPTER_RANK, FACTORS, LENGTH, PAIRS, T
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.opened import open_model
-from surgeon.results.check import NO, PARTLY, YES, Verdict
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
