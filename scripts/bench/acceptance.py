@@ -2,8 +2,8 @@
 
     python scripts/bench/acceptance.py --draft NAME=DRAFT ... [--model demo] [--ranks 1] [--texts 24] [--new 48]
 
-Drafts are programs, recipes, or folders that `surgeon heal --as-draft` has written. Texts begin with words that the
-demo model has not seen. Nothing is timed, so that other work on the machine changes nothing.
+Drafts are programs or recipes. Texts begin with words that the demo model has not seen. Nothing is timed, so that other
+work on the machine changes nothing.
 """
 
 from __future__ import annotations

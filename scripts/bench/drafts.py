@@ -24,7 +24,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from random import Random
@@ -39,7 +39,6 @@ from scripts.bench.decoding import DENSE, prompts_of, write_tables
 from scripts.bench.goals import missed
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
-from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.language.operations import ladder, pair, prune, tracks
 from surgeon.language.program import Program
 from surgeon.library.running import draft_program
@@ -94,15 +93,14 @@ def without(program: Program, layers: Iterable[int]) -> Program:
 
 
 def runs(
-    model: Model, place: str, options: RankOptions, drafts: dict[str, str | HealedDraft], asked: argparse.Namespace
+    model: Model, place: str, options: RankOptions, drafts: dict[str, str], asked: argparse.Namespace
 ) -> Iterator[Run]:
     """All ways of decoding, in turns."""
     plan = make_plan(model, options.ranks, asked.prompt + asked.new)
     plans = {DENSE: plan} | ({CODA: with_coda(plan)} if read_codas(model.folder) else {})
     for name, draft in drafts.items():
-        program, changes = (draft.program, draft.folder) if isinstance(draft, HealedDraft) else (draft, None)
-        alone = make_plan(model, options.ranks, plan.max_tokens, program)
-        plans |= {f"{name} {ALONE}": replace(alone, changes=changes), name: with_draft(plan, model, draft)}
+        alone = make_plan(model, options.ranks, plan.max_tokens, draft)
+        plans |= {f"{name} {ALONE}": alone, name: with_draft(plan, model, draft)}
     with Ranks(options) as started:
         for name, each in plans.items():
             started.call(load, each, name)
@@ -170,11 +168,10 @@ def shortcomings(found: Sequence[Run]) -> Iterator[str]:
             yield f"{goal}, the best of one text: {best:.2f}"
 
 
-def draft_named(model: Model, text: str) -> tuple[str, str | HealedDraft]:
-    """The name and program of NAME=PROGRAM or NAME=RECIPE, or what NAME=FOLDER was healed as."""
+def draft_named(model: Model, text: str) -> tuple[str, str]:
+    """The name and program of NAME=PROGRAM or NAME=RECIPE."""
     name, _, given = text.partition("=")
-    draft = draft_program(model, given)
-    return name, draft if isinstance(draft, HealedDraft) else str(draft)
+    return name, str(draft_program(model, given))
 
 
 def main() -> None:
@@ -201,18 +198,14 @@ def main() -> None:
     logging.disable_progress_bar()
     model = open_model(options.model)
     own = edits(model, options.ranks)
-    drafts: dict[str, str | HealedDraft] = {
-        name: text for name, text in own.items() if not options.only or name in options.only
-    }
+    drafts = {name: text for name, text in own.items() if not options.only or name in options.only}
     drafts |= dict(draft_named(model, each) for each in options.draft)
     found = list[Run]()
     for link in options.links:
         delay = 0.0 if link == GLOO else parse_seconds(link)
         ranks = RankOptions(options.ranks, "cpu", "gloo" if link == GLOO else "auto", Link(delay) if delay else None)
         found += runs(model, link if delay or link == GLOO else SHARED, ranks, drafts, options)
-    programs = [
-        f"- {name}: `{draft.program if isinstance(draft, HealedDraft) else draft}`" for name, draft in drafts.items()
-    ]
+    programs = [f"- {name}: `{draft}`" for name, draft in drafts.items()]
     texts = ["\n".join(table(found)), "", *programs, "", f"Load average at the end: {os.getloadavg()[0]:.1f}."]
     print("\n".join(texts))
     write_tables(options.output, texts, {"runs": [asdict(run) for run in found]})

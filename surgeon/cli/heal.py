@@ -103,14 +103,6 @@ class MethodArguments:
     keep_adapter: Annotated[
         bool, typer.Option("--keep-adapter", help="Write DIR/base and DIR/adapter in place of a merged checkpoint.")
     ] = False
-    as_draft: Annotated[
-        bool,
-        typer.Option(
-            "--as-draft",
-            help="Heal a draft for its original: on the keys and values that it will read, with norms or adapters of "
-            "its own, and write nothing else. --draft of generate and serve takes the folder. Needs --distill.",
-        ),
-    ] = False
     distill: Annotated[
         Literal["logits", "hidden", "both"] | None,
         typer.Option(
@@ -219,7 +211,6 @@ def heal(
         racks=by_racks.options(),
         racks_by_hand=by_racks.racks_by_hand,
         keep_adapter=method.keep_adapter,
-        as_draft=method.as_draft,
         device=device,
         **{name: value for name, value in vars(text).items() if name != "data"},
         **vars(written),

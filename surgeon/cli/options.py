@@ -303,14 +303,13 @@ class DraftArguments:
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="[RECIPE|PROGRAM|VARIANT|FOLDER|lookup|coda]",
+            metavar="[RECIPE|PROGRAM|VARIANT|lookup|coda]",
             help='Have tokens drafted by another program over the same weights: one such as "A0 F0 [A1 A2] [F1 F2]", '
             "that of a recipe (.yaml), or a variant of the model by its name, such as lp or tracks:4, as surgeon bench "
             "compares them; and verified several at a time by the model: the same greedy tokens, and the same "
-            "distribution of drawn ones. It has the model's weights and cache, and norms or adapters of its own if "
-            "it is a folder that surgeon heal --as-draft has written. Or by what came behind the same few tokens "
-            "before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; surgeon heal "
-            "--racks writes them).",
+            "distribution of drawn ones. It has the model's weights and cache. Or by what came behind the same few "
+            "tokens before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; "
+            "surgeon heal --racks writes them).",
         ),
     ] = None
     draft_tokens: Annotated[

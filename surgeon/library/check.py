@@ -44,7 +44,7 @@ def check(
         model: a folder, a config.json, a name on the hub, "demo", or a model that is open.
         ranks: numbers of tensor-parallel ranks to be looked at.
         dtype: to compute in on ranks, "float32", "bfloat16" or "float16"; by default as the weights are stored.
-        draft: a program, a recipe, a variant by name or a healed draft's folder: whether it can draft for the model,
+        draft: a program, a recipe or a variant by name: whether it can draft for the model,
             and on which ranks.
         output: folder for check.csv and check.json.
 

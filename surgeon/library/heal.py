@@ -9,12 +9,10 @@ from pathlib import Path
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.errors import shown
 from surgeon.exports.adapters import export_with_adapter
-from surgeon.exports.drafts import export_draft
 from surgeon.exports.export import DTYPES
 from surgeon.exports.in_memory import check_form
 from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
-from surgeon.findings.draft_card import draft_card
 from surgeon.findings.heal import HealRun
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
@@ -25,9 +23,7 @@ from surgeon.training.arguments import join_processes
 from surgeon.training.conversations import in_template, load_texts
 from surgeon.training.heal import (
     check_adapter,
-    check_draft,
     check_shapes,
-    draft_settings,
     identity_of,
     open_to_heal,
     program_to_heal,
@@ -60,7 +56,6 @@ def heal(
     show_row: bool = False,
     documents: Documents = "joined",
     keep_adapter: bool = False,
-    as_draft: bool = False,
     form: str = "auto",
     dtype: str | None = None,
     overwrite: bool = False,
@@ -90,8 +85,6 @@ def heal(
         chat_template: a file with the template that conversations are written in, in place of the tokenizer's own.
         show_row: print one row as text, with what is trained on of it between marks.
         keep_adapter: write `output/base` and `output/adapter` in place of a checkpoint with merged adapters.
-        as_draft: train and judge it as a draft of its original, whose keys and values it reads then, and write in place
-            of a checkpoint what it changes of that: norms, or adapters. `surgeon.generate` and `serve` take the folder.
         form, dtype, overwrite: as `surgeon.export` takes them; by default weights are stored as the original's.
         device: "cpu", "cuda" (one GPU for each process), or "auto".
 
@@ -110,10 +103,6 @@ def heal(
         settings = TrainSettings(**values)
     if not isinstance(settings, TrainSettings):
         raise ValueError(f"settings are TrainSettings(...), or a paper's by name, not {shown(settings)}")
-    if as_draft:
-        settings = draft_settings(
-            settings, keep_adapter or racks is not None or teacher is not None or dtype is not None
-        )
     target = Path(output)
     check_storage(form, dtype)
     check_target(target, overwrite)
@@ -122,7 +111,7 @@ def heal(
     edited, original = open_to_heal(model, program, teacher)
     runs = program_to_heal(edited)
     cut = None if racks is None else racks.cut(runs)
-    check_shapes(edited, settings, cut, None if as_draft or keep_adapter else form)
+    check_shapes(edited, settings, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
     texts = load_texts(
         in_template(edited.model.tokenizer, chat_template),
@@ -141,9 +130,7 @@ def heal(
     student = student_of(edited, packed)
     if keep_adapter:
         check_adapter(student, settings, runs)
-    if as_draft:
-        check_draft(edited, student, settings)
-    elif not keep_adapter and form != "auto":
+    elif form != "auto":
         check_form(student, form)
     found = train_model(
         student,
@@ -162,14 +149,9 @@ def heal(
         return None
     whole = found.whole
     say(*found.lines())
-    say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after}, as_draft)
+    say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after})
     record = record_of(edited, original, texts, settings, found)
-    if as_draft:
-        told = training_of(edited, record)
-        trained = told.training | {"recipe": told.recipe}
-        differ = export_draft(whole.model, edited, target, draft_card(edited, trained), trained, overwrite)
-        say(f"proof: on random tokens the logits of what was written differ by {differ:.2g} of the trained model's.")
-    elif keep_adapter:
+    if keep_adapter:
         export_with_adapter(whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None)
     else:
         stored = dtype or next((name for name, own in DTYPES.items() if own == edited.model.dtype), "float32")

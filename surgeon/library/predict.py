@@ -10,7 +10,6 @@ from typing import Any, TypedDict, Unpack
 
 import pandas as pd
 
-from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.cost.best import (
     METRICS,
     Allowance,
@@ -264,8 +263,7 @@ def predict_drafts(
     """Predict where it pays that an edited program drafts and the model verifies, whose text it stays.
 
     Args:
-        draft: a recipe, a program, a variant of the model by name, or the folder of a draft that was healed for it,
-            whose adapters take no time here.
+        draft: a recipe, a program, or a variant of the model by name.
         acceptance: the chance of a drafted token to be right, given that those before it are; or several.
         model, hardware, program, batch, asked: as `predict` takes them.
 
@@ -275,8 +273,7 @@ def predict_drafts(
             run beside the model; in a sweep the latter is told below the table.
     """
     (first,) = open_candidates(model, program=program)
-    found = draft_program(first.model, draft)
-    drafts = named_draft(str(found.program if isinstance(found, HealedDraft) else found))
+    drafts = named_draft(str(draft_program(first.model, draft)))
     _, drafting = open_candidates(first.model, [drafts], layers=as_range(asked.get("layers")))
     if (there := on_disk(str(draft))) is not None:
         drafting = replace(drafting, name=there.stem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.drafts import DRAFT_FILE, HealedDraft
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
@@ -24,15 +23,14 @@ class Running(Ways, total=False):
         ranks: how many, on GPUs where there is one for each, or what they are in full; one by default.
         program: to run in place of the checkpoint's own.
         halves: as of `ServiceOptions`.
-        draft: as of `ServiceOptions`; or a recipe (.yaml), an edit of the model (`surgeon.edit`), or the folder of a
-            healed draft (`surgeon.heal` with `as_draft`).
+        draft: as of `ServiceOptions`; or a recipe (.yaml) or an edit of the model (`surgeon.edit`).
         draft_tokens: as of `ServiceOptions`.
     """
 
     ranks: int | RankOptions
     program: Program | str | None
     halves: str
-    draft: str | Path | Program | EditedModel | HealedDraft | None
+    draft: str | Path | Program | EditedModel | None
     draft_tokens: int | None
 
 
@@ -49,30 +47,22 @@ def service_options(model: Model, running: Running, **more: Any) -> ServiceOptio
     return ServiceOptions(**{**running, **more, "ranks": ranks, "draft": draft})
 
 
-def draft_program(
-    model: Model, draft: str | Path | Program | EditedModel | HealedDraft | None
-) -> Program | str | HealedDraft | None:
+def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
     """What drafts tokens for a model, of what `Running` takes; "coda", "lookup" and variants are themselves.
 
     Of a model without weights its shapes alone tell whether a draft is of another one.
 
     Raises:
-        FileNotFoundError, ValueError: if there is no such recipe, or it or the folder is of another model, or the draft
-            would have weights that do not follow from the model's matrices alone.
+        FileNotFoundError, ValueError: if there is no such recipe, it is of another model, or the draft would have
+            weights that do not follow from the model's matrices alone.
     """
     there = on_disk(draft) if isinstance(draft, str | Path) and draft not in (CODA, LOOKUP) else None
     if there is not None and there.is_dir():
-        if not HealedDraft.is_at(there):
-            raise ValueError(
-                f"{draft} has no {DRAFT_FILE}, so it is no healed draft: that is a program over the weights of the "
-                "model that verifies, with norms or adapters of its own; heal an edit of that model as a draft"
-            )
-        draft = HealedDraft.read(there)
+        raise ValueError(
+            f"{draft} is a folder, and a draft is a program over the weights of the model that verifies; give the "
+            "program, a recipe (.yaml) or a variant of the model"
+        )
     weights = model.files is not None and not isinstance(model.checkpoint, RandomCheckpoint)
-    if isinstance(draft, HealedDraft):
-        if weights:
-            draft.require_model(model.name, model.hash)
-        return draft
     if isinstance(draft, str | Path) and is_recipe(draft):
         recipe = read_recipe(Path(draft))
         of = open_model(recipe.model, weights)

@@ -34,12 +34,10 @@ def announce(
         warn(notes)
 
 
-def say_stages(stages: Mapping[str, TextQuality | None], as_draft: bool = False) -> None:
-    """Say how good the model was, and is, as far as that is known, and how often its drafts would be accepted."""
+def say_stages(stages: Mapping[str, TextQuality | None]) -> None:
+    """Say how good the model was, and is, as far as that is known."""
     width = max(map(len, stages))
-    known = {f"{stage:<{width}}": quality for stage, quality in stages.items() if quality is not None}
-    say(*(f"{stage} {quality.line()}" for stage, quality in known.items()))
-    say(*(f"{stage} {quality.as_draft()}" for stage, quality in known.items() if as_draft and quality.as_draft()))
+    say(*(f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items() if quality is not None))
 
 
 def say_proof(proof: Proof, whose: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.language.program import Program
 from surgeon.processes.watchdog import PATIENCE_SECONDS
 from surgeon.runtime.plan.drafts import named_draft
@@ -33,7 +32,7 @@ class ServiceOptions:
             be ("on"), none ("off"), or those sizes of pass that are faster so, as tried while they are computed
             ("auto").
         draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
-            variant of the model by name ("lp"), or a draft that was healed for it; "coda" where the checkpoint's first
+            variant of the model by name ("lp"); "coda" where the checkpoint's first
             rack and its coda do; "lookup" where a text's own tokens do, what came before behind its last few ones;
             None for none. Greedy tokens and what a seed draws stay the same (as far as rounding does not decide), and
             what else is drawn keeps its distribution.
@@ -64,7 +63,7 @@ class ServiceOptions:
     low_rank: str = "auto"
     kv: str = "auto"
     halves: str = "off"
-    draft: Program | str | HealedDraft | None = None
+    draft: Program | str | None = None
     draft_tokens: int | None = None
     pipeline: bool = False
     in_flight: int | None = None

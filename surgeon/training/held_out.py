@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.models.families import family_of
-from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
 from surgeon.quality.text import (
@@ -40,17 +39,12 @@ class HeldOutQuality:
 
     The original itself need not stay in memory: its logits are the head on the stream.
 
-    Args:
-        drafting: whether models are judged as drafts of the original, which then stays in memory: they read its keys
-            and values of earlier tokens (models/verified.py).
-
     Attributes:
         original: the original's own quality; None without one.
     """
 
-    def __init__(self, windows: Windows, original: PreTrainedModel | None, drafting: bool = False) -> None:
+    def __init__(self, windows: Windows, original: PreTrainedModel | None) -> None:
         self.ids, self.answers = windows.ids, windows.answers
-        self._verifies = original if drafting else None
         self._streams: dict[bytes, Tensor] = {}
         self._head: OutputHead | None = None
         self.original: TextQuality | None = None
@@ -71,7 +65,7 @@ class HeldOutQuality:
 
     def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
         """The quality of a model as it is, without dropout."""
-        return self.quality(model, self._logits_of(model))
+        return self.quality(model, logits_of(model))
 
     def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
         """The same by logits that the model takes part in, asked for window by window in their order."""
@@ -81,18 +75,7 @@ class HeldOutQuality:
     def values(self, model: nn.Module) -> TextValues:
         """The same window by window, as `text_values` gives it."""
         with evaluated(model):
-            return text_values(self._logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
-
-    def _logits_of(self, model: nn.Module) -> Logits:
-        verifies, own = self._verifies, logits_of(model)
-        if verifies is None:
-            return own
-
-        def as_draft(ids: Tensor) -> Tensor:
-            with drafting(model, VerifiedKeys.of(verifies, ids.to(verifies.device))[1]):
-                return own(ids)
-
-        return as_draft
+            return text_values(logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
 
     @property
     def _reference(self) -> Logits | None:

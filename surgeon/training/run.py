@@ -229,7 +229,7 @@ def _task_by(
             raise ValueError("there is no original to distil from; name it as the teacher")
         return TrainingTask(HeldOutQuality(texts.held_out, None))
     original = load_original()
-    held_out = HeldOutQuality(texts.held_out, original, wanted is not None and wanted.drafting)
+    held_out = HeldOutQuality(texts.held_out, original)
     if wanted is None:
         return TrainingTask(held_out)
     if wanted.kept is None:

@@ -131,7 +131,7 @@ def test_drafts_of_other_weights_are_refused(
     assert main(["generate", str(with_codas), "--prompt", "a", "--draft", str(recipe)]) == 1
     assert "draft without them, or with low ranks that go by no text" in capfd.readouterr().err
     assert main(["generate", str(with_codas), "--prompt", "a", "--draft", str(tiny_checkpoint)]) == 1
-    assert "has no draft.json, so it is no healed draft" in capfd.readouterr().err
+    assert "is a folder, and a draft is a program over the weights of the model that verifies" in capfd.readouterr().err
 
 
 def test_the_help_says_how_many_are_drafted_where_nobody_says() -> None:

@@ -197,10 +197,6 @@ class Attention:
         if {"k", "v"} <= maps.later:
             gains = self._head_gains(tensors, spec, plan)
             self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary)
-        self.take_norms(tensors, spec, plan)
-
-    def take_norms(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
-        """Norm the stream before it, and heads, as these tensors of the slice say, by what they are for."""
         self.norm = norm_before(tensors, plan)
         gains = self._head_gains(tensors, spec, plan)
         kept = gains if self.rebuild is None else gains[:1]  # keys are normed when they are rebuilt

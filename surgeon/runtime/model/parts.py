@@ -10,15 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.drafts import DraftChanges
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
-from surgeon.models.weights import Factors, ModelWeights, Tensors
+from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
-from surgeon.runtime.model.adapted import adapted
 from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, torch_dtype
@@ -74,13 +72,11 @@ class RankParts:
         self.expert_times: ExpertTimes | None = None
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
-    def load(self, source: ModelWeights, beside: Iterable[RankParts] = (), changes: DraftChanges | None = None) -> None:
+    def load(self, source: ModelWeights, beside: Iterable[RankParts] = ()) -> None:
         """The slices of this rank's work, and what stands behind the sums of every step it has a share in.
 
         Args:
-            source: with the norms of the changes.
             beside: what this rank has loaded already; a slice of the same weights is taken from there.
-            changes: of a healed draft.
         """
         beside = [other for other in beside if self.has_weights_of(other)]
         self._settle_experts(source, beside)
@@ -99,8 +95,7 @@ class RankParts:
             for part in work.parts:
                 key = self.key(part)
                 if key not in self.sublayers:
-                    made = there.get(key) or self._part(work, part, source)
-                    self.sublayers[key] = made if changes is None else self._changed(work, part, made, source, changes)
+                    self.sublayers[key] = there.get(key) or self._part(work, part, source)
 
     def _settle_experts(self, source: ModelWeights, beside: list[RankParts]) -> None:
         """Measure how experts are better shared, where that is open: by a rank's first such mixture, on all ranks.
@@ -136,10 +131,9 @@ class RankParts:
         return torch.tensor(times, dtype=torch.float64)
 
     def has_weights_of(self, other: RankParts) -> bool:
-        """Whether another one on this rank reads the same tensors, in the same dtype, and changes none of them."""
+        """Whether another one on this rank reads the same tensors, in the same dtype."""
         own, others = self.plan, other.plan
-        alike = (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
-        return alike and others.changes is None
+        return (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
 
     def _here(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
@@ -205,24 +199,6 @@ class RankParts:
         if sublayer.kind == ATTENTION and family.rotary_neighbours and self.plan.rotaries:
             return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)
         return tensors
-
-    def _changed(self, work: Work, part: Part, made: Made, source: ModelWeights, changes: DraftChanges) -> Made:
-        """What computes a part of a healed draft: the matrices of what computes the model's, and what is changed."""
-        sublayer, dtype = computed_of(self.plan, work, part), torch_dtype(self.plan)
-        if not changes.touches(sublayer, source):
-            return made
-        found = changes.factors(sublayer, source)
-        firsts, seconds = ({f"{role}.weight": own[which] for role, own in found.items()} for which in (0, 1))
-        seconds = self._turning(sublayer, seconds)
-        factors = {
-            role: Factors(*(which[f"{role}.weight"].to(self.device, dtype) for which in (firsts, seconds)))
-            for role in found
-        }
-        reading = [one.role for one in self._projections(sublayer) if one.reads_stream and not one.stacked]
-        widths = {role: len(source.features(sublayer, role)) for role in reading}
-        norms = self._turning(sublayer, self._here(source.norms(sublayer, dtype)))
-        spec = self.plan.family.spec(sublayer.kind, sublayer.layers[0])
-        return adapted(made, norms, factors, widths, spec, self.plan)
 
     def _mixture(self, part: Part, source: ModelWeights, whole: WholeExperts | None) -> MixtureOfExperts:
         dtype = torch_dtype(self.plan)

@@ -18,7 +18,6 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from surgeon.checkpoint.drafts import DraftChanges
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.sublayer import ATTENTION, Sublayer
@@ -167,9 +166,7 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:
         more = (_numbers_beside(plan, plan.draft.plan, source, rank) for rank in range(plan.ranks))
-        changes = plan.draft.plan.changes
-        changed = 0 if changes is None else DraftChanges.read(changes).nbytes
-        weights = (own + numbers * plan.dtype_bytes + changed for own, numbers in zip(whole.weights, more, strict=True))
+        weights = (own + numbers * plan.dtype_bytes for own, numbers in zip(whole.weights, more, strict=True))
         beside = _program_footprint(plan.draft.plan, source, 0)
         added = (tuple(kept[number] for number in own) for kept, own in zip(beside.kept, plan.draft.own, strict=True))
         return replace(

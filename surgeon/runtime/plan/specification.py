@@ -143,7 +143,6 @@ class Plan:
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
         sliced: whether every rank takes a slice of each sublayer of a step, also where it could have whole ones: as the
             ranks have them of a program that runs beside.
-        changes: a healed draft's folder, with norms and adapters in place of the checkpoint's or beside them, if any.
         coda: a checkpoint's coda that drafts tokens, if any.
         draft: another program over the same weights that does, if any.
         stretches: after how many nodes of the program each rank's stretch ends, where ranks hold stretches of it, one
@@ -188,7 +187,6 @@ class Plan:
     latent: Latent | None = None
     described: Family | None = None
     sliced: bool = False
-    changes: Path | None = None
     coda: CodaPlan | None = None
     draft: DraftPlan | None = None
     stretches: tuple[int, ...] = ()

@@ -24,7 +24,6 @@ from surgeon.language.program import Program
 from surgeon.models.edit import decoder_layers, edit, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
-from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.head import OutputHead
 from surgeon.training.distill.counterparts import Counterpart, counterparts
 from surgeon.training.distill.shared_prefix import beginning_behind, shared_prefix
@@ -48,12 +47,10 @@ class Distillation:
         temperature: that both models' logits are divided by for their divergence.
         kept: how many of the original's logits are kept on disk for each token, in place of an original in memory;
             None for the latter.
-        drafting: whether the student reads the original's keys and values of earlier tokens, as a draft of it does
-            (models/verified.py).
 
     Raises:
         ValueError: if nothing is taken from the original, a weight is negative, the temperature is not above 0, or
-            hidden streams, or keys, are asked for where only logits are kept.
+            hidden streams are asked for where only logits are kept.
     """
 
     logits: float = 1.0
@@ -61,7 +58,6 @@ class Distillation:
     text: float = 0.0
     temperature: float = 1.0
     kept: int | None = None
-    drafting: bool = False
 
     def __post_init__(self) -> None:
         for name in PARTS:
@@ -78,8 +74,6 @@ class Distillation:
             raise ValueError(f"at least 1 of the original's logits has to be kept for each token, not {self.kept}")
         if self.hidden:
             raise ValueError("hidden streams need the original in memory; keep no logits on disk, or give hidden 0")
-        if self.drafting:
-            raise ValueError("drafts read the keys of the original, which has to be in memory; keep no logits on disk")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -101,13 +95,11 @@ class TeacherOutput(NamedTuple):
     Attributes:
         target: its predictions; None where they are not asked for.
         streams: its own, (windows, tokens, hidden), by the student's nodes.
-        keys: its keys and values, where a draft is to read them.
         places: how many streams are compared, with those that are the student's own.
     """
 
     target: TeacherTarget | None
     streams: dict[int, Tensor]
-    keys: VerifiedKeys | None = None
     places: int = 0
 
 
@@ -159,11 +151,8 @@ class Distiller:
             edit(self.teacher, program_of(self.teacher))
 
     def share(self, student: nn.Module) -> None:
-        """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`).
-
-        A draft reads keys of the teacher's whole pass, which then is made first.
-        """
-        if self.teacher is not None and not self.distillation.drafting:
+        """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`)."""
+        if self.teacher is not None:
             self._edit_teacher()
             self.shared = shared_prefix(student, self.teacher, self.program)
 
@@ -186,13 +175,12 @@ class Distiller:
         windows = model_inputs(batch)
         labels = next_tokens(batch["labels"])
         nodes = [one.node for one in self.counterparts]
-        taught = self._ask(batch, windows, {}) if self.distillation.drafting else None
-        keys = None if taught is None else taught.keys
-        with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams, drafting(model, keys):
+        taught: TeacherOutput | None = None
+        with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams:
 
             def task() -> LogitsTask:
                 nonlocal taught
-                taught = taught or self._ask(batch, windows, streams)
+                taught = self._ask(batch, windows, streams)
                 return self.distillation.task(taught, labels)
 
             at_head = loss_at_head(model, windows, task)
@@ -244,21 +232,14 @@ def ask_teacher(
     if teacher.device != device and not hasattr(teacher, "hf_device_map"):
         teacher.to(device)  # type: ignore[arg-type] # transformers wraps it untyped
     steps = family_of(teacher.config).steps_per_layer
-    nodes = {one.node: one.layer * steps for one in places}
-    keys = None
+    nodes = {one.node: one.layer * steps for one in places if one.layer * steps > begins}
     without_head: Any = teacher.base_model
-    nodes = {node: place for node, place in nodes.items() if place > begins}
     with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None, begins) as streams:
-        if distillation.drafting:
-            if "position_ids" in windows:
-                raise ValueError("a draft is trained on running text; join the documents (documents=joined)")
-            normed, keys = VerifiedKeys.of(without_head, windows["input_ids"])
-        else:
-            normed = without_head(**windows, use_cache=False).last_hidden_state
+        normed = without_head(**windows, use_cache=False).last_hidden_state
     target = None
     if distillation.logits:
         target = TeacherStream(OutputHead(teacher), normed.flatten(0, 1), distillation.temperature)
-    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, keys, len(places))
+    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, len(places))
 
 
 def parts_of_loss(

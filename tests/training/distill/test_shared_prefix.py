@@ -104,10 +104,3 @@ def test_what_trains_or_differs_is_not_shared() -> None:
     with torch.no_grad():
         healed.model.embed_tokens.weight[0, 0] += 1
     assert shared_in(healed) == 0
-
-
-def test_drafts_and_kept_logits_share_nothing() -> None:
-    student, teacher = pair_of("llama", PAIRED)
-    distiller = Distiller(Distillation(drafting=True), Program.parse(PAIRED), teacher)
-    distiller.share(student)
-    assert distiller.shared == 0
