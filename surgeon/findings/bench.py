@@ -1,4 +1,4 @@
-"""What a bench has found: times of programs on ranks, as tables for a terminal and as a picture."""
+"""Bench: times of programs on ranks, as tables for a terminal and as a picture."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from surgeon.findings.drawing import bars, finish
+from surgeon.findings.drawing import Chart, Picture, bars
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.memory import show_size
 from surgeon.words import aligned, hanging, three_digits, times
 
 COLUMNS = ("first_token_ms", "prefill_ms", "decode_ms", "per_token_ms", "tokens_per_second")
 RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
-_COMPUTE, _WAITING = "#33638d", "#f0a04b"
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,37 +88,36 @@ class BenchSpeeds(RunResult):
             lines.append([*begin, first, token, extent, rate])
         return aligned(lines)
 
-    def pictures(self) -> dict[str, Figure]:
+    @property
+    def picture_title(self) -> str:
+        return self.heading
+
+    def pictures(self) -> dict[str, Picture]:
         """`bench`: a decoding pass of every program, one panel per batch, what it computes and what it waits.
 
         Without decoding passes it is of the pass with the prompts.
         """
-        table = self.speeds
-        phase = "decode" if "decode_compute_ms" in table else "prefill"
-        batches = list(table["batch"].unique())
-        rows = int(table["program"].nunique())
-        figure = Figure(figsize=(1.6 + 3.6 * len(batches), 1.3 + 0.42 * rows), layout="constrained", dpi=160)
-        panels = np.atleast_1d(figure.subplots(1, len(batches), sharey=True, squeeze=True))
-        for panel, batch in zip(panels, batches, strict=True):
-            _draw(panel, table[table["batch"] == batch], phase)
-            panel.set_title(f"batch {batch}", fontsize=10)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-        figure.suptitle(self.heading, fontsize=11)
-        return {"bench": figure}
+        phase = "decode" if "decode_compute_ms" in self.speeds else "prefill"
+        return {
+            "bench": Picture([_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)])
+        }
 
 
-def _draw(axes: Axes, table: pd.DataFrame, phase: str) -> None:
+def _chart(title: str, table: pd.DataFrame, phase: str) -> Chart:
     compute = table[f"{phase}_compute_ms"].to_numpy()
     waiting = table[f"{phase}_waiting_ms"].to_numpy()
     if np.isnan(waiting).all():  # GPUs: the process does not see what they wait for
-        compute, waiting = table["per_token_ms" if phase == "decode" else "prefill_ms"].to_numpy(), np.zeros(len(table))
+        compute = table["per_token_ms" if phase == "decode" else "prefill_ms"].to_numpy()
+        waiting = np.zeros(len(table))
     speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
     rates = zip(table["tokens_per_second"], speedups, strict=True)
-    parts = [("compute", _COMPUTE, compute), ("waiting for collectives", _WAITING, waiting)]
-    bars(axes, table["program"], parts, [f"{three_digits(rate)} tok/s, {speedup:.2f}x" for rate, speedup in rates])
-    axes.set_xlabel(f"ms of one {phase} pass", fontsize=9)
-    finish(axes, grid=False)
+    notes = [f"{three_digits(rate)} tok/s, {speedup:.2f}x" for rate, speedup in rates]
+
+    def draw(axes: Axes) -> None:
+        parts = [("compute", 0, compute), ("waiting for collectives", 1, waiting)]
+        bars(axes, list(table["program"]), parts, notes)
+
+    return Chart(title, draw, f"ms of one {phase} pass", height=70.0 + 26.0 * len(table))
 
 
 def describe_compression(costs: list[dict[str, Any]]) -> str:

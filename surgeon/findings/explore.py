@@ -1,13 +1,14 @@
-"""What an exploration has found beside its passes: what was done in which time, and what to do next."""
+"""Exploration: what was done in which time beside its passes, and what to do next, with the commands for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pandas as pd
 
+from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.progress import clock
 from surgeon.words import hanging
@@ -40,6 +41,8 @@ class ExploreRun(RunResult):
 
     COMMAND = "explore"
     RECORD = "explore.json"
+    TITLE = "What to do next"
+    OF_SURGERY = False
     TABLES: ClassVar = {"steps": TableFile("explore.csv", ("seconds",), ("step", "did"), may_be_empty=True)}
 
     steps: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["step", "did", "seconds"]))
@@ -85,3 +88,26 @@ class ExploreRun(RunResult):
         for number, one in enumerate(self.next_steps, start=1):
             lines += ["", hanging(f"{number}. ", f"{one.what}. {one.why}"), f"   {one.command}"]
         return "\n".join(lines)
+
+    def section(self) -> Iterator[Block]:
+        for number, one in enumerate(self.next_steps, start=1):
+            yield Code(f"{number}. {one.what}", one.command, one.why)
+        yield Paragraph("Commands are for the folder in which the exploration was started.")
+        steps = self.steps
+        rows = [
+            [str(name), clock(float(seconds)), str(did)]
+            for name, seconds, did in zip(steps["step"], steps["seconds"], steps["did"], strict=True)
+        ]
+        caption = f"What was done in {clock(self.spent)} of {self.minutes:g} minutes"
+        yield Table(caption, ["step", "time", "on what, and what it gave"], rows, left=frozenset({2}))
+
+    def summary(self) -> Iterator[Finding]:
+        tokens = self.record.get("plan", {}).get("tokens")
+        if tokens:
+            spent = f"{clock(self.spent)} of {self.minutes:g} minutes"
+            text = f"In {spent}, on {tokens:,} tokens of {self.record['data']}. What to do next is below."
+            yield Finding("Explored", text)
+
+    def missing(self) -> Iterator[str]:
+        for line in (*self.left_out, *filter(None, [self.slowed])):
+            yield f"{line[:1].upper()}{line[1:]}."

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 
+from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.result import RunResult
 from surgeon.processes.files import make_folder, write_text
+from surgeon.words import listed, number, plural
 
 PROVENANCE_KEY = "surgeon"
+_NAMED = 6  # numbers that the summary gives
 _WIDTH = 80
 _NO_FILTER = "none"
 _LM_EVAL = ("lm_eval_version", "model_name", "n-shot", "n-samples", "versions", "task_hashes", "config")
@@ -57,6 +61,8 @@ class TaskRun(RunResult):
 
     COMMAND = "eval"
     RECORD = "results*.json"
+    TITLE = "Tasks"
+    WITHOUT = "No evaluation: accuracy on tasks is not known (surgeon eval)."
 
     scores: list[Score]
 
@@ -87,6 +93,68 @@ class TaskRun(RunResult):
     def __str__(self) -> str:
         """The scores as lines of at most 80 characters."""
         return table(self.scores)
+
+    def section(self) -> Iterator[Block]:
+        surgery = self.record.get(PROVENANCE_KEY, {})
+        yield Paragraph(self._what())
+        rows = [
+            [
+                s.task,
+                s.name,
+                _better(s),
+                _text(s),
+                "" if s.shots is None else str(s.shots),
+                "" if s.rows is None else f"{s.rows:,}",
+            ]
+            for s in self.scores
+        ]
+        head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
+        yield Table("Accuracy on tasks", head, rows, left=frozenset({1, 2}))
+        if surgery.get("program"):
+            yield Code("The program that was evaluated", str(surgery["program"]))
+
+    def _what(self) -> str:
+        name = self._subject()
+        limit = self.record.get("config", {}).get("limit")
+        some = f" Only the first {limit:g} rows of each task." if isinstance(limit, int | float) else ""
+        return f"{name}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}".replace(" .", ".")
+
+    def _subject(self) -> str:
+        """What was evaluated, as the user named it."""
+        return str(
+            self.record.get("model_name")
+            or self.record.get("config", {}).get("model_args", {}).get("pretrained")
+            or self.name
+        )
+
+    @classmethod
+    def together(cls, runs: Sequence[Self]) -> list[Block]:
+        """All evaluations of a model side by side."""
+        by_run = [{(s.task, s.name): s for s in run.scores} for run in runs]
+        keys = list(dict.fromkeys(key for found in by_run for key in found))
+        rows = [
+            [task, metric, *(_text(found[task, metric]) if (task, metric) in found else "" for found in by_run)]
+            for task, metric in keys
+        ]
+        head = ["task", "metric", *(run.name for run in runs)]
+        note = "Value ± standard error. " + " ".join(f"{run.name}: {run._subject()}." for run in runs)
+        return [Table("All evaluations side by side", head, rows, note, left=frozenset({1}))] if len(runs) > 1 else []
+
+    def summary(self) -> Iterator[Finding]:
+        found = self.scores
+        if found:
+            named = listed(f"{s.task} {s.name} {_text(s)}" for s in found[:_NAMED])
+            more = f", and {plural(len(found) - _NAMED, 'number')} more" if len(found) > _NAMED else ""
+            yield Finding("On tasks", f"{self._subject()} has {named}{more}.")
+
+
+def _text(score: Score) -> str:
+    """The value with its standard error."""
+    return number(score.value) + (f" ± {number(score.stderr, 2)}" if score.stderr is not None else "")
+
+
+def _better(score: Score) -> str:
+    return {True: "higher", False: "lower", None: ""}[score.higher_is_better]
 
 
 def scores(results: dict[str, Any]) -> list[Score]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from surgeon.findings.scan import Scan, varied_by
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import Program
 
@@ -41,16 +40,16 @@ class ScanTable:
     edited: bool = False
 
     @classmethod
-    def of(cls, scan: Scan) -> ScanTable:
-        """Ready a scan to be asked."""
-        record, base = scan.record, scan.base_perplexity
+    def of(cls, cells: pd.DataFrame, base: float, record: dict[str, Any]) -> ScanTable:
+        """Ready the cells, base perplexity and record of a scan to be asked."""
         # A model runs each of its layers' two sublayers once.
         known = record.get("num_layers") or record.get("sublayers_run", {}).get("base", 0) // 2
-        num_layers = max(int(known), int(scan.cells["last"].max()) + 1)
+        num_layers = max(int(known), int(cells["last"].max()) + 1)
         steps = record.get("steps_per_layer")
-        over_stretches = scan.cells[[varied_by(str(name)) is None for name in scan.cells["operation"]]]
-        cells = _changing(over_stretches, base)
-        return cls(cells, base, num_layers, steps if steps in (1, 2) else None, "program" in record)
+        if steps not in (1, 2):
+            steps = None
+        over_stretches = cells[[varied_by(str(name)) is None for name in cells["operation"]]]
+        return cls(_changing(over_stretches, base), base, num_layers, steps, "program" in record)
 
     @property
     def operations(self) -> list[str]:
@@ -64,6 +63,21 @@ class ScanTable:
         """Effective depth with an operation on so many layers; None if it cannot be told."""
         saved = None if self.edited else depth_saved(operation, changed, self.steps_per_layer)
         return None if saved is None else self.num_layers - saved
+
+
+def title_of(operation: str) -> str:
+    """As pictures name an operation."""
+    return HEATMAPS[operation].title if operation in HEATMAPS else operation
+
+
+def varied_by(operation: str) -> str | None:
+    """The parameter whose values are the columns of an operation's map, if these are not last layers."""
+    return HEATMAPS[operation].varied if operation in HEATMAPS else None
+
+
+def named_across(operation: str) -> str | None:
+    """What pictures call the values of that parameter."""
+    return HEATMAPS[operation].across or varied_by(operation) if operation in HEATMAPS else None
 
 
 def group_size(operation: str) -> int:

@@ -13,7 +13,7 @@ from surgeon.exports.export import DTYPES
 from surgeon.exports.in_memory import check_form
 from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
-from surgeon.findings.training import HealRun
+from surgeon.findings.heal import HealRun
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.library.training import announce, say, say_proof, say_stages

@@ -12,7 +12,7 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.training import Training, no_source
 from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
-from surgeon.findings.training import ScratchRun
+from surgeon.findings.scratch import ScratchRun
 from surgeon.library.training import announce, say, say_proof, say_stages
 from surgeon.named import public
 from surgeon.opened import open_model
