@@ -45,12 +45,12 @@ from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
 from surgeon.analysis.scan import scan
 from surgeon.analysis.screen import HOPELESS
 from surgeon.analysis.subject import Subject
+from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_inputs
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows, load_windows
 from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
-from surgeon.results.scan import Scan
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.read import DEMO, locate
+from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
-from surgeon.results.edit import ADDITIVE, Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture

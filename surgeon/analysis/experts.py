@@ -98,7 +98,7 @@ def expert_use(
 
 
 def use_tables(found: Mapping[int, ExpertUse]) -> dict[str, pd.DataFrame]:
-    """`experts` and `loads` as `surgeon.results.scan.Scan` has them."""
+    """`experts` and `loads` as `surgeon.findings.scan.Scan` has them."""
     uses = []
     loads = []
     for layer, use in found.items():

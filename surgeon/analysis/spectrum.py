@@ -27,6 +27,7 @@ from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, T
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown
+from surgeon.findings.spectrum import Spectrum, TargetRank, parse_ranks
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
@@ -37,7 +38,6 @@ from surgeon.models.weights.whitening import SecondMoment, Whitening, whiten
 from surgeon.progress import Advance, progress
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import perplexity, perplexity_interval
-from surgeon.results.spectrum import Spectrum, TargetRank, parse_ranks
 
 Method = Literal["whitened", "plain"]
 DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")

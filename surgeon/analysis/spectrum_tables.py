@@ -10,8 +10,8 @@ import pandas as pd
 from surgeon.analysis.factors.allocation import effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
+from surgeon.findings.spectrum import METHODS
 from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate
-from surgeon.results.spectrum import METHODS
 
 PERCENTAGES = (90, 95, 99)
 DAMAGE_COLUMNS = ["layer", "weight", "method", "rank", "full_rank", "kept", *ESTIMATE_COLUMNS, "tokens"]

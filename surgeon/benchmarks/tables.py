@@ -11,9 +11,9 @@ import pandas as pd
 
 from surgeon.benchmarks.compression_cost import CompressionCost
 from surgeon.benchmarks.measure import Measurement, Result, Split
+from surgeon.findings.bench import COLUMNS, RATIOS
 from surgeon.language.program import Program
 from surgeon.processes.files import finite
-from surgeon.results.bench import COLUMNS, RATIOS
 
 MS = 1e3
 _TIMES = (

@@ -24,8 +24,8 @@ def card(
     write, or that was changed since, is kept unless you say --overwrite. Prints the file's name.
     """
     from surgeon.checkpoint.inherit import CARD_FILE
-    from surgeon.results.card import identity_of, open_edited, require_own_card, write_card
-    from surgeon.results.measured import Measured, read_measured
+    from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
+    from surgeon.findings.measured import Measured, read_measured
 
     found = open_edited(checkpoint)
     if not overwrite:

@@ -69,7 +69,7 @@ def show(
     if verified is not None:
         print(f"{'files':<{LABEL}}{verified} files are as they were written (sizes and SHA-256)")
     if output is not None:
-        from surgeon.reports.program import draw_program
+        from surgeon.findings.program import draw_program
 
         syncs = f"{found.program.sync_points(2)} synchronisations on two ranks"
         title = f"{found.name}: effective depth {found.depth:g} of {found.num_layers}, {syncs}"
@@ -81,7 +81,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
     from surgeon.checkpoint.companions import companions_in, left_behind
     from surgeon.checkpoint.sizes import size_lines
-    from surgeon.reports.outline import outline_text
+    from surgeon.findings.outline import outline_text
 
     program, steps = found.program, found.steps_per_layer
     yield "name", f"{found.name}, {what_it_is(found)}"

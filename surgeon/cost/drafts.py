@@ -21,10 +21,10 @@ from surgeon.cost.room import room
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
+from surgeon.findings.drafts import DRAFT_COLUMNS
 from surgeon.language.program import Program
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes
-from surgeon.results.drafts import DRAFT_COLUMNS
 from surgeon.runtime.batching.ahead import MOST_AHEAD, best_ahead
 from surgeon.runtime.plan.drafts import draft_beside, require_shared
 from surgeon.runtime.plan.specification import DraftPlan, Plan

@@ -20,11 +20,11 @@ from surgeon.exports.plan import DTYPES, ExportPlan, plan_export
 from surgeon.exports.prove import Proof, prove, reference_of, require_alike
 from surgeon.exports.report import edit_record, write_report
 from surgeon.exports.staging import check_target, staged
+from surgeon.findings.card import write_card
+from surgeon.findings.measured import Measured
 from surgeon.processes.files import check_space, show_bytes, write_json
 from surgeon.processes.folders import scratch
 from surgeon.progress import Advance, stretch
-from surgeon.results.card import write_card
-from surgeon.results.measured import Measured
 
 __all__ = ["DTYPES", "ExportPlan", "plan_export", "write_export"]
 

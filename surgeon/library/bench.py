@@ -15,6 +15,7 @@ from surgeon.benchmarks.tables import bench_record, bench_table, compression_rec
 from surgeon.benchmarks.trace import Wires, chrome_trace
 from surgeon.cost.candidates import open_candidates
 from surgeon.cost.workload import Workload
+from surgeon.findings.bench import BenchSpeeds
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range, check_counts
 from surgeon.opened import EditedModel, Model
@@ -22,7 +23,6 @@ from surgeon.processes.files import make_folder, write_text
 from surgeon.processes.torchrun import read_environment
 from surgeon.progress import progress
 from surgeon.provenance import provenance
-from surgeon.results.bench import BenchSpeeds
 from surgeon.runtime.kernels.used import kernels_used
 from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.worker.options import RankOptions

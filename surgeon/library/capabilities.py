@@ -27,6 +27,7 @@ from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
+from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
 from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS
 from surgeon.language.operations.variants import variant
@@ -36,7 +37,6 @@ from surgeon.memory import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.models.families.positions import rotated_layers, windowed_layers
 from surgeon.opened import Model
-from surgeon.results.check import AREAS, NO, PARTLY, YES, Verdict
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft

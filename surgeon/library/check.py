@@ -10,6 +10,8 @@ from surgeon.checkpoint.config import CONFIG, find_config
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
 from surgeon.errors import did_you_mean
+from surgeon.findings.check import Check
+from surgeon.findings.outline import outline_text
 from surgeon.library.capabilities import Capabilities
 from surgeon.library.opening import check_counts
 from surgeon.memory import show_size
@@ -19,8 +21,6 @@ from surgeon.models.weights.quantised import rules_of
 from surgeon.named import model_name, on_disk
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import make_folder
-from surgeon.reports.outline import outline_text
-from surgeon.results.check import Check
 from surgeon.runtime.plan.checks import DTYPES
 from surgeon.words import plural
 

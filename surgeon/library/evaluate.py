@@ -15,6 +15,7 @@ import pandas as pd
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.errors import needs_extra
+from surgeon.findings.tasks import scores, table, write_results
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.library.opening import as_list, warn
@@ -26,7 +27,6 @@ from surgeon.opened import EditedModel, Model, choose_device, open_edited
 from surgeon.processes.files import make_folder, write_json
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
 from surgeon.quality.text import OWN, TextQuality, logits_of, text_quality
-from surgeon.results.tasks import scores, table, write_results
 from surgeon.words import hanging, plural
 
 if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import

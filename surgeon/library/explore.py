@@ -21,6 +21,12 @@ from surgeon.analysis import screen
 from surgeon.analysis.cells import SCANNED
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import hardware_of, load_hardware
+from surgeon.findings.check import NO, Check
+from surgeon.findings.explore import BUSY, ExploreRun
+from surgeon.findings.result import RunResult
+from surgeon.findings.scan import Scan
+from surgeon.findings.search import SearchRun
+from surgeon.findings.similarity import Similarity
 from surgeon.library.calibrate import calibrate
 from surgeon.library.check import RANKS, check
 from surgeon.library.explore_rounds import SIZES, ExploreRound, plan_rounds
@@ -36,12 +42,6 @@ from surgeon.processes.files import make_folder, write_text
 from surgeon.progress import TimeOver, clock, time_limit
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO, load_windows, window_for
-from surgeon.results.check import NO, Check
-from surgeon.results.explore import BUSY, ExploreRun
-from surgeon.results.result import RunResult
-from surgeon.results.scan import Scan
-from surgeon.results.search import SearchRun
-from surgeon.results.similarity import Similarity
 from surgeon.threads import usable_cores
 from surgeon.words import hanging, known, number, plural
 

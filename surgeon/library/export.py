@@ -20,6 +20,7 @@ from surgeon.exports.in_memory import export as export_loaded
 from surgeon.exports.plan import check_exportable
 from surgeon.exports.prove import Proof
 from surgeon.exports.staging import check_target
+from surgeon.findings.measured import read_measured
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.library.opening import as_list
@@ -27,7 +28,6 @@ from surgeon.memory import parse_size
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.processes.files import show_bytes
 from surgeon.progress import progress
-from surgeon.results.measured import read_measured
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

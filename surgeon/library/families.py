@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Collection, Iterator
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
 from surgeon.checkpoint.random_weights import RandomCheckpoint
+from surgeon.findings.families import AREAS, FamilyRow, FamilyTable
 from surgeon.library.capabilities import Capabilities
-from surgeon.models import families as described
-from surgeon.models.families import FAMILIES, Family, family_of
+from surgeon.models.families import FAMILIES, family_of
 from surgeon.models.wrappers import WRAPPERS
 from surgeon.opened import Model
-from surgeon.results.families import AREAS, FamilyRow, FamilyTable
 
 RANKS = (1, 2)
 # Of the default configuration, what is given beside it: the first that there is a model of counts.
@@ -38,23 +33,12 @@ def families(model_types: Collection[str] | None = None) -> FamilyTable:
         model_types: of the families asked for; all of them by default.
     """
     chosen = {name: one for name, one in FAMILIES.items() if model_types is None or name in model_types}
-    summaries, rows = _summaries(), list[FamilyRow]()
+    rows = list[FamilyRow]()
     for model_type, family in sorted(chosen.items(), key=lambda item: item[1].name.lower()):
         able = Capabilities(next(_examples(model_type, family.name)), RANKS, "bfloat16")
-        rows.append(FamilyRow(family.name, model_type, summaries.get(model_type, ""), tuple(able.verdicts(AREAS))))
+        rows.append(FamilyRow(family.name, model_type, family.summary, tuple(able.verdicts(AREAS))))
     around = sorted(WRAPPERS.values(), key=lambda wrapper: wrapper.name.lower())
     return FamilyTable.of(rows, {f"{one.name} (`{one.model_type}`)": f"`{one.decoder_type}`" for one in around})
-
-
-def _summaries() -> dict[str, str]:
-    """What the first sentence of each family's file says of it."""
-    found = {}
-    for module in map(import_module, (f"{described.__name__}.{one.name}" for one in iter_modules(described.__path__))):
-        source, sentence = inspect.getsource(module), inspect.getdoc(module) or ""
-        for name, value in vars(module).items():
-            if isinstance(value, Family) and re.search(rf"^{name}\b.*= ", source, re.MULTILINE):
-                found[value.model_type] = " ".join(sentence.partition("\n\n")[0].partition(": ")[2].split())
-    return found
 
 
 def _examples(model_type: str, name: str) -> Iterator[Model]:

@@ -13,12 +13,12 @@ from surgeon.exports.export import DTYPES
 from surgeon.exports.in_memory import check_form
 from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
+from surgeon.findings.heal import HealRun
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.library.training import announce, say, say_proof, say_stages
 from surgeon.opened import EditedModel, Model
 from surgeon.quality.data import window_for
-from surgeon.results.training import HealRun
 from surgeon.training.arguments import join_processes
 from surgeon.training.conversations import in_template, load_texts
 from surgeon.training.heal import (

@@ -9,10 +9,10 @@ from typing import Any
 
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.errors import shown
+from surgeon.findings.result import RunResult
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
 from surgeon.opened import EditedModel, Model
-from surgeon.results.result import RunResult
 
 
 def stored_model(

@@ -30,6 +30,9 @@ from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep, predictio
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
+from surgeon.findings.best import BestRun
+from surgeon.findings.drafts import DRAFT_COLUMNS, DraftRun
+from surgeon.findings.prediction import AXES, PredictRun, words_of
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range
 from surgeon.library.running import draft_program
@@ -38,9 +41,6 @@ from surgeon.opened import EditedModel, Model
 from surgeon.processes.files import make_folder
 from surgeon.progress import progress
 from surgeon.provenance import provenance
-from surgeon.results.best import BestRun
-from surgeon.results.drafts import DRAFT_COLUMNS, DraftRun
-from surgeon.results.prediction import AXES, PredictRun, words_of
 from surgeon.runtime.plan.drafts import named_draft
 
 _SHORT: dict[Metric, str] = {

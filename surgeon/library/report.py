@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from surgeon.findings.explore import ExploreRun
+from surgeon.findings.page import Chapter, write_page
+from surgeon.findings.result import RunResult, read_record
 from surgeon.library.opening import as_folder
-from surgeon.reports.page import Chapter, write_page
-from surgeon.results.explore import ExploreRun
-from surgeon.results.result import RunResult, read_record
 from surgeon.words import plural
 
 

@@ -10,11 +10,11 @@ from surgeon.analysis.cells import SCANNED, check_operations, select
 from surgeon.analysis.scan import scan as run_scan
 from surgeon.analysis.screen import rounds
 from surgeon.analysis.subject import open_subject
+from surgeon.findings.scan import Scan
 from surgeon.library.opening import as_list, as_range, check_counts, warn
 from surgeon.named import split_values
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.results.scan import Scan
 
 
 def scan(

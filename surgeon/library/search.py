@@ -14,6 +14,7 @@ from surgeon.analysis.subject import Subject
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import needs_extra
+from surgeon.findings.search import SearchRun
 from surgeon.library.opening import check_counts, warn
 from surgeon.library.search_result import SearchResult, end_search
 from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings
@@ -30,7 +31,6 @@ from surgeon.quality.data import (
     tokens_before_rest,
     window_for,
 )
-from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import compared_by
 from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.healer import CandidateHealing

@@ -8,10 +8,10 @@ from pathlib import Path
 from surgeon.analysis.jacobian import Lanczos
 from surgeon.analysis.sensitivity import sensitivity as measure_sensitivity
 from surgeon.analysis.subject import open_subject
+from surgeon.findings.sensitivity import Sensitivity
 from surgeon.library.opening import check_counts, warn
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.results.sensitivity import Sensitivity
 
 
 def sensitivity(

@@ -9,12 +9,12 @@ from typing import Any
 from surgeon.analysis.proxies import correlate, damages, read_scan
 from surgeon.analysis.similarity import similarity as measure_similarity
 from surgeon.analysis.subject import open_subject
+from surgeon.findings.scan import Scan
+from surgeon.findings.sensitivity import Sensitivity
+from surgeon.findings.similarity import Similarity
 from surgeon.library.opening import as_folder
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.results.scan import Scan
-from surgeon.results.sensitivity import Sensitivity
-from surgeon.results.similarity import Similarity
 
 
 def similarity(

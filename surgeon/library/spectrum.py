@@ -17,10 +17,10 @@ from surgeon.analysis.spectrum import request
 from surgeon.analysis.spectrum import spectrum as find_spectrum
 from surgeon.analysis.spectrum_tables import notes_on
 from surgeon.analysis.subject import open_subject
+from surgeon.findings.spectrum import Spectrum, parse_ranks
 from surgeon.library.opening import as_range, warn
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS, tokens_before_rest, window_for
-from surgeon.results.spectrum import Spectrum, parse_ranks
 
 
 def spectrum(

@@ -12,11 +12,11 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.training import Training, no_source
 from surgeon.exports.plan import check_storage
 from surgeon.exports.staging import check_target
+from surgeon.findings.scratch import ScratchRun
 from surgeon.library.training import announce, say, say_proof, say_stages
 from surgeon.named import public
 from surgeon.opened import open_model
 from surgeon.provenance import provenance
-from surgeon.results.training import ScratchRun
 from surgeon.training.arguments import join_processes
 from surgeon.training.model import TrainedModel, train_model
 from surgeon.training.resume import run_folder

@@ -24,17 +24,17 @@ from surgeon.analysis.engine.sharing import simplify
 from surgeon.analysis.factors.rank_recipe import ranked
 from surgeon.analysis.scan import JOURNAL
 from surgeon.analysis.spectrum_journal import read_findings
+from surgeon.findings.edit import Choice, Edit, as_choice
+from surgeon.findings.scan import Scan
+from surgeon.findings.sensitivity import Sensitivity
+from surgeon.findings.similarity import Similarity
+from surgeon.findings.spectrum import Spectrum
 from surgeon.language.operations.lowrank import saves
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.data import Windows
 from surgeon.quality.head import ACCEPTANCES
 from surgeon.quality.summary import Values, estimate, mean_divergence
-from surgeon.results.edit import Choice, Edit, as_choice
-from surgeon.results.scan import Scan
-from surgeon.results.sensitivity import Sensitivity
-from surgeon.results.similarity import Similarity
-from surgeon.results.spectrum import Spectrum
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Numbers
 from surgeon.searches.proposer import Proposer

@@ -9,7 +9,7 @@ from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from surgeon.results.edit import Choice, Edit
+from surgeon.findings.edit import Choice, Edit
 from surgeon.searches.mixture import Mixture
 
 NONE = ""  # the value of a parameter of which no edit is chosen

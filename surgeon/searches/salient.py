@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from surgeon.findings.edit import Choice
 from surgeon.language.program import Program
 from surgeon.quality.summary import CONFIDENCE, interval
-from surgeon.results.edit import Choice
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.trial import MeasuredProgram
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from surgeon.findings.edit import Choice
 from surgeon.language.program import Program
-from surgeon.results.edit import Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
 from surgeon.searches.parameters import EditParameters

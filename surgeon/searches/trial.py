@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
+from surgeon.findings.edit import Choice, Edit
 from surgeon.language.program import Program
 from surgeon.quality.summary import Estimate, Values
-from surgeon.results.edit import Choice, Edit
 
 _BY_PLACE = ("nll", "divergences", "blocks", "draft_times")  # of the text
 
@@ -82,7 +82,7 @@ class Proposal:
 
     Attributes:
         key: the program's text: equal programs are tried once.
-        source: where the choice comes from, one of `surgeon.results.edit.SOURCES`.
+        source: where the choice comes from, one of `surgeon.findings.edit.SOURCES`.
         level: for which budget it was made, where a search has several: the effective depth, say.
     """
 

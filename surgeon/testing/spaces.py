@@ -13,10 +13,10 @@ from transformers import AutoConfig
 
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
+from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.opened import Model
-from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from surgeon.analysis.spectrum import MeasuredSpectrum, request, spectrum
+from surgeon.findings.spectrum import parse_ranks
 from surgeon.quality.data import Windows
-from surgeon.results.spectrum import parse_ranks
 from tests.analysis.subjects import subject_of
 from tests.analysis.texts import random_windows
 from tests.tiny_models import HEADS, HIDDEN, KV_HEADS

@@ -23,13 +23,13 @@ from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells
 from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import JOURNAL
+from surgeon.findings.scan import Scan
 from surgeon.language.operations import prune
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
 from surgeon.progress import TimeOver
 from surgeon.quality.data import Windows
 from surgeon.quality.text import logits_of, text_values
-from surgeon.results.scan import Scan
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, plain_nll, run, stopping
 from tests.selection import one_in

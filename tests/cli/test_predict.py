@@ -12,8 +12,8 @@ import pytest
 from matplotlib.image import imread
 
 from surgeon.cost.hardware_file import parse_hardware
+from surgeon.findings.drafts import DraftRun
 from surgeon.library.predict import predict_drafts
-from surgeon.results.drafts import DraftRun
 from tests.cli.conftest import Run
 from tests.cost.examples import ROUND, SIZES
 

@@ -37,7 +37,7 @@ def test_tables_and_pictures(run: Run, tmp_path: Path) -> None:
 def test_what_predicts_a_scan(run: Run, tmp_path: Path) -> None:
     operations = ("prune", "2-parallel", "merge")
     assert run("scan", "scan", *[f"--operation={name}" for name in operations])[0] == 0
-    assert run("sensitivity", "pairs", "--windows-for-jacobians", "1")[0] == 0
+    assert run("sensitivity", "pairs", "--windows-for-jacobians", "1", "--iterations", "4")[0] == 0
     inputs = ("--scan", str(tmp_path / "scan"), "--sensitivity", str(tmp_path / "pairs"))
     code, out, err = run("similarity", "out", *inputs)
     assert code == 0, err
@@ -83,7 +83,7 @@ def test_bad_input(run: Run, tmp_path: Path) -> None:
     ("command", "tables", "more"),
     [
         ("similarity", ("similarity.csv", "distances.csv"), ()),
-        ("sensitivity", ("sensitivity.csv",), ("--windows-for-jacobians", "1")),
+        ("sensitivity", ("sensitivity.csv",), ("--windows-for-jacobians", "1", "--iterations", "4")),
     ],
 )
 def test_weights_read_layer_by_layer_give_the_same_tables(

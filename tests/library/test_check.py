@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.results.check import Check
+from surgeon.findings.check import Check
 from tests.tiny_wrappers import tiny_wrapper
 
 SIZES = {

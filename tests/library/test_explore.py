@@ -19,15 +19,15 @@ import typer
 import surgeon
 from surgeon.cli.app import app, main
 from surgeon.cost.hardware_file import MACHINES
+from surgeon.findings.check import Check, Verdict
+from surgeon.findings.explore import ExploreRun, NextStep
+from surgeon.findings.scan import Scan
 from surgeon.language.recipe import read_recipe
 from surgeon.library import explore as module
 from surgeon.library.explore import HERE, explore
 from surgeon.library.explore_rounds import plan_rounds
 from surgeon.library.next_steps import NextSteps
 from surgeon.progress import TimeOver
-from surgeon.results.check import Check, Verdict
-from surgeon.results.explore import ExploreRun, NextStep
-from surgeon.results.scan import Scan
 
 
 def parse(commands: Sequence[NextStep]) -> list[str]:

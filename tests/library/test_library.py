@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 
 import surgeon
 from surgeon.cli.app import main
+from surgeon.findings.exported import ExportRun
 from surgeon.language.recipe import parse_recipe
-from surgeon.results.exported import ExportRun
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
 TEXT = {"tokens": 128, "window": 32}

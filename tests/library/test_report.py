@@ -8,10 +8,10 @@ import pytest
 from matplotlib.figure import Figure
 
 import surgeon
-from surgeon.results.explore import ExploreRun
-from surgeon.results.result import read_record
-from surgeon.results.scan import Scan
-from tests.reports.run_folders import make_scan, make_similarity
+from surgeon.findings.explore import ExploreRun
+from surgeon.findings.result import read_record
+from surgeon.findings.scan import Scan
+from tests.findings.run_folders import make_scan, make_similarity
 
 
 def test_a_page_of_runs_and_what_it_says(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from surgeon.cost.deployment import Deployment
+from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.results.edit import Edit
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import Question

@@ -20,6 +20,8 @@ from surgeon.cost.drafts import predict_drafting
 from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
+from surgeon.findings.edit import Edit
+from surgeon.findings.result import RunResult
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.library.running import draft_program
@@ -29,8 +31,6 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import interval
 from surgeon.quality.text import VERIFIED
-from surgeon.results.edit import Edit
-from surgeon.results.result import RunResult
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft

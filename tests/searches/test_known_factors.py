@@ -10,8 +10,8 @@ import torch
 
 import surgeon
 from surgeon.analysis.subject import open_subject
+from surgeon.findings.result import RunResult
 from surgeon.models.weights import TruncatedSVD
-from surgeon.results.result import RunResult
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known_factors import open_factors
 from surgeon.searches.settings import SearchSettings

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
-from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.salient import against_most_salient
 from surgeon.searches.spaces import parse_spaces

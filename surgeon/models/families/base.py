@@ -66,6 +66,7 @@ class Family:
     Attributes:
         name: as users know it.
         model_type: as `config.json` has it.
+        summary: a sentence on what is particular to it.
         layers: path of the decoder's list of layers, from the causal language model.
         embedding, final_norm, head: paths from the causal language model.
         head_bias: whether the head has a bias (Phi, GPT-J).
@@ -139,6 +140,7 @@ class Family:
 
     name: str
     model_type: str
+    summary: str
     layers: str
     embedding: str
     final_norm: str

@@ -47,6 +47,7 @@ FUSED = replace(
     LLAMA,
     name="the fused form",
     model_type="surgeon_fused",
+    summary="any family's functions, in layers that may differ in width",
     norm_epsilon="norm_eps",
     partly_rotary=True,
     dropout="residual_dropout",

@@ -46,6 +46,7 @@ def _unfused(fused: Any) -> dict[str, Any]:
 OPT = Family(
     name="OPT",
     model_type="opt",
+    summary="layer norms with shifts, learned positions, biases everywhere, a plain ReLU MLP.",
     layers="model.decoder.layers",
     embedding="model.decoder.embed_tokens",
     final_norm="model.decoder.final_layer_norm",
