@@ -12,8 +12,8 @@ from surgeon.analysis.cells import Cell
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION
-from surgeon.quality.head import ACCEPTANCES, SAMPLED
-from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate
+from surgeon.quality.head import SAMPLED
+from surgeon.quality.summary import ACCEPTANCES, ESTIMATE_COLUMNS, Values, estimate
 
 COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, *ACCEPTANCES, "tokens", "sublayers_run"]
 PERMUTATION_COLUMNS = ["operation", "first", "last", "seed", "order", "perplexity", "divergence", "tokens"]
@@ -58,7 +58,7 @@ def cells_table(
         cell = one.cell
         windows = one.windows
         nll, divergence = cell_values(cell, windows, lookup)
-        numbers = estimate(nll, divergence, base, windows).numbers
+        numbers = estimate(nll, divergence, base, windows).estimates.values()
         accepted = np.mean([acceptances(program, windows) for program in cell.programs], axis=(0, 2)).tolist()
         known = len(windows) * predicted, one.sublayers_run
         rows.append((cell.operation, cell.first, cell.last, *numbers, *accepted, *known))
