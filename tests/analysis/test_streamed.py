@@ -12,9 +12,8 @@ import torch
 
 import surgeon
 from surgeon.analysis.engine import measure as measure_module
-from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.measure import MeasureOptions, by_layer, measure, place
 from surgeon.analysis.engine.memory import windows_at_once
-from surgeon.analysis.engine.order import by_layer, place
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers

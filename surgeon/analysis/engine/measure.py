@@ -7,12 +7,14 @@ else to do they mostly wait. Threads with windows of their own meet at the end o
 
 from __future__ import annotations
 
+import heapq
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
@@ -24,18 +26,80 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.machine import PlanMachine, run_plan
 from surgeon.analysis.engine.memory import lanes_for, streaming_room
-from surgeon.analysis.engine.order import by_layer
 from surgeon.analysis.engine.prefixes import PlanStates, StateCache
-from surgeon.analysis.engine.sharing import SharedPlan
+from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
 from surgeon.analysis.engine.states import States
 from surgeon.analysis.engine.walk import raise_not_finite
 from surgeon.beside import Beside, one_at_a_time, torch_threads
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.errors import is_out_of_memory
-from surgeon.language.program import Program
+from surgeon.language.program import Program, steps_of
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, one_after_the_other
 from surgeon.quality.references import TextReferences
+
+_AT_ONCE = -1  # the turn of a task that needs no weights
+
+
+def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
+    """The same tasks in sweeps over the layers.
+
+    Args:
+        first: a program that has to be reached before every other one.
+    """
+    followers: dict[int, list[int]] = defaultdict(list)  # by register, the tasks that read it
+    missing = [len(reads(task)) for task in plan.tasks]  # registers that a task still waits for
+    for index, task in enumerate(plan.tasks):
+        for register in reads(task):
+            followers[register].append(index)
+    tasks: list[Task] = []
+    early: list[Task] = []  # programs that are reached before the first one
+    # Tasks that are ready, by their turns in this sweep and in the next one; of equal turns the oldest goes first.
+    sweep = list[tuple[int, int, int]]()
+    following = list[tuple[int, int, int]]()
+    here = 0
+    age = count()
+    written = [0]
+    while written or sweep or following:
+        for index in (index for register in written for index in followers[register]):
+            missing[index] -= 1
+            if not missing[index]:
+                turn = _turn(plan.tasks[index])
+                in_this_one = turn == _AT_ONCE or turn >= here
+                heapq.heappush(sweep if in_this_one else following, (turn, next(age), index))
+        if not sweep:
+            sweep = following
+            following = []
+        turn, _, index = heapq.heappop(sweep)
+        here = here if turn == _AT_ONCE else turn
+        task = plan.tasks[index]
+        written = []
+        if not isinstance(task, Reach):
+            written = [task.target]
+        elif first is not None and task.program != first:
+            early.append(task)
+            continue
+        tasks.append(task)
+        if isinstance(task, Reach):
+            tasks += early
+            early = []
+            first = None
+    return SharedPlan.of([*tasks, *early])
+
+
+def place(sublayers: Iterable[Sublayer]) -> int:
+    """Where in a sweep the first of these sublayers has its turn."""
+    return min(2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
+
+
+def _turn(task: Task) -> int:
+    if isinstance(task, RunStep):
+        return place(task.step.sublayers)
+    if isinstance(task, Extend):
+        return place(sublayer for step in steps_of(task.branch) for sublayer in step.sublayers)
+    return _AT_ONCE
+
 
 T = TypeVar("T")
 GoOn = Callable[[], None]

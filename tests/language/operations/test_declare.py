@@ -14,7 +14,7 @@ import pytest
 import surgeon.language.operations
 from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select, selected_cells
 from surgeon.analysis.proxies import readers
-from surgeon.analysis.tables import order_of
+from surgeon.analysis.scan import order_of
 from surgeon.findings.scan import Scan, title_of
 from surgeon.findings.tolerance import changed_layers, group_size
 from surgeon.language.operations.base import OPERATIONS, find_stretch, operation
