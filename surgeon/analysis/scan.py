@@ -34,8 +34,8 @@ from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
 from surgeon.progress import TimeOver, progress
 from surgeon.provenance import FORMAT
-from surgeon.quality.head import ACCEPTANCES, SAMPLED
-from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
+from surgeon.quality.head import SAMPLED
+from surgeon.quality.summary import ACCEPTANCES, ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
 
 COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, *ACCEPTANCES, "tokens", "sublayers_run"]
 PERMUTATION_COLUMNS = ["operation", "first", "last", "seed", "order", "perplexity", "divergence", "tokens"]
@@ -80,7 +80,7 @@ def cells_table(
         cell = one.cell
         windows = one.windows
         nll, divergence = cell_values(cell, windows, lookup)
-        numbers = estimate(nll, divergence, base, windows).numbers
+        numbers = estimate(nll, divergence, base, windows).estimates.values()
         accepted = np.mean([acceptances(program, windows) for program in cell.programs], axis=(0, 2)).tolist()
         known = len(windows) * predicted, one.sublayers_run
         rows.append((cell.operation, cell.first, cell.last, *numbers, *accepted, *known))

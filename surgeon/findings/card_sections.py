@@ -23,6 +23,7 @@ from surgeon.language.recipe import operations_in
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import indivisible
 from surgeon.named import hub_name
+from surgeon.quality.summary import Quality
 from surgeon.words import plural
 
 PROGRAM_WIDTH = 80
@@ -140,21 +141,17 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
     if training is None or not found:
         return {"stages": None}
     columns = [stage for stage in COLUMNS if stage in found]
-    rows = [[label, *(quality_cell(found[stage], metric) for stage in columns)] for metric, label in METRICS.items()]
+    qualities = [Quality.from_json(found[stage]) for stage in columns]
+    rows = [
+        [label, *(one.words(metric, 4) if one.knows(metric) else "" for one in qualities)]
+        for metric, label in METRICS.items()
+    ]
     head = ["", *(COLUMNS[stage].format(name=name) for stage in columns)]
     text, its_hash = training.get("held_out"), training.get("held_out_hash")
     of = f" of {one_line(text)}" if isinstance(text, str) else ""
     of += f" (SHA-256 `{its_hash}`)" if isinstance(its_hash, str) else ""
     tokens = next(iter(found.values()))["tokens"]
     return {"stages": (head, [row for row in rows if any(row[1:])]), "held_out": {"tokens": tokens, "of": of}}
-
-
-def quality_cell(quality: dict[str, Any], metric: str) -> str:
-    """A number with its interval; nothing where there is none."""
-    value, ends = quality.get(metric), quality.get(f"{metric}_interval")
-    if value is None:
-        return ""
-    return f"{value:.4g}" + ("" if ends is None or None in ends else f" ({ends[0]:.3g} to {ends[1]:.3g})")
 
 
 def quality(scores: tuple[CardScore, ...], name: str) -> Table:

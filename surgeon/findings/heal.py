@@ -13,9 +13,9 @@ import pandas as pd
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import Picture
 from surgeon.findings.training import TrainingRun, duration, held_out_charts, settings_table
+from surgeon.quality.summary import UNKNOWN, Quality
 from surgeon.words import NO_VALUE, interval, listed, number, plural
 
-NO_INTERVAL = (math.nan, math.nan)
 _HEAD = ["perplexity", "95% interval", "regained", "divergence", "95% interval", "regained"]
 _UNTOLD = "?"  # behind a share of a loss that intervals do not tell from none
 _EARLIER = 0.98  # of the last divergence: a lower one before the end is worth a word
@@ -29,62 +29,6 @@ _UNTOLD_NOTE = (
     f" With {_UNTOLD}: the intervals leave open that nothing was lost (each model's is of its own, and differences "
     "over the same text are known better than they say)."
 )
-
-
-@dataclass(frozen=True)
-class WithInterval:
-    """A number with the ends of its 95% interval; NaN where they are not known."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def has_interval(self) -> bool:
-        """Whether it is known how far off it may be."""
-        return math.isfinite(self.low) and math.isfinite(self.high)
-
-    def overlaps(self, other: WithInterval) -> bool:
-        """Whether both intervals are known and have a value in common."""
-        known = self.has_interval and other.has_interval
-        return known and self.low <= other.high and other.low <= self.high
-
-
-@dataclass(frozen=True)
-class OnHeldOut:
-    """A model on held-out text: as it was, as edited, or as healed.
-
-    Attributes:
-        divergence: from the original, whose own is 0; NaN where the original is not known.
-        greedy_acceptance, sampled_acceptance: as its draft, as of `TextQuality`; NaN where they were not measured.
-    """
-
-    perplexity: WithInterval
-    divergence: WithInterval
-    tokens: int
-    greedy_acceptance: WithInterval
-    sampled_acceptance: WithInterval
-
-    @classmethod
-    def of(cls, stored: dict[str, Any], original: bool = False) -> OnHeldOut:
-        """From what `TextQuality.to_json` wrote.
-
-        Raises:
-            ValueError: if a perplexity is not above 0.
-        """
-        perplexity = _measured(stored, "perplexity")
-        divergence = WithInterval(0.0, 0.0, 0.0) if original else _measured(stored, "divergence")
-        if not perplexity.value > 0:
-            raise ValueError(f"a perplexity of {perplexity.value:g} is not above 0")
-        accepted = (_measured(stored, f"{how}_acceptance") for how in ("greedy", "sampled"))
-        return cls(perplexity, divergence, int(stored["tokens"]), *accepted)
-
-
-def _measured(stored: dict[str, Any], name: str) -> WithInterval:
-    ends = stored.get(f"{name}_interval") or NO_INTERVAL
-    low, high = (float(end) for end in ends)
-    value = stored.get(name)
-    return WithInterval(math.nan if value is None else float(value), low, high)
 
 
 @dataclass(frozen=True)
@@ -117,15 +61,22 @@ NOTHING = Regained(math.nan, math.nan, math.nan, certain=False)
 class Healing:
     """One run: the three models on the same held-out text; the original is None where it is not known."""
 
-    original: OnHeldOut | None
-    edited: OnHeldOut
-    healed: OnHeldOut
+    original: Quality | None
+    edited: Quality
+    healed: Quality
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Healing:
-        """From `run.json`; errors as in `OnHeldOut.of`."""
-        original = None if record["original"] is None else OnHeldOut.of(record["original"], original=True)
-        return cls(original, OnHeldOut.of(record["edited"]), OnHeldOut.of(record["healed"]))
+        """From `run.json`.
+
+        Raises:
+            ValueError: if a perplexity is not above 0.
+        """
+        found = {name: record[name] and Quality.from_json(record[name]) for name in ("original", "edited", "healed")}
+        for quality in filter(None, found.values()):
+            if not quality.perplexity > 0:
+                raise ValueError(f"a perplexity of {quality.perplexity:g} is not above 0")
+        return cls(**found)
 
     @property
     def of_perplexity(self) -> Regained | None:
@@ -136,24 +87,31 @@ class Healing:
         """
         if self.original is None:
             return None
-        original, edited, healed = (s.perplexity for s in (self.original, self.edited, self.healed))
-        lost = _log(edited.value) - _log(original.value)
+        edited = _log(self.edited.perplexity)
+        lost = edited - _log(self.original.perplexity)
         if not (math.isfinite(lost) and lost > 0):
             return NOTHING
-        share = (_log(edited.value) - _log(healed.value)) / lost
-        return Regained(share, *NO_INTERVAL, certain=edited.has_interval and not edited.overlaps(original))
+        share = (edited - _log(self.healed.perplexity)) / lost
+        low, high = self.edited.ends("perplexity")
+        known = math.isfinite(low) and math.isfinite(high)
+        least, most = self.original.ends("perplexity")
+        return Regained(share, *UNKNOWN, certain=known and not (low <= most and least <= high))
 
     @property
     def of_divergence(self) -> Regained | None:
         """Of divergence, (edited - healed) / edited: that of the original from itself is 0."""
-        edited, healed = self.edited.divergence, self.healed.divergence
-        if math.isnan(edited.value):
+        edited = self.edited
+        healed = self.healed
+        if math.isnan(edited.divergence):
             return None
-        if not (math.isfinite(edited.value) and edited.value > 0):
+        if not (math.isfinite(edited.divergence) and edited.divergence > 0):
             return NOTHING
-        certain = edited.has_interval and edited.low > 0
-        ends = (1 - healed.high / edited.low, 1 - healed.low / edited.high) if certain else NO_INTERVAL
-        return Regained(1 - healed.value / edited.value, *ends, certain=certain)
+        share = 1 - healed.divergence / edited.divergence
+        if not (math.isfinite(edited.divergence_high) and edited.divergence_low > 0):
+            return Regained(share, *UNKNOWN, certain=False)
+        low = 1 - healed.divergence_high / edited.divergence_low
+        high = 1 - healed.divergence_low / edited.divergence_high
+        return Regained(share, low, high, certain=True)
 
 
 def _log(value: float) -> float:
@@ -188,7 +146,7 @@ class HealRun(TrainingRun):
     @property
     def original(self) -> float | None:
         original = self.healing.original
-        return None if original is None else original.perplexity.value
+        return None if original is None else original.perplexity
 
     def section(self) -> Iterator[Block]:
         record = self.record
@@ -238,7 +196,7 @@ class HealRun(TrainingRun):
             f"{_from_to(healing.edited.perplexity, healing.healed.perplexity)}"
         )
         if healing.original:
-            text += f", the original's being {number(healing.original.perplexity.value)}"
+            text += f", the original's being {number(healing.original.perplexity)}"
         if healing.of_divergence:
             text += f", and its divergence {_from_to(healing.edited.divergence, healing.healed.divergence)}"
         text += f": {_verdict(healing)}.{_went_too_far(self.held_out)}"
@@ -263,10 +221,11 @@ def _note(shares: Sequence[str]) -> str:
     return _NOTE + (_UNTOLD_NOTE if any(_UNTOLD in share for share in shares) else "")
 
 
-def _cells(state: OnHeldOut, regained: str = "", of_divergence: str = "", divergence: bool = True) -> list[str]:
-    p, d = state.perplexity, state.divergence
-    cells = [number(p.value), interval(p.low, p.high), regained]
-    return cells + ([number(d.value), interval(d.low, d.high), of_divergence] if divergence else [])
+def _cells(state: Quality, regained: str = "", of_divergence: str = "", divergence: bool = True) -> list[str]:
+    cells = [number(state.perplexity), interval(*state.ends("perplexity")), regained]
+    if divergence:
+        cells += [number(state.divergence), interval(*state.ends("divergence")), of_divergence]
+    return cells
 
 
 def _share(regained: Regained | None) -> str:
@@ -293,8 +252,8 @@ def _by_edit(runs: Sequence[HealRun]) -> list[list[HealRun]]:
     return list(groups.values())
 
 
-def _from_to(before: WithInterval, after: WithInterval) -> str:
-    return f"from {number(before.value)} to {number(after.value)}"
+def _from_to(before: float, after: float) -> str:
+    return f"from {number(before)} to {number(after)}"
 
 
 def _verdict(healing: Healing) -> str:

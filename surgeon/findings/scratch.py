@@ -13,6 +13,7 @@ from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import COLOURS, Picture
 from surgeon.findings.exported import from_scratch
 from surgeon.findings.training import TrainingRun, duration, held_out_charts, losses_chart, settings_table
+from surgeon.quality.summary import Quality
 from surgeon.words import interval, number, plural
 
 _LONGEST_PROGRAM = 28  # characters of it in a table
@@ -98,11 +99,9 @@ def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
         return
     rows = []
     for each in record["each"]:
-        low, high = each["after"].get("perplexity_interval") or (None, None)
-        before, after = (float(each[stage]["perplexity"]) for stage in ("before", "after"))
-        rows.append(
-            [f"layers {each['layers']}", number(math.log(after)), *map(number, (before, after)), interval(low, high)]
-        )
+        before = Quality.from_json(each["before"])
+        loss, perplexity, interval_of = _cells(each["after"])
+        rows.append([f"layers {each['layers']}", loss, number(before.perplexity), perplexity, interval_of])
     note = (
         f"Each by its own coda of {plural(int(record['coda']), 'layer')}; the last rack's are the model's own last "
         "layers, and the curves below are its."
@@ -120,10 +119,9 @@ def _what(record: dict[str, Any]) -> str:
     )
 
 
-def _cells(quality: dict[str, Any]) -> list[str]:
-    low, high = quality.get("perplexity_interval") or (None, None)
-    perplexity = float(quality["perplexity"])
-    return [number(math.log(perplexity)), number(perplexity), interval(low, high)]
+def _cells(stored: dict[str, Any]) -> list[str]:
+    quality = Quality.from_json(stored)
+    return [number(math.log(quality.perplexity)), number(quality.perplexity), interval(*quality.ends("perplexity"))]
 
 
 def _by_model(runs: Sequence[ScratchRun]) -> dict[str, list[ScratchRun]]:

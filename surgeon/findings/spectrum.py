@@ -55,6 +55,7 @@ class Spectrum(RunResult):
         damage: one row per truncation, as in `damage.csv`; no rows if none was measured.
         values: every singular value, as in `singular_values.csv`.
         base_perplexity: of the model as it is.
+        curves: what ranks are shared out by; of a spectrum just found.
     """
 
     COMMAND = "spectrum"
@@ -83,6 +84,7 @@ class Spectrum(RunResult):
     damage: pd.DataFrame = field(default_factory=pd.DataFrame)
     values: pd.DataFrame = field(default_factory=pd.DataFrame)
     base_perplexity: float = math.nan
+    curves: tuple[Any, ...] = ()
 
     @classmethod
     def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from surgeon.named import split_values
 from surgeon.opened import EditedModel, Model, choose_device, open_edited
 from surgeon.processes.files import make_folder, write_json
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, load_windows, window_for
-from surgeon.quality.text import OWN, TextQuality, logits_of, text_quality
+from surgeon.quality.summary import Quality
+from surgeon.quality.text import OWN, logits_of, text_quality
 from surgeon.words import hanging, plural
 
 if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import
@@ -44,7 +45,7 @@ class Evaluation:
         files: what was written of tasks.
     """
 
-    text: TextQuality | None = None
+    text: Quality | None = None
     tasks: dict[str, Any] | None = None
     files: tuple[Path, ...] = ()
 
@@ -163,7 +164,7 @@ def _factors(candidate: EditedModel, output: Path | None) -> Iterator[EditedMode
 
 def _on_text(
     candidate: EditedModel, original: EditedModel | None, windows: Windows, device: str, output: Path | None
-) -> TextQuality:
+) -> Quality:
     """Perplexity, and divergence and acceptance where there is something to compare with; text.json.
 
     A program over a model's own weights is judged as its draft by the model's keys and values of earlier tokens.
@@ -189,7 +190,7 @@ def _on_text(
             warn([f"acceptance is judged by the program's own keys and values: {error}"])
 
     found = text_quality(model, windows.ids, compared, draft=draft)
-    if found.greedy_acceptance is not None and draft is None:
+    if found.knows("greedy_acceptance") and draft is None:
         found = replace(found, acceptance_keys=OWN)
     if output is not None:
         more = windows.record() | {"window": windows.ids.shape[1]} | found.to_json()

@@ -10,7 +10,7 @@ from accelerate import PartialState
 
 from surgeon.exports.prove import Proof
 from surgeon.library.opening import warn
-from surgeon.quality.text import TextQuality
+from surgeon.quality.summary import Quality
 from surgeon.training.arguments import describe_devices
 from surgeon.training.learned import learned_lines
 from surgeon.training.settings import TrainSettings
@@ -34,7 +34,7 @@ def announce(
         warn(notes)
 
 
-def say_stages(stages: Mapping[str, TextQuality | None]) -> None:
+def say_stages(stages: Mapping[str, Quality | None]) -> None:
     """Say how good the model was, and is, as far as that is known."""
     width = max(map(len, stages))
     say(*(f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items() if quality is not None))

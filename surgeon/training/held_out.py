@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
+from surgeon.quality.summary import Quality, Values
 from surgeon.quality.text import (
     Logits,
-    TextQuality,
-    TextValues,
     evaluated,
     logits_of,
     split_windows,
@@ -27,10 +26,10 @@ class Measure(Protocol):
     """What judges a model while it is trained."""
 
     @property
-    def original(self) -> TextQuality | None:
+    def original(self) -> Quality | None:
         """The original's own quality; None without one."""
 
-    def measure(self, model: nn.Module, step: int) -> TextQuality:
+    def measure(self, model: nn.Module, step: int) -> Quality:
         """The quality of a model as it is after so many steps, without dropout."""
 
 
@@ -47,7 +46,7 @@ class HeldOutQuality:
         self.ids, self.answers = windows.ids, windows.answers
         self._streams: dict[bytes, Tensor] = {}
         self._head: OutputHead | None = None
-        self.original: TextQuality | None = None
+        self.original: Quality | None = None
         if original is None:
             return
         found = list[Tensor]()
@@ -63,16 +62,16 @@ class HeldOutQuality:
             hook.remove()
         self.original = text_quality(self._logits, self.ids, bar=False, answers=self.answers)
 
-    def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
+    def measure(self, model: nn.Module, step: int = 0) -> Quality:  # noqa: ARG002 - parts of models need it
         """The quality of a model as it is, without dropout."""
         return self.quality(model, logits_of(model))
 
-    def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
+    def quality(self, model: nn.Module, logits: Logits) -> Quality:
         """The same by logits that the model takes part in, asked for window by window in their order."""
         with evaluated(model):
             return text_quality(logits, self.ids, self._reference, bar=False, answers=self.answers)
 
-    def values(self, model: nn.Module) -> TextValues:
+    def values(self, model: nn.Module) -> dict[str, Values]:
         """The same window by window, as `text_values` gives it."""
         with evaluated(model):
             return text_values(logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)

@@ -37,7 +37,7 @@ def programs(dense: Program, layers: int, merged: bool = True) -> list[Program]:
 def numbers(model: Any, dense: Program, edited: list[Program], **options: Any) -> dict[Program, tuple[Any, Any]]:
     found: dict[Program, list[tuple[Any, Any]]] = {}
     for part in measure(model, IDS, share([dense, *edited]), MeasureOptions(2, **options)):
-        found.setdefault(part.program, []).append((part.quality.nll, part.quality.divergence))
+        found.setdefault(part.program, []).append((part.quality["nll"], part.quality["divergence"]))
     return {p: tuple(map(torch.cat, zip(*parts, strict=True))) for p, parts in found.items()}  # type: ignore[misc]
 
 
