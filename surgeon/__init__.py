@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from surgeon.version import __version__
 
 if TYPE_CHECKING:
+    from surgeon.commands.scan import scan
     from surgeon.demo import demo_data, demo_model
     from surgeon.exports.saving import load
     from surgeon.language.program import Fork, Program, Step
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from surgeon.library.heal import heal
     from surgeon.library.predict import predict
     from surgeon.library.report import report
-    from surgeon.library.scan import scan
     from surgeon.library.search import search
     from surgeon.library.search_problem import SearchProblem
     from surgeon.library.sensitivity import sensitivity
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from surgeon.training.model import RackOptions
     from surgeon.training.settings import TrainSettings
 
-# Where names come from; those that are not here have a file of their own in the library. A colon: its name there.
+# Where names come from; those that are not here are commands, with a file of their own. A colon: its name there.
 _ELSEWHERE = {
     "Distillation": "surgeon.training.distill.distiller",
     "Fork": "surgeon.language.program",
@@ -63,13 +63,31 @@ _ELSEWHERE = {
     "Sublayer": "surgeon.language.program",
     "SurgerySampler": "surgeon.searches.samplers",
     "TrainSettings": "surgeon.training.settings",
+    "bench": "surgeon.library.bench",
+    "calibrate": "surgeon.library.calibrate",
+    "check": "surgeon.library.check",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
+    "edit": "surgeon.library.edit",
+    "evaluate": "surgeon.library.evaluate",
+    "explore": "surgeon.library.explore",
+    "export": "surgeon.library.export",
+    "families": "surgeon.library.families",
+    "generate": "surgeon.library.generate",
+    "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
+    "predict": "surgeon.library.predict",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
+    "report": "surgeon.library.report",
     "restore": "surgeon.models.edit",
+    "search": "surgeon.library.search",
+    "sensitivity": "surgeon.library.sensitivity",
+    "serve": "surgeon.library.serve",
+    "similarity": "surgeon.library.similarity",
+    "spectrum": "surgeon.library.spectrum",
+    "train": "surgeon.library.train",
 }
 __all__ = [
     "Distillation",
@@ -116,7 +134,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, _, there = _ELSEWHERE.get(name, f"surgeon.library.{name}").partition(":")
+    home, _, there = _ELSEWHERE.get(name, f"surgeon.commands.{name}").partition(":")
     value = getattr(import_module(home), there or name)
     globals()[name] = value
     return value

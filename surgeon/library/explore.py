@@ -19,6 +19,7 @@ import torch
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import SCANNED
+from surgeon.commands.scan import scan
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import hardware_of, load_hardware
 from surgeon.findings.check import NO, Check
@@ -34,7 +35,6 @@ from surgeon.library.next_steps import NextSteps
 from surgeon.library.opening import as_list
 from surgeon.library.predict import Predictions, predict
 from surgeon.library.report import ReportPage, report
-from surgeon.library.scan import scan
 from surgeon.library.search import search
 from surgeon.library.similarity import similarity
 from surgeon.opened import Model, open_model
