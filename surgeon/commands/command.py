@@ -114,7 +114,7 @@ def line_of(function: Callable[..., Any]) -> Callable[..., int | None]:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class CommandParameter:
     """A parameter of a command: its name, its type, its default (`inspect.Parameter.empty` for none), its option."""
 
     name: str
@@ -123,7 +123,7 @@ class Parameter:
     option: Option
 
 
-def declared(function: Callable[..., Any]) -> list[Parameter]:
+def declared(function: Callable[..., Any]) -> list[CommandParameter]:
     """The parameters of a function that are options, in order."""
     names = _Names(function.__globals__, vars(builtins))
     found = []
@@ -133,7 +133,7 @@ def declared(function: Callable[..., Any]) -> list[Parameter]:
             continue
         kind, *notes = get_args(hint)
         found += [
-            Parameter(name, _evaluated(kind, names), parameter.default, note)
+            CommandParameter(name, _evaluated(kind, names), parameter.default, note)
             for note in notes
             if isinstance(note, Option)
         ]
@@ -154,7 +154,7 @@ def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
     return eval(text, {}, names)
 
 
-def _with_arguments(doc: str, parameters: Sequence[Parameter]) -> str:
+def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
     """A docstring with what the options say; what the command line calls --so-and-so by its name in Python."""
     flags = {flag.lstrip("-"): one.name for one in parameters for flag in one.option.flags}
 
@@ -174,7 +174,7 @@ def _with_arguments(doc: str, parameters: Sequence[Parameter]) -> str:
 
 
 def _line(
-    call: Callable[..., Any], parameters: Sequence[Parameter], show: Callable[..., int | None]
+    call: Callable[..., Any], parameters: Sequence[CommandParameter], show: Callable[..., int | None]
 ) -> Callable[..., int | None]:
     """The command line of a function, as typer reads it."""
     own = {one.name: one for one in declared(show)}
@@ -199,16 +199,16 @@ def _line(
     return line
 
 
-def _typer_parameters(parameters: Sequence[Parameter]) -> Iterator[inspect.Parameter]:
+def _typer_parameters(parameters: Sequence[CommandParameter]) -> Iterator[inspect.Parameter]:
     for one in parameters:
         if one.option.made_by is not None:
             first, *others = declared(one.option.made_by)
-            yield from _typer_parameters([Parameter(first.name, first.type, one.default, first.option), *others])
+            yield from _typer_parameters([CommandParameter(first.name, first.type, one.default, first.option), *others])
         else:
             yield _typer_parameter(one)
 
 
-def _typer_parameter(one: Parameter) -> inspect.Parameter:
+def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
     declaration, default = one.option, one.default
     kind, is_list = _read_as(one)
     more = {"help": declaration.help, "min": declaration.least, **declaration.more}
@@ -235,14 +235,14 @@ def _typer_parameter(one: Parameter) -> inspect.Parameter:
     )
 
 
-def _read_as(one: Parameter) -> tuple[Any, bool]:
+def _read_as(one: CommandParameter) -> tuple[Any, bool]:
     """The type that the command line reads of a parameter, and whether it takes several of it."""
     if one.option.kind is not None:
         return one.option.kind, False
     of_union = get_args(one.type) if get_origin(one.type) in (Union, UnionType) else (one.type,)
     for each in of_union:
         if get_origin(each) in (list, tuple, Sequence):
-            inner, _ = _read_as(Parameter(one.name, get_args(each)[0], None, Option("")))
+            inner, _ = _read_as(CommandParameter(one.name, get_args(each)[0], None, Option("")))
             return inner, True
     for each in of_union:
         if get_origin(each) is Literal:
