@@ -31,7 +31,7 @@ _DOC_WIDTH = 110
 
 
 @dataclass(frozen=True)
-class Option:
+class Declaration:
     """What a parameter is beside its type and its default.
 
     Attributes:
@@ -60,14 +60,14 @@ def option(
     kind: Any = None,
     made_by: Callable[..., Any] | None = None,
     **more: Any,
-) -> Option:
-    """An option, or the argument that it is without a default; as of `Option`."""
-    return Option(help, flags, least, kind=kind, made_by=made_by, more=more)
+) -> Declaration:
+    """An option, or the argument that it is without a default; as of `Declaration`."""
+    return Declaration(help, flags, least, kind=kind, made_by=made_by, more=more)
 
 
-def several(help: str, *flags: str, **more: Any) -> Option:
+def several(help: str, *flags: str, **more: Any) -> Declaration:
     """An option of several values, with commas between or the option again; of the type of a sequence."""
-    return Option(f"{help} Several by commas, or the option again.", flags, splits=True, more=more)
+    return Declaration(f"{help} Several by commas, or the option again.", flags, splits=True, more=more)
 
 
 def print_result(call: Callable[[], Any]) -> None:
@@ -120,7 +120,7 @@ class CommandParameter:
     name: str
     type: Any
     default: Any
-    option: Option
+    option: Declaration
 
 
 def declared(function: Callable[..., Any]) -> list[CommandParameter]:
@@ -135,7 +135,7 @@ def declared(function: Callable[..., Any]) -> list[CommandParameter]:
         found += [
             CommandParameter(name, _evaluated(kind, names), parameter.default, note)
             for note in notes
-            if isinstance(note, Option)
+            if isinstance(note, Declaration)
         ]
     return found
 
@@ -242,7 +242,7 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
     of_union = get_args(one.type) if get_origin(one.type) in (Union, UnionType) else (one.type,)
     for each in of_union:
         if get_origin(each) in (list, tuple, Sequence):
-            inner, _ = _read_as(CommandParameter(one.name, get_args(each)[0], None, Option("")))
+            inner, _ = _read_as(CommandParameter(one.name, get_args(each)[0], None, Declaration("")))
             return inner, True
     for each in of_union:
         if get_origin(each) is Literal:
