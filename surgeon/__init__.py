@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 from surgeon.version import __version__
 
 if TYPE_CHECKING:
+    from surgeon.commands.calibrate import calibrate
     from surgeon.commands.scan import scan
+    from surgeon.commands.sensitivity import sensitivity
+    from surgeon.commands.similarity import similarity
+    from surgeon.commands.spectrum import spectrum
     from surgeon.demo import demo_data, demo_model
     from surgeon.exports.saving import load
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
     from surgeon.library.bench import bench
-    from surgeon.library.calibrate import calibrate
     from surgeon.library.check import check
     from surgeon.library.edit import edit
     from surgeon.library.evaluate import evaluate
@@ -37,10 +40,7 @@ if TYPE_CHECKING:
     from surgeon.library.report import report
     from surgeon.library.search import search
     from surgeon.library.search_problem import SearchProblem
-    from surgeon.library.sensitivity import sensitivity
     from surgeon.library.serve import serve
-    from surgeon.library.similarity import similarity
-    from surgeon.library.spectrum import spectrum
     from surgeon.library.train import train
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
@@ -64,7 +64,6 @@ _ELSEWHERE = {
     "SurgerySampler": "surgeon.searches.samplers",
     "TrainSettings": "surgeon.training.settings",
     "bench": "surgeon.library.bench",
-    "calibrate": "surgeon.library.calibrate",
     "check": "surgeon.library.check",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
@@ -83,10 +82,7 @@ _ELSEWHERE = {
     "report": "surgeon.library.report",
     "restore": "surgeon.models.edit",
     "search": "surgeon.library.search",
-    "sensitivity": "surgeon.library.sensitivity",
     "serve": "surgeon.library.serve",
-    "similarity": "surgeon.library.similarity",
-    "spectrum": "surgeon.library.spectrum",
     "train": "surgeon.library.train",
 }
 __all__ = [

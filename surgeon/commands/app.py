@@ -19,8 +19,6 @@ from typing import Annotated, Any
 import typer
 
 from surgeon.cli.bench import bench
-from surgeon.cli.calibrate import calibrate
-from surgeon.cli.card import card
 from surgeon.cli.check import check
 from surgeon.cli.demo import demo
 from surgeon.cli.evaluate import evaluate
@@ -32,15 +30,17 @@ from surgeon.cli.heal import heal
 from surgeon.cli.predict import predict
 from surgeon.cli.report import report
 from surgeon.cli.search import search
-from surgeon.cli.sensitivity import sensitivity
 from surgeon.cli.serve import serve
 from surgeon.cli.show import show
-from surgeon.cli.similarity import similarity
-from surgeon.cli.spectrum import spectrum
 from surgeon.cli.train import train
+from surgeon.commands.calibrate import calibrate
+from surgeon.commands.card import card
 from surgeon.commands.command import line_of
 from surgeon.commands.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
 from surgeon.commands.scan import scan
+from surgeon.commands.sensitivity import sensitivity
+from surgeon.commands.similarity import similarity
+from surgeon.commands.spectrum import spectrum
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.threads import wait_asleep
 from surgeon.version import __version__

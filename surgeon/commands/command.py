@@ -125,7 +125,7 @@ class CommandParameter:
 
 def declared(function: Callable[..., Any]) -> list[CommandParameter]:
     """The parameters of a function that are options, in order."""
-    names = _Names(function.__globals__, vars(builtins))
+    names = _Names(function.__globals__, globals(), vars(builtins))
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = _evaluated(parameter.annotation, names)
@@ -141,7 +141,7 @@ def declared(function: Callable[..., Any]) -> list[CommandParameter]:
 
 
 class _Names(ChainMap[str, Any]):
-    """Those of a module; what it imports for types only is anything."""
+    """Of a module, and of this one for shared options; what is imported for types only is anything."""
 
     def __missing__(self, key: str) -> Any:
         return Any

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from surgeon.commands.command import command, option
+from surgeon.commands.options import Results
 
-from surgeon.cli.options import ResultsOption
 
-
+@command()
 def card(
-    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that surgeon export wrote.")],
-    results: ResultsOption = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a README.md that you have changed or written yourself, too.")
-    ] = False,
-) -> None:
+    checkpoint: Annotated[str | Path, option("A folder that surgeon export wrote.", metavar="DIR")],
+    results: Results = (),
+    overwrite: Annotated[bool, option("Replace a README.md that you have changed or written yourself, too.")] = False,
+) -> Path:
     """Write the model card (README.md) of an exported checkpoint, with measurements of it.
 
     It has the measurements that are given now, and no earlier ones. They must be of this checkpoint's weights, or of
@@ -26,10 +24,14 @@ def card(
     from surgeon.checkpoint.inherit import CARD_FILE
     from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
     from surgeon.findings.measured import Measured, read_measured
+    from surgeon.library.opening import as_list
 
-    found = open_edited(checkpoint)
+    folder = Path(checkpoint)
+    found = open_edited(folder)
     if not overwrite:
-        require_own_card(checkpoint)
-    measured = read_measured(results, identity_of(found)) if results else Measured()
-    write_card(checkpoint, found.name, measured)
-    print(checkpoint / CARD_FILE)
+        require_own_card(folder)
+    measured = Measured()
+    if results:
+        measured = read_measured([*map(Path, as_list(results))], identity_of(found))
+    write_card(folder, found.name, measured)
+    return folder / CARD_FILE
