@@ -87,7 +87,9 @@ class Service(AbstractContextManager["Service"]):
             RankFailed: if a rank fails.
         """
         self.options = options = options or ServiceOptions()
-        ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
+        ranks = options.ranks.ranks
+        device = options.ranks.device
+        program = options.program
         shared = 1 if options.pipeline else ranks
         plan = make_plan(model, shared, options.max_tokens, program, device, halves=options.halves, **options.ways)
         if options.pipeline:
@@ -100,7 +102,8 @@ class Service(AbstractContextManager["Service"]):
         drafts = 0
         if options.draft is not None:
             drafts = options.draft_tokens or MOST_AHEAD
-        sizes, here = (options.max_batch, options.blocks, options.memory), ranks_of_this_machine(ranks)
+        sizes = (options.max_batch, options.blocks, options.memory)
+        here = ranks_of_this_machine(ranks)
         free: Callable[[], int] = free_bytes
         with ExitStack() as undone:
             if device == "cuda" and options.memory is None:  # asking opens a context on a GPU: only its rank does
@@ -115,7 +118,8 @@ class Service(AbstractContextManager["Service"]):
         as_pays = options.draft is not None and options.draft_tokens is None
         stretches = max(1, len(self.plan.stretches))
         pass_tokens = max(PASS_TOKENS[device] // stretches, options.max_batch * (1 + drafts))
-        waiting, long_texts = options.max_waiting, self.plan.long_texts
+        waiting = options.max_waiting
+        long_texts = self.plan.long_texts
         limits = Limits(
             *(options.max_batch, self.max_tokens, waiting, pass_tokens, self.plan.ends, drafts),
             long_texts=long_texts,
@@ -222,7 +226,8 @@ class Service(AbstractContextManager["Service"]):
             RankFailed: if a rank has failed.
             ValueError: if the service is closed.
         """
-        ticket, ranks = next(self._numbers), self.plan.ranks
+        ticket = next(self._numbers)
+        ranks = self.plan.ranks
         with self._changed:
             accounts: dict[int, Figures] = {}
             self._accounts[ticket] = accounts
@@ -268,7 +273,8 @@ class Service(AbstractContextManager["Service"]):
         with self._changed:
             if not self._closed:
                 self.failure = self.failure or failure
-            left, self._open = list(self._open.values()), {}
+            left = list(self._open.values())
+            self._open = {}
             self._changed.notify_all()
         self._ended.set()
         for opened in left:

@@ -10,7 +10,8 @@ from surgeon.runtime.plan.drafts import named_draft
 from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.worker.options import RankOptions
 
-CODA, LOOKUP = "coda", "lookup"
+CODA = "coda"
+LOOKUP = "lookup"
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,8 @@ class ServiceOptions:
         max_waiting: requests that may be open beyond `max_batch`.
         patience: seconds without any progress after which ranks that have something to do are given up.
         dtype, decoding, low_rank, kv: as of `Ways`.
-        halves: which passes are computed in two halves, one while the other's reductions are on their way: all that can
-            be ("on"), none ("off"), or those sizes of pass that are faster so, as tried while they are computed
-            ("auto").
+        halves: whether passes are computed in two halves, one while the other's reductions are on their way: all that
+            can be ("on"), or none ("off").
         draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
             variant of the model by name ("lp"); "coda" where the checkpoint's first
             rack and its coda do; "lookup" where a text's own tokens do, what came before behind its last few ones;

@@ -37,7 +37,9 @@ class InFlight(Scheduler):
     @property
     def window(self) -> int:
         """How many tokens of a text may be on their way."""
-        return -(-self.limits.stretches // max(1, len(self.running))) if self._drafts else 1
+        if self._drafts:
+            return -(-self.limits.stretches // max(1, len(self.running)))
+        return 1
 
     def _continued(self) -> list[ScheduledChunk]:
         """The next texts that lack one token, each with blocks for it: those whose next token is known come first."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 from surgeon.runtime.batching.ahead import FEW_MISSED, Hits
@@ -60,6 +61,32 @@ class Row(NamedTuple):
     known: int = 0
 
 
+LEAST_IN_HALF = 2  # tokens of a text that is cut, on either side
+Halves = tuple[list[Row], list[Row]]
+
+
+def halves_of(rows: Several[Row]) -> Halves | None:
+    """Rows in two halves that take turns (model/halves.py), their tokens in the same order; None if that cannot be.
+
+    The row in the middle is cut if it is long enough, and otherwise in the half that is nearer.
+    """
+    ends = list(accumulate(len(row.tokens) for row in rows))
+    middle = ends[-1] // 2
+    number = next(number for number, end in enumerate(ends) if end > middle)
+    row = rows[number]
+    before = [*rows[:number]]
+    count = middle - (ends[number] - len(row.tokens))  # of its tokens that come before the middle
+    if LEAST_IN_HALF <= count <= len(row.tokens) - LEAST_IN_HALF:
+        first = row._replace(tokens=row.tokens[:count])
+        second = row._replace(tokens=row.tokens[count:], start=row.start + count)
+        return [*before, first], [second, *rows[number + 1 :]]
+    if before and (2 * count <= len(row.tokens) or number + 1 == len(rows)):
+        return before, [*rows[number:]]
+    if number + 1 < len(rows):
+        return ([*before, row], [*rows[number + 1 :]])
+    return None
+
+
 @dataclass(frozen=True)
 class LongTexts:
     """Texts beyond a length, where rotary positions depend on how long a text is.
@@ -80,7 +107,11 @@ class LongTexts:
 
     def root(self, prompt: int) -> int:
         """Where texts whose keys of the same tokens are the same begin, as of `BlockPool.match`."""
-        return 0 if prompt <= self.beyond else -prompt if self.by_length else -1
+        if prompt <= self.beyond:
+            return 0
+        if self.by_length:
+            return -prompt
+        return -1
 
 
 class AskedPlaces(NamedTuple):
@@ -162,7 +193,8 @@ class Sequence:
 
     def take_unverified(self) -> list[int]:
         """Take off the drafts, which have not been computed then."""
-        known, self.unverified = self.known, 0
+        known = self.known
+        self.unverified = 0
         drafts = self.tokens[known:]
         del self.tokens[known:]
         self.computed = min(self.computed, known)
@@ -171,7 +203,8 @@ class Sequence:
     @classmethod
     def of(cls, request: Request) -> Sequence:
         """A request that has just come."""
-        prompt, sampling = list(request.prompt), request.sampling
+        prompt = list(request.prompt)
+        sampling = request.sampling
         wanted = Wanted.BEST if sampling.greedy else Wanted.LOGITS
         scored = sampling.prompt_logprobs is not None and len(prompt) > 1
         return cls(
@@ -204,13 +237,17 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        return self.sequence.wanted if self.completes else Wanted.NOTHING
+        if self.completes:
+            return self.sequence.wanted
+        return Wanted.NOTHING
 
     @property
     def targets(self) -> Targets | None:
         """What it tells of the prompt."""
-        sequence, prompt = self.sequence, self.sequence.request.prompt
-        top, begin = sequence.request.sampling.prompt_logprobs, sequence.unscored
+        sequence = self.sequence
+        prompt = self.sequence.request.prompt
+        top = sequence.request.sampling.prompt_logprobs
+        begin = sequence.unscored
         tokens = () if begin is None else prompt[begin : sequence.computed + self.tokens + 1]
         if begin is None or top is None or not tokens:
             return None
@@ -226,7 +263,9 @@ class ScheduledChunk(NamedTuple):
         first = sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
         row = Row(first, [*tokens, *drafts], sequence.blocks.runs, self.wanted, self.targets, sequence.prompt)
-        return _apart(row) if drafts else [row]
+        if drafts:
+            return _apart(row)
+        return [row]
 
     def drafting_rows(self, drafts: Several[int]) -> list[Row]:
         """What the ranks compute to draft one more token.
@@ -236,12 +275,14 @@ class ScheduledChunk(NamedTuple):
         Args:
             drafts: the tokens drafted so far.
         """
-        sequence, missed = self.sequence, 0 if drafts else self.missed
+        sequence = self.sequence
+        missed = 0 if drafts else self.missed
         tokens = [*sequence.tokens, *drafts]
         end = len(tokens) if self.drafts else sequence.drafter_computed + missed
         first = end - missed - bool(self.drafts)
         wanted = sequence.wanted if len(drafts) < self.drafts else Wanted.NOTHING
-        runs, prompt = sequence.blocks.runs, sequence.prompt
+        runs = sequence.blocks.runs
+        prompt = sequence.prompt
         row = Row(first, tokens[first:end], runs, wanted, prompt=prompt, known=sequence.computed)
         if not 0 < missed <= FEW_MISSED:
             return [row]
@@ -277,5 +318,6 @@ class Expectation:
 
     def length(self, sequence: Sequence) -> int:
         """How many tokens of a text there will be in the cache."""
-        prompt, limit = len(sequence.request.prompt), sequence.request.sampling.max_new_tokens
+        prompt = len(sequence.request.prompt)
+        limit = sequence.request.sampling.max_new_tokens
         return min(prompt + math.ceil(limit * self.share), sequence.last - 1)

@@ -85,7 +85,8 @@ class RankEngine(RankModel):
 
     def _thread_choice(self) -> ThreadChoice | None:
         """How many threads PyTorch's operations have, None for one; the kernels always have all of them."""
-        threads, kernels = torch.get_num_threads(), kernels_for(self.vocabulary.like)
+        threads = torch.get_num_threads()
+        kernels = kernels_for(self.vocabulary.like)
         if kernels is not None:
             kernels.use_threads(threads)
             if self.by_kernels:
@@ -105,7 +106,8 @@ class RankEngine(RankModel):
         heads = self.kv_heads()
         rebuilds = self.rebuilds()
         if self.drafter is not None:
-            own, made = self._drafts_own(), self.drafter.rebuilds()
+            own = self._drafts_own()
+            made = self.drafter.rebuilds()
             rebuilds |= {len(heads) + slot: made[one] for slot, one in enumerate(own) if one in made}
             heads = heads + [self.drafter.kv_heads()[one] for one in own]
         division = self.cache_division() if grouped else ()
@@ -164,7 +166,8 @@ class RankEngine(RankModel):
 
     def record_ahead(self, rows: Sequence[Row], cache: PagedCache) -> None:
         """One of these passes, which counts as none."""
-        figures, self.figures = self.figures, Figures()
+        figures = self.figures
+        self.figures = Figures()
         self.step(rows, cache)
         self.figures = figures
         self.pause()
@@ -189,7 +192,9 @@ class RankEngine(RankModel):
 
     def _drafts_own(self) -> tuple[int, ...]:
         """Which of the drafter's attentions have slots of their own."""
-        return () if self.plan.draft is None else self.plan.draft.own[self.rank]
+        if self.plan.draft is None:
+            return ()
+        return self.plan.draft.own[self.rank]
 
     def _way(self, rows: Sequence[Row]) -> Way:
         return next(way for way in self.ways if way.fits(rows))
@@ -197,7 +202,8 @@ class RankEngine(RankModel):
     @contextmanager
     def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
         """Add what a pass costs to a phase."""
-        began, begun = self._since or time.perf_counter(), self.passes
+        began = self._since or time.perf_counter()
+        begun = self.passes
         self.counts = phase
         tokens = sum(len(row.tokens) for row in rows)
         with torch_threads(1) if self._threads is None else self._threads.during_pass(tokens):
@@ -271,7 +277,8 @@ def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -
 
 def ways_through(model: RankModel) -> tuple[Way, ...]:
     """The ways of computing passes that a plan's decoding, its device and collectives allow; the last one fits all."""
-    plan, device = model.plan, model.device
+    plan = model.plan
+    device = model.device
     decode: list[Way] = [HalvedPasses(model)] if plan.halves == "on" else []
     if plan.is_static(device.type):
         decode.append(StaticDecode(model, model.graphs))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.sequence import Row, asked_of
 from surgeon.runtime.batching.windows import Windows
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.attending import Pass
@@ -49,7 +49,9 @@ class StretchEngine(RankEngine):
 
     def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the stretch, (tokens, hidden)."""
-        return super().embedded(tokens, positions) if self.plan.has_vocabulary else self._arriving[: len(tokens)]
+        if self.plan.has_vocabulary:
+            return super().embedded(tokens, positions)
+        return self._arriving[: len(tokens)]
 
     def ended(self, stream: Tensor, shared: Pass) -> Tensor:
         """The stream, and beside it what it is behind the coda, if there is one."""
@@ -81,7 +83,7 @@ class StretchEngine(RankEngine):
         """What rows bring, by the stream behind the whole program at the places that they ask for, (places, hidden)."""
         passes = self.ways[-1]
         assert isinstance(passes, DynamicPasses)
-        return passes.results(stream, rows)
+        return passes.results(stream, rows, asked_of(rows))
 
     @torch.inference_mode()
     def drafted(self, behind: Tensor) -> list[int]:

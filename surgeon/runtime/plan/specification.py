@@ -232,11 +232,15 @@ class Plan:
         """Which of the rotary positions an attention has, if any; of averaged layers as the first one's has."""
         if self.rotary_layers:
             return self.rotary_layers[attention.layers[0]]
-        return 0 if self.rotaries else None
+        if self.rotaries:
+            return 0
+        return None
 
     def window(self, attention: Sublayer) -> int | None:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
-        return self.windows[attention.layers[0]] if self.windows else None
+        if self.windows:
+            return self.windows[attention.layers[0]]
+        return None
 
     def exchanges(self, sublayer: Sublayer) -> bool:
         """Whether ranks that share a sublayer send each other something before it is summed."""
@@ -263,7 +267,9 @@ class Plan:
         if sizes is None or self.kv == "full" or self.family.attention.norms_all_heads:
             return None
         saves = self.tight and sum(sizes) < 2 * kv_heads * self.head_dim
-        return sizes if self.kv == "lowrank" or saves else None
+        if self.kv == "lowrank" or saves:
+            return sizes
+        return None
 
     def is_static(self, device: str) -> bool:
         """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda"."""
@@ -283,7 +289,9 @@ class Plan:
             texts: that are computed together.
         """
         blocks = blocks_for(self.max_tokens)
-        return (power_of_two(texts), power_of_two(blocks)) if self.is_static(device) else (1, blocks)
+        if self.is_static(device):
+            return (power_of_two(texts), power_of_two(blocks))
+        return (1, blocks)
 
 
 @dataclass(frozen=True)
@@ -322,8 +330,11 @@ class DraftPlan:
 
 def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
     """The ranks of the matrices k and v of an attention where both are two factors."""
-    k, v = sublayer.rank("k"), sublayer.rank("v")
-    return None if sublayer.kind != ATTENTION or k is None or v is None else (k, v)
+    k = sublayer.rank("k")
+    v = sublayer.rank("v")
+    if sublayer.kind != ATTENTION or k is None or v is None:
+        return None
+    return (k, v)
 
 
 def require_low_rank(*plans: Plan) -> None:

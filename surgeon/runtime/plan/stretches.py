@@ -91,7 +91,8 @@ def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int, first:
         cuts: after how many nodes there can be an end; of all nodes besides. There are enough of them.
         first: where the first stretch ends; 0 for wherever is best.
     """
-    until, places = [0, *accumulate(costs)], [*cuts, len(costs)]
+    until = [0, *accumulate(costs)]
+    places = [*cuts, len(costs)]
     # By where a number of stretches ends: the cost of the most costly of them, and where each ends.
     best: dict[int, tuple[int, tuple[int, ...]]] = {
         place: (until[place], (place,)) for place in places if place == (first or place)

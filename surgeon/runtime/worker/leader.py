@@ -146,7 +146,8 @@ class Leader:
 
         That is UNDEFINED where the logits are not finite.
         """
-        likeliest, judged = iter(results.best), iter(list[list[Choice]]())
+        likeliest = iter(results.best)
+        judged = iter(list[list[Choice]]())
         if results.logits is not None:
             wanting = (chunk for chunk in chunks if chunk.wanted == Wanted.LOGITS)
             judged = iter(self._sampler.judge(ids(wanting), results.logits))
