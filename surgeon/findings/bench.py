@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,12 +22,14 @@ RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup
 
 
 @dataclass(frozen=True, repr=False)
-class BenchSpeeds(RunResult):
+class Benchmark(RunResult):
     """The result of `bench`.
 
     Attributes:
         speeds: one row per program and batch, as in `bench.csv`: medians over the rounds, of ratios too (each against
-            the first program, of its round).
+            the first program, of its round); of compressed reductions `divergence` from exact ones, nats per token.
+        results: by load, of every program; of a bench just made.
+        traces: files with timelines, if there are any.
     """
 
     COMMAND = "bench"
@@ -33,6 +37,8 @@ class BenchSpeeds(RunResult):
     TABLES: ClassVar = {"speeds": TableFile("bench.csv", ("batch", *COLUMNS, *RATIOS), ("program",))}
 
     speeds: pd.DataFrame
+    results: Sequence[Any] = ()
+    traces: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         """Tables of at most 80 columns."""
@@ -52,8 +58,14 @@ class BenchSpeeds(RunResult):
         if table["program"].nunique() > 1:
             parts += ["", f"Times as fast as {table['program'].iloc[0]} to the first token and per token"]
             parts.append(self._ratios())
-        if self.record.get("compression"):
-            parts += ["", describe_compression(self.record["compression"])]
+        if "divergence" in table:
+            lines = [["program", "divergence", "95% interval"]]
+            for _, row in table.drop_duplicates("program").dropna(subset=["divergence"]).iterrows():
+                ends = "-"
+                if not math.isnan(row["divergence_high"]):
+                    ends = f"{row['divergence_low']:.3g} to {row['divergence_high']:.3g}"
+                lines.append([row["program"], f"{row['divergence']:.3g}", ends])
+            parts += ["", f"What {self.record['compression']} changes in predictions, nats per token", aligned(lines)]
         return "\n".join(parts)
 
     def _latency(self) -> str:
@@ -118,23 +130,3 @@ def _chart(title: str, table: pd.DataFrame, phase: str) -> Chart:
         bars(axes, list(table["program"]), parts, notes)
 
     return Chart(title, draw, f"ms of one {phase} pass", height=70.0 + 26.0 * len(table))
-
-
-def describe_compression(costs: list[dict[str, Any]]) -> str:
-    """What sending activations as integers does to predictions, a line for each program, at most 80 columns wide.
-
-    Args:
-        costs: as in the record of a bench; at least one.
-    """
-    lines = [["program", "divergence", "95% interval", "perplexity", "if exact", "bytes"]]
-    lines.append(["", "nats/token", "", "", "", "of exact"])
-    for cost in costs:
-        low, high, divergence = cost["divergence_low"], cost["divergence_high"], cost["divergence"]
-        between = "-" if high is None else f"{max(0.0, low):.3g} to {high:.3g}"
-        sent = f"{cost['bytes'] / cost['exact_bytes']:.0%}" if cost["exact_bytes"] else "-"
-        numbers = (math.inf if value is None else value for value in (cost["perplexity"], cost["exact_perplexity"]))
-        shown = f"{math.inf if divergence is None else divergence:.3g}"
-        lines.append([cost["program"], shown, between, *(f"{value:.4g}" for value in numbers), sent])
-    first = costs[0]
-    heading = f"What {first['compression']} changes in predictions of {first['predicted']} tokens ({first['text']})"
-    return f"{heading}\n{aligned(lines)}"

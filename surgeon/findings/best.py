@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,12 +22,13 @@ _STRONGEST = 2.0  # times as fast: full colour
 
 
 @dataclass(frozen=True, repr=False)
-class BestRun(RunResult):
+class BestPrograms(RunResult):
     """The result of a prediction of the best programs.
 
     Attributes:
         winners: a row for every link, number of ranks and batch, as in `best.csv`: what wins (nothing where the dense
             model does not fit), and what every program wins there, times the dense one's speed.
+        choices: one for each link, number of ranks and batch; of a prediction just made.
     """
 
     COMMAND = "predict"
@@ -34,6 +36,7 @@ class BestRun(RunResult):
     TABLES: ClassVar = {"winners": TableFile("best.csv", ("ranks", "batch", "speedup"), ("link", "winner"))}
 
     winners: pd.DataFrame
+    choices: Sequence[Any] = ()
 
     def __str__(self) -> str:
         """One table for each link: batches down, ranks across, each with its winner and what it wins."""
@@ -44,6 +47,8 @@ class BestRun(RunResult):
             table = cells.pivot(index="batch", columns="ranks", values="text").fillna("-")
             table = table.reindex(index=here["batch"].unique(), columns=here["ranks"].unique())
             parts += [str(link) or "no link", _across(table), ""]
+        if "reaches" in self.record:  # not in older ones
+            parts += ["The batches at which a program pays", "", self.record["reaches"]]
         return "\n".join(parts).rstrip()
 
     @property

@@ -288,14 +288,15 @@ def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[B
     rounds = "1 round" if record["rounds"] == 1 else f"{record['rounds']} rounds"
     place = f"{record['place']}, {first['dtype']}, {lengths}, medians of {rounds}"
     names = {one["program"] for one, is_own in zip(results, own, strict=True) if is_own}
-    costs = [
-        f"Reductions are sent as {one['compression']} here, which makes predictions differ by "
-        f"{float(one['divergence']):.2g} nats per token (on {int(one['predicted']):,} tokens)."
-        for one in record.get("compression", [])
-        if one["program"] in names
-    ]
+    differ = [record["divergence"][name] for name in names if name in record.get("divergence", {})]
+    cost = None
+    if differ:
+        cost = (
+            f"Reductions are sent as {record['compression']} here, which makes predictions differ by "
+            f"{float(differ[0]):.2g} nats per token (on {int(record['predicted']):,} tokens)."
+        )
     speeds = tuple(_speed(one, is_own) for one, is_own in zip(results, own, strict=True))
-    yield Bench(place, speeds, costs[0] if costs else None)
+    yield Bench(place, speeds, cost)
 
 
 def _is_own(file: Path, record: dict[str, Any], one: dict[str, Any], identity: Identity) -> bool:

@@ -17,11 +17,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from surgeon.findings.blocks import Block, Finding
-from surgeon.findings.explore import ExploreRun
+from surgeon.findings.explore import Exploration
 from surgeon.findings.exported import ExportRun
 from surgeon.findings.heal import HealRun
 from surgeon.findings.inline import inline_svg, legend_keys
-from surgeon.findings.prediction import PredictRun
+from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import SHORT_HASH, RunResult, named, read_record
 from surgeon.findings.scan import Scan
 from surgeon.findings.scratch import ScratchRun
@@ -37,7 +37,7 @@ from surgeon.words import listed
 
 # In the order of the page.
 KINDS: tuple[type[RunResult], ...] = (
-    ExploreRun,
+    Exploration,
     Scan,
     Similarity,
     Sensitivity,
@@ -47,7 +47,7 @@ KINDS: tuple[type[RunResult], ...] = (
     ScratchRun,
     ExportRun,
     TaskRun,
-    PredictRun,
+    Predictions,
 )
 
 TEMPLATES = Path(__file__).parent / "html"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,12 +28,13 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, repr=False)
-class PredictRun(RunResult):
+class Predictions(RunResult):
     """The result of `predict`.
 
     Attributes:
         speeds: one row per program, ranks and load, as in `predict.csv`; speedups are over the first program on the
             same ranks for the same load.
+        cells: by ranks and load, of every program; of predictions just made.
     """
 
     COMMAND = "predict"
@@ -48,6 +49,7 @@ class PredictRun(RunResult):
     }
 
     speeds: pd.DataFrame
+    cells: Sequence[Any] = ()
 
     @property
     def swept(self) -> bool:
