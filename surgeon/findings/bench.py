@@ -82,8 +82,11 @@ class Benchmark(RunResult):
             for phase in ("prefill", "decode"):
                 if f"{phase}_compute_ms" not in row:
                     continue
-                compute, waiting = row[f"{phase}_compute_ms"], row[f"{phase}_waiting_ms"]
-                share = "" if math.isnan(waiting) else f"{waiting / (compute + waiting):.0%}"
+                compute = row[f"{phase}_compute_ms"]
+                waiting = row[f"{phase}_waiting_ms"]
+                share = ""
+                if not math.isnan(waiting):
+                    share = f"{waiting / (compute + waiting):.0%}"
                 calls = row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"]
                 counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
                 begin = [row["program"], str(row["batch"])] if phase == "prefill" else ["", ""]
@@ -95,7 +98,9 @@ class Benchmark(RunResult):
         for _, row in self.speeds.iterrows():
             first, token, rate = (times(row[name]) for name in RATIOS)
             low, high = (row[f"per_token_speedup_{end}"] for end in ("low", "high"))
-            extent = "" if low == high or math.isnan(low) else f"{low:.2f}-{high:.2f}"
+            extent = ""
+            if not (low == high or math.isnan(low)):
+                extent = f"{low:.2f}-{high:.2f}"
             begin = [row["program"], str(row["batch"]), f"{row['effective_depth']:g}", str(row["sync_points"])]
             lines.append([*begin, first, token, extent, rate])
         return aligned(lines)
@@ -109,7 +114,9 @@ class Benchmark(RunResult):
 
         Without decoding passes it is of the pass with the prompts.
         """
-        phase = "decode" if "decode_compute_ms" in self.speeds else "prefill"
+        phase = "prefill"
+        if "decode_compute_ms" in self.speeds:
+            phase = "decode"
         return {
             "bench": Picture([_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)])
         }

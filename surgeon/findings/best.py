@@ -40,7 +40,9 @@ class BestPrograms(RunResult):
 
     def __str__(self) -> str:
         """One table for each link: batches down, ranks across, each with its winner and what it wins."""
-        unfit = " (-: it does not fit into memory)" if (self.winners["winner"] == "").any() else ""
+        unfit = ""
+        if (self.winners["winner"] == "").any():
+            unfit = " (-: it does not fit into memory)"
         parts = [hanging("", self.heading), "", f"Fastest, and times as fast as the dense model{unfit}", ""]
         for link, here in self.winners.groupby("link", sort=False):
             cells = here.assign(text=[_words(one) for one in here.itertuples()])
@@ -68,7 +70,8 @@ def _across(table: pd.DataFrame) -> str:
     """Batches down and ranks across; where those are too many for a terminal, the other half of them below."""
     lines = [["batch", *(plural(int(ranks), "rank") for ranks in table.columns.to_numpy())]]
     lines += [[str(batch), *texts] for batch, texts in zip(table.index, table.to_numpy(), strict=True)]
-    text, count = aligned(lines), table.shape[1]
+    text = aligned(lines)
+    count = table.shape[1]
     if count == 1 or max(map(len, text.splitlines())) <= WIDTH:
         return text
     return "\n\n".join(map(_across, (table.iloc[:, : count // 2], table.iloc[:, count // 2 :])))

@@ -82,7 +82,9 @@ class Exploration(RunResult):
     def slowed(self) -> str:
         """What other work took of the machine; empty where it took little."""
         free = float(self.record.get("free", 1.0))
-        return f"other work slowed this machine: at times {free:.0%} of its processors were free" if free < BUSY else ""
+        if free < BUSY:
+            return f"other work slowed this machine: at times {free:.0%} of its processors were free"
+        return ""
 
     @property
     def next_steps(self) -> Sequence[NextStep]:

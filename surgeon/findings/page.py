@@ -238,5 +238,9 @@ def _section(anchor: str, run: RunResult, runs: Sequence[RunResult]) -> Section:
 
 
 def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
+    text = str(value)
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
