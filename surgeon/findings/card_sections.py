@@ -153,7 +153,7 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
     columns = [stage for stage in COLUMNS if stage in found]
     qualities = [Quality.from_json(found[stage]) for stage in columns]
     rows = [
-        [label, *(one.words(metric, 4) if one.knows(metric) else "" for one in qualities)]
+        [label, *(one.words(metric, 4, 3) if one.knows(metric) else "" for one in qualities)]
         for metric, label in METRICS.items()
     ]
     head = ["", *(COLUMNS[stage].format(name=name) for stage in columns)]

@@ -17,6 +17,7 @@ from surgeon.findings.result import SHORT_HASH, read_record
 from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
 from surgeon.named import is_path, on_disk, public
+from surgeon.quality.summary import Quality
 from surgeon.words import in_words, plural
 
 TEXT_FILE = "text.json"
@@ -213,7 +214,9 @@ def _kind(file: Path, record: dict[str, Any]) -> str:
 def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
     edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
     against = record.get("against")
-    yield from _on_text(record, record, edited, "the original" if against is None else public(against))
+    yield from _on_text(
+        record, Quality.from_json(record), edited, "the original" if against is None else public(against)
+    )
 
 
 def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
@@ -233,9 +236,7 @@ def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[
         text = {"data": held["data"], "data_hash": held["data_hash"]}
         seen = " that the search did not see"
     for values, edited in ((best, True), (original, False)):
-        ends = {name: (values[f"{name}_low"], values[f"{name}_high"]) for name in (DIVERGENCE,)}
-        intervals = {f"{name}_interval": None if None in pair else pair for name, pair in ends.items()}
-        yield from _on_text(text, values | intervals, edited, "the original", seen)
+        yield from _on_text(text, Quality.from_json(values), edited, "the original", seen)
     if record.get("draft"):
         yield from _as_draft(record)
 
@@ -256,22 +257,19 @@ def _as_draft(record: dict[str, Any]) -> Iterator[CardScore]:
 
 
 def _on_text(
-    record: dict[str, Any], values: dict[str, Any], edited: bool, against: str, which: str = ""
+    record: dict[str, Any], quality: Quality, edited: bool, against: str, which: str = ""
 ) -> Iterator[CardScore]:
     """Numbers on a text; an unedited model's divergence from itself says nothing."""
     source = str(record["data"])
-    tokens = int(values["tokens"])
-    on = f"{public(source)}, {tokens:,} tokens{which}"
-    key = f"{record['data_hash']} {tokens}"
+    on = f"{public(source)}, {quality.tokens:,} tokens{which}"
+    key = f"{record['data_hash']} {quality.tokens}"
     metrics = {PERPLEXITY: PERPLEXITY}
     if edited:
-        metrics[f"divergence from {against}, nats per token"] = DIVERGENCE
-    for metric, name in metrics.items():
-        if values.get(name) is not None:
-            value = float(values[name])
-            ends = values.get(f"{name}_interval")
-            shown = f"{value:.4g}" + ("" if ends is None else f" ({ends[0]:.3g} to {ends[1]:.3g})")
-            yield CardScore(edited, metric, on, key, value, shown, dataset=_dataset(source))
+        metrics[DIVERGENCE] = f"divergence from {against}, nats per token"
+    for name, metric in metrics.items():
+        if quality.knows(name):
+            shown = quality.words(name, 4, 3)
+            yield CardScore(edited, metric, on, key, getattr(quality, name), shown, dataset=_dataset(source))
 
 
 def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
@@ -307,6 +305,8 @@ def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[B
         rounds = f"{record['rounds']} rounds"
     place = f"{record['place']}, {first['dtype']}, {lengths}, medians of {rounds}"
     names = {one["program"] for one, is_own in zip(results, own, strict=True) if is_own}
+    if isinstance(record.get("compression"), list):
+        raise ValueError("what compressed reductions change is a column of a bench now")
     differ = [record["divergence"][name] for name in names if name in record.get("divergence", {})]
     cost = None
     if differ:

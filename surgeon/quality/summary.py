@@ -115,13 +115,14 @@ class Quality:
         """The interval of a number; NaN where it is not known."""
         return getattr(self, f"{metric}_low"), getattr(self, f"{metric}_high")
 
-    def words(self, metric: str, digits: int) -> str:
-        """A number with its interval in brackets, for people."""
+    def words(self, metric: str, digits: int, of_ends: int = 0) -> str:
+        """A number with its interval in brackets, for people; `of_ends` digits of it where they are others."""
         low, high = self.ends(metric)
         text = f"{getattr(self, metric):.{digits}{'f' if metric in ACCEPTANCES else 'g'}}"
         if math.isnan(low):
             return text
-        return f"{text} ({low:.{digits}g} to {high:.{digits}g})"
+        how = f".{of_ends or digits}g"
+        return f"{text} ({low:{how}} to {high:{how}})"
 
     def table(self) -> pd.DataFrame:
         """A row for each number that there is, with the ends of its interval."""
@@ -156,13 +157,15 @@ class Quality:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Quality:
-        """The inverse of `to_json`, of what was read from a file."""
+        """The inverse of `to_json`, of what was read from a file, or has the ends of intervals as columns do."""
         numbers = {"perplexity": math.nan}
         for metric in METRICS:
             if entries.get(metric) is not None:
                 numbers[metric] = float(entries[metric])
-            low, high = entries.get(f"{metric}_interval") or UNKNOWN
-            numbers |= {f"{metric}_low": float(low), f"{metric}_high": float(high)}
+            columns = entries.get(f"{metric}_low"), entries.get(f"{metric}_high")
+            low, high = entries.get(f"{metric}_interval") or columns
+            if low is not None and high is not None:
+                numbers |= {f"{metric}_low": float(low), f"{metric}_high": float(high)}
         return cls(**numbers, tokens=int(entries["tokens"]), acceptance_keys=entries.get("acceptance_keys"))
 
 
