@@ -17,13 +17,17 @@ from typing import TYPE_CHECKING, Any
 from surgeon.version import __version__
 
 if TYPE_CHECKING:
+    from surgeon.commands.calibrate import calibrate
+    from surgeon.commands.scan import scan
+    from surgeon.commands.sensitivity import sensitivity
+    from surgeon.commands.similarity import similarity
+    from surgeon.commands.spectrum import spectrum
     from surgeon.demo import demo_data, demo_model
     from surgeon.exports.saving import load
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
     from surgeon.library.bench import bench
-    from surgeon.library.calibrate import calibrate
     from surgeon.library.check import check
     from surgeon.library.edit import edit
     from surgeon.library.evaluate import evaluate
@@ -34,13 +38,9 @@ if TYPE_CHECKING:
     from surgeon.library.heal import heal
     from surgeon.library.predict import predict
     from surgeon.library.report import report
-    from surgeon.library.scan import scan
     from surgeon.library.search import search
     from surgeon.library.search_problem import SearchProblem
-    from surgeon.library.sensitivity import sensitivity
     from surgeon.library.serve import serve
-    from surgeon.library.similarity import similarity
-    from surgeon.library.spectrum import spectrum
     from surgeon.library.train import train
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from surgeon.training.model import RackOptions
     from surgeon.training.settings import TrainSettings
 
-# Where names come from; those that are not here have a file of their own in the library. A colon: its name there.
+# Where names come from; those that are not here are commands, with a file of their own. A colon: its name there.
 _ELSEWHERE = {
     "Distillation": "surgeon.training.distill.distiller",
     "Fork": "surgeon.language.program",
@@ -63,13 +63,27 @@ _ELSEWHERE = {
     "Sublayer": "surgeon.language.program",
     "SurgerySampler": "surgeon.searches.samplers",
     "TrainSettings": "surgeon.training.settings",
+    "bench": "surgeon.library.bench",
+    "check": "surgeon.library.check",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
+    "edit": "surgeon.library.edit",
+    "evaluate": "surgeon.library.evaluate",
+    "explore": "surgeon.library.explore",
+    "export": "surgeon.library.export",
+    "families": "surgeon.library.families",
+    "generate": "surgeon.library.generate",
+    "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
+    "predict": "surgeon.library.predict",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
+    "report": "surgeon.library.report",
     "restore": "surgeon.models.edit",
+    "search": "surgeon.library.search",
+    "serve": "surgeon.library.serve",
+    "train": "surgeon.library.train",
 }
 __all__ = [
     "Distillation",
@@ -116,7 +130,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, _, there = _ELSEWHERE.get(name, f"surgeon.library.{name}").partition(":")
+    home, _, there = _ELSEWHERE.get(name, f"surgeon.commands.{name}").partition(":")
     value = getattr(import_module(home), there or name)
     globals()[name] = value
     return value

@@ -1,7 +1,7 @@
 """Decoding with drafts of another program over the same weights, beside decoding without and beside that program alone.
 
     python scripts/bench/drafts.py -o TABLE.md [--model demo] [--ranks 2] [--links 0us 200us 1ms gloo] [--batch 1 4 8]
-                                   [--draft NAME=PROGRAM|RECIPE|FOLDER ...] [--clasp N ...] [--only NAME ...]
+                                   [--draft NAME=PROGRAM|RECIPE|FOLDER ...] [--only NAME ...]
                                    [--draft-tokens N] [--drawn 0.8] [--rounds 3]
 
 All ways of decoding take turns in every round, in another order each time, so that whatever else the machine does
@@ -11,8 +11,8 @@ are worth every run finds out anew while it decodes, as `surgeon generate` does.
 has not seen.
 
 "alone" is the edited program itself, whose text is another one; "lookup" drafts what came in the text itself before,
-without a pass of anything; "CLaSp" leaves out the layers that clasp.py chooses by the prompts; a model with codas
-drafts with its coda, too. Greedy texts of drafts are compared with dense ones: those that differ are counted.
+without a pass of anything; a model with codas drafts with its coda, too. Greedy texts of drafts are compared with
+dense ones: those that differ are counted.
 
 Where these were measured, drafts are to come to 1.5 times dense over 1 ms and to 1.2 times over gloo, one text on two
 ranks, and nothing to less than 0.97 times dense.
@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from transformers.utils import logging
 
-from scripts.bench.clasp import chosen_by, whole_model
 from scripts.bench.decoding import DENSE, prompts_of, write_tables
 from scripts.bench.goals import missed
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
@@ -106,12 +105,7 @@ def runs(
             started.call(load, each, name)
         for batch in asked.batch:
             prompts = prompts_of(model.folder, batch, asked.prompt)
-            left_out = chosen_by(whole_model(model.folder), prompts, max(asked.clasp, default=0))
-            chosen = {f"CLaSp, {number} left out": without(model.program, left_out[number]) for number in asked.clasp}
-            for name, own in chosen.items():
-                print(f"{name}, {batch} texts: {own}", flush=True)
-                started.call(load, with_draft(plan, model, own), name)
-            ways = DENSE, LOOKUP, *[name for name in plans if name != DENSE], *chosen
+            ways = DENSE, LOOKUP, *[name for name in plans if name != DENSE]
             for turn in range(1 - asked.warm, asked.rounds + 1):
                 for way in Random(turn).sample(ways, len(ways)):
                     found = decoded(started, place, way, turn, prompts, asked)
@@ -181,9 +175,6 @@ def main() -> None:
     parser.add_argument("--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo")
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
     parser.add_argument("--draft", nargs="*", action="extend", default=[], metavar="NAME=DRAFT", help="besides its own")
-    parser.add_argument(
-        "--clasp", nargs="*", type=int, action="extend", default=[], metavar="N", help="leave out N layers, by clasp.py"
-    )
     parser.add_argument("--draft-tokens", type=int, default=0, metavar="N", help="always; by default as many as pay")
     parser.add_argument(
         "--only", nargs="*", action="extend", default=[], metavar="NAME", help="of the drafts it has; none: none"

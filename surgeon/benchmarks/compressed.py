@@ -94,5 +94,5 @@ def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> R
     other = copy.copy(engine)
     other.groups = {group: how(collectives) for group, collectives in engine.groups.items()}
     other.figures = Figures()
-    other.ways = ways_through(other, other.coda)
+    other.ways = ways_through(other)
     return other

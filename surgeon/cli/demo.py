@@ -124,7 +124,7 @@ class DemoSteps:
     effort: Effort
 
     def scan(self) -> None:
-        from surgeon.library.scan import scan
+        from surgeon.commands.scan import scan
 
         output = self.folder / "scan"
         _announce("1. Which stretches of layers can it spare?", f"scan demo {self.effort.text} -o {_quoted(output)}")

@@ -36,7 +36,6 @@ def generate(
     stop: Sequence[str] = (),
     max_batch: int = 32,
     pipeline: bool = False,
-    in_flight: int | None = None,
     on_event: Callable[[GeneratedText, Event], None] | None = None,
     **running: Unpack[Running],
 ) -> Generation:
@@ -52,7 +51,7 @@ def generate(
         seed: the same one draws the same texts again; each prompt has random numbers of its own, by its place.
         stop: texts that end what is written, and are no part of it.
         max_batch: texts that are computed together; others follow as these end.
-        pipeline, in_flight: as of `ServiceOptions`: ranks hold stretches of layers, one behind the other.
+        pipeline: as of `ServiceOptions`: ranks hold stretches of layers, one behind the other.
         on_event: called with a text so far and what is new of it, of one prompt after the other.
         running: ranks, program, dtype, decoding, low_rank, kv, halves, draft, draft_tokens: as of `Running`.
 
@@ -92,7 +91,6 @@ def generate(
             max_tokens=max(map(len, tokens)) + max_new_tokens,
             max_waiting=len(tokens),
             pipeline=pipeline,
-            in_flight=in_flight,
         )
         with Service(opened, options, opened.tokenizer, started) as service:
             if service.capacity.texts(service.capacity.longest) < options.max_batch:

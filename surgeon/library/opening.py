@@ -56,9 +56,11 @@ def as_range(layers: range | str | None) -> range | None:
     return parse_range(layers)
 
 
-def as_list(given: str | Path | Program | Sequence[Any]) -> list[str]:
+def as_list(given: str | float | Path | Program | Sequence[Any]) -> list[str]:
     """What may be given as one, or as several, as texts."""
-    return [str(one) for one in ([given] if isinstance(given, str | Path | Program) else given)]
+    if isinstance(given, str | float | Path | Program):
+        return [str(given)]
+    return [str(one) for one in given]
 
 
 def as_folder(found: str | Path | RunResult) -> Path:

@@ -37,7 +37,7 @@ class Child:
         """Start it.
 
         Args:
-            command: of the interpreter, as in ["-m", "surgeon.cli"]; it finds the same modules as this process.
+            command: of the interpreter, as in ["-m", "surgeon.commands"]; it finds the same modules as this process.
             log: gets what it writes, behind what is there.
             threads: it computes with.
             descriptors: that it has in common with this process.

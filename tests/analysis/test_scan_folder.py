@@ -311,7 +311,7 @@ def keep(self, *lines):
     slow(self, *lines)
     time.sleep(0.02)
 ScanJournal.keep = keep
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 raise SystemExit(main(sys.argv[1:]))
 """
 
@@ -341,7 +341,7 @@ def test_killed_and_started_again(tmp_path: Path, tiny_text: Path, capsys: pytes
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert not (folder / "cells.csv").exists()
-    from surgeon.cli.app import main
+    from surgeon.commands.app import main
 
     assert main([*arguments, "-o", str(folder)]) == 0
     assert "sublayers run" in capsys.readouterr().out

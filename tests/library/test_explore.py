@@ -17,7 +17,7 @@ import pytest
 import typer
 
 import surgeon
-from surgeon.cli.app import app, main
+from surgeon.commands.app import app, main
 from surgeon.cost.hardware_file import MACHINES
 from surgeon.findings.check import Check, Verdict
 from surgeon.findings.explore import Exploration, NextStep

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import surgeon
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.findings.exported import ExportRun
 from surgeon.language.recipe import parse_recipe
 

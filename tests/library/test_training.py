@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import surgeon
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.language.operations.applied import AppliedOperation
 
 

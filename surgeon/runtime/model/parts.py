@@ -123,7 +123,8 @@ class RankParts:
     def _times_of(self, made: MixtureOfExperts) -> Tensor:
         """Seconds that each of some tokens takes, which are the same on every rank."""
         tokens = torch.randn(MEASURED_TOKENS, 1, self.plan.hidden, generator=torch.Generator().manual_seed(0))
-        x, times = tokens[0].to(self.device, torch_dtype(self.plan)), list[float]()
+        x = tokens[0].to(self.device, torch_dtype(self.plan))
+        times = list[float]()
         again = self._repeatable(partial(made, waits=self.device.type == "cpu"), x, made.by_kernels)
         for token in tokens:
             x.copy_(token)
@@ -132,7 +133,8 @@ class RankParts:
 
     def has_weights_of(self, other: RankParts) -> bool:
         """Whether another one on this rank reads the same tensors, in the same dtype."""
-        own, others = self.plan, other.plan
+        own = self.plan
+        others = other.plan
         return (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
 
     def _here(self, tensors: Tensors) -> Tensors:
@@ -146,7 +148,8 @@ class RankParts:
             sublayer = step.sublayers[index]
             (role,) = (projection.role for projection in self._projections(sublayer) if projection.role in WRITING)
             tensors = self._here(source.written(sublayer, torch_dtype(self.plan)))
-            weight, bias = tensors[f"{role}.second.weight"], tensors.get(f"{role}.bias")
+            weight = tensors[f"{role}.second.weight"]
+            bias = tensors.get(f"{role}.bias")
             seconds[index] = Linear([weight], [bias], self.plan.output_scale)
         return StepOutputs(step, self.plan.hidden, seconds, norms)
 
@@ -167,7 +170,8 @@ class RankParts:
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
         """What computes a part, with its weights."""
-        plan, sublayer = self.plan, computed_of(self.plan, work, part)
+        plan = self.plan
+        sublayer = computed_of(self.plan, work, part)
         if plan.mixtures.size(sublayer) is not None:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = plan.family.spec(sublayer.kind, sublayer.layers[0])
@@ -222,8 +226,11 @@ class RankParts:
             return Maps(tensors, scale, later, base=sharing)
         if part.index in self._in_rank_space(work.step):
             later |= frozenset(WRITING)
-        alone, shared = Maps(tensors, scale, later), Maps(tensors, scale, later, shared=sharing)
-        return shared if self._shares_out(part, alone, shared) else alone
+        alone = Maps(tensors, scale, later)
+        shared = Maps(tensors, scale, later, shared=sharing)
+        if self._shares_out(part, alone, shared):
+            return shared
+        return alone
 
     def _shares_out(self, part: Part, alone: Maps, shared: Maps) -> bool:
         """Whether first factors are shared out: as the plan says, or as measured once for each shape."""
@@ -249,7 +256,8 @@ class RankParts:
         """Computes once, and gives what does so again as passes will: without Python where they are recorded."""
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
-        kernels, recordable = kernels_for(x), all(one.recordable for one in self.groups.values())
+        kernels = kernels_for(x)
+        recordable = all(one.recordable for one in self.groups.values())
         if kernels is None or not recordable or self.plan.decoding != "auto" or not by_kernels:
             compute(x)
             return partial(compute, x)
@@ -257,7 +265,9 @@ class RankParts:
         with self.groups_recorded(recording), recording.during():
             compute(x)
         replay = recording.finished()
-        return partial(compute, x) if replay is None else partial(_replayed, replay, (compute, x))
+        if replay is None:
+            return partial(compute, x)
+        return partial(_replayed, replay, (compute, x))
 
     @contextmanager
     def groups_recorded(self, recording: Recording) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """A whole model on one rank, from tokens to logits: the program, and what lies before and behind it.
 
 `RankModel` knows nothing of passes. Each way of computing one (`Way`) has a file of its own: dynamic.py for whatever
-rows there are, recorded.py and static_decode.py for those that add one token to each text, coda.py where tokens are
-drafted. The engine (engine.py) chooses among them.
+rows there are, recorded.py and static_decode.py for those that add one token to each text. The engine (engine.py)
+chooses among them.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class RankModel(RankProgram):
         shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
         return self.ended(self.stream_after(self.embedded(tokens, positions), shared), shared)
 
-    def ended(self, stream: Tensor, shared: Pass) -> Tensor:  # noqa: ARG002 - which a stretch's coda needs
+    def ended(self, stream: Tensor, shared: Pass) -> Tensor:  # noqa: ARG002 - which a coda behind a stretch needs
         """What a pass gives of the stream behind the program: this rank's logits, (tokens, rows)."""
         return self.own_logits(stream)
 

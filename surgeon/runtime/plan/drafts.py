@@ -99,7 +99,8 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
     Raises:
         ValueError: as `make`, where there is neither plan.
     """
-    found, reasons = list[DraftPlan](), list[ValueError]()
+    found = list[DraftPlan]()
+    reasons = list[ValueError]()
     for sliced in (True, False):
         try:
             own = make(sliced)
@@ -118,7 +119,8 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
 def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The slots of the cache that a draft's attentions use on a rank, and which of these attentions have their own."""
     there = {place: (slot, kept) for slot, (place, kept) in enumerate(_attentions(plan, source, rank))}
-    slots, own = list[int](), list[int]()
+    slots = list[int]()
+    own = list[int]()
     for number, (place, kept) in enumerate(_attentions(draft, source, rank)):
         slot, cached = there.get(place, (None, None))
         if slot is None or cached != kept:
@@ -135,6 +137,7 @@ def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, K
         for part in work.parts:
             if part.slot is not None:
                 own = computed_of(plan, work, part)
-                of, (first, end) = (own.layers, own.width), kv_heads(plan, source, own)
+                of = (own.layers, own.width)
+                (first, end) = kv_heads(plan, source, own)
                 yield (*of, seen[of]), ((first, end), plan.kept_factors(own, end - first))
                 seen[of] += 1

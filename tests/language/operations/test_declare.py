@@ -181,7 +181,8 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
         "def aardvark(program, layers):\n    return program\n"
     )
     script = (
-        "from surgeon.cli.app import main\nfrom surgeon.language.operations import HEATMAPS, VARIANTS, aardvark, pair\n"
+        "from surgeon.commands.app import main\n"
+        "from surgeon.language.operations import HEATMAPS, VARIANTS, aardvark, pair\n"
         "print(list(HEATMAPS)[0], list(HEATMAPS)[-1], list(VARIANTS)[-1], callable(aardvark), callable(pair))\n"
         "main(['scan', '--help'])\nmain(['bench', '--help'])"
     )

@@ -18,7 +18,7 @@ from surgeon.analysis.engine.sharing import share
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.checkpoint.texts import open_tokenizer
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.exports.plan import check_exportable
 from surgeon.exports.prove import reference_of
 from surgeon.language.program import Program, layer_nodes

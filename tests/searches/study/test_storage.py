@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from surgeon.cli.failures import explain
+from surgeon.commands.failures import explain
 from surgeon.provenance import without_password
 from surgeon.searches.study import storage
 from surgeon.searches.study.storage import PatientCalls, open_storage, writing_to
