@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,12 +22,14 @@ RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup
 
 
 @dataclass(frozen=True, repr=False)
-class BenchSpeeds(RunResult):
+class Benchmark(RunResult):
     """The result of `bench`.
 
     Attributes:
         speeds: one row per program and batch, as in `bench.csv`: medians over the rounds, of ratios too (each against
-            the first program, of its round).
+            the first program, of its round); of compressed reductions `divergence` from exact ones, nats per token.
+        results: by load, of every program; of a bench just made.
+        traces: files with timelines, if there are any.
     """
 
     COMMAND = "bench"
@@ -33,6 +37,8 @@ class BenchSpeeds(RunResult):
     TABLES: ClassVar = {"speeds": TableFile("bench.csv", ("batch", *COLUMNS, *RATIOS), ("program",))}
 
     speeds: pd.DataFrame
+    results: Sequence[Any] = ()
+    traces: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         """Tables of at most 80 columns."""
@@ -52,8 +58,14 @@ class BenchSpeeds(RunResult):
         if table["program"].nunique() > 1:
             parts += ["", f"Times as fast as {table['program'].iloc[0]} to the first token and per token"]
             parts.append(self._ratios())
-        if self.record.get("compression"):
-            parts += ["", describe_compression(self.record["compression"])]
+        if "divergence" in table:
+            lines = [["program", "divergence", "95% interval"]]
+            for _, row in table.drop_duplicates("program").dropna(subset=["divergence"]).iterrows():
+                ends = "-"
+                if not math.isnan(row["divergence_high"]):
+                    ends = f"{row['divergence_low']:.3g} to {row['divergence_high']:.3g}"
+                lines.append([row["program"], f"{row['divergence']:.3g}", ends])
+            parts += ["", f"What {self.record['compression']} changes in predictions, nats per token", aligned(lines)]
         return "\n".join(parts)
 
     def _latency(self) -> str:
@@ -70,8 +82,11 @@ class BenchSpeeds(RunResult):
             for phase in ("prefill", "decode"):
                 if f"{phase}_compute_ms" not in row:
                     continue
-                compute, waiting = row[f"{phase}_compute_ms"], row[f"{phase}_waiting_ms"]
-                share = "" if math.isnan(waiting) else f"{waiting / (compute + waiting):.0%}"
+                compute = row[f"{phase}_compute_ms"]
+                waiting = row[f"{phase}_waiting_ms"]
+                share = ""
+                if not math.isnan(waiting):
+                    share = f"{waiting / (compute + waiting):.0%}"
                 calls = row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"]
                 counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
                 begin = [row["program"], str(row["batch"])] if phase == "prefill" else ["", ""]
@@ -83,7 +98,9 @@ class BenchSpeeds(RunResult):
         for _, row in self.speeds.iterrows():
             first, token, rate = (times(row[name]) for name in RATIOS)
             low, high = (row[f"per_token_speedup_{end}"] for end in ("low", "high"))
-            extent = "" if low == high or math.isnan(low) else f"{low:.2f}-{high:.2f}"
+            extent = ""
+            if not (low == high or math.isnan(low)):
+                extent = f"{low:.2f}-{high:.2f}"
             begin = [row["program"], str(row["batch"]), f"{row['effective_depth']:g}", str(row["sync_points"])]
             lines.append([*begin, first, token, extent, rate])
         return aligned(lines)
@@ -97,7 +114,9 @@ class BenchSpeeds(RunResult):
 
         Without decoding passes it is of the pass with the prompts.
         """
-        phase = "decode" if "decode_compute_ms" in self.speeds else "prefill"
+        phase = "prefill"
+        if "decode_compute_ms" in self.speeds:
+            phase = "decode"
         return {
             "bench": Picture([_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)])
         }
@@ -118,23 +137,3 @@ def _chart(title: str, table: pd.DataFrame, phase: str) -> Chart:
         bars(axes, list(table["program"]), parts, notes)
 
     return Chart(title, draw, f"ms of one {phase} pass", height=70.0 + 26.0 * len(table))
-
-
-def describe_compression(costs: list[dict[str, Any]]) -> str:
-    """What sending activations as integers does to predictions, a line for each program, at most 80 columns wide.
-
-    Args:
-        costs: as in the record of a bench; at least one.
-    """
-    lines = [["program", "divergence", "95% interval", "perplexity", "if exact", "bytes"]]
-    lines.append(["", "nats/token", "", "", "", "of exact"])
-    for cost in costs:
-        low, high, divergence = cost["divergence_low"], cost["divergence_high"], cost["divergence"]
-        between = "-" if high is None else f"{max(0.0, low):.3g} to {high:.3g}"
-        sent = f"{cost['bytes'] / cost['exact_bytes']:.0%}" if cost["exact_bytes"] else "-"
-        numbers = (math.inf if value is None else value for value in (cost["perplexity"], cost["exact_perplexity"]))
-        shown = f"{math.inf if divergence is None else divergence:.3g}"
-        lines.append([cost["program"], shown, between, *(f"{value:.4g}" for value in numbers), sent])
-    first = costs[0]
-    heading = f"What {first['compression']} changes in predictions of {first['predicted']} tokens ({first['text']})"
-    return f"{heading}\n{aligned(lines)}"

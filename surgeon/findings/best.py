@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,12 +22,13 @@ _STRONGEST = 2.0  # times as fast: full colour
 
 
 @dataclass(frozen=True, repr=False)
-class BestRun(RunResult):
+class BestPrograms(RunResult):
     """The result of a prediction of the best programs.
 
     Attributes:
         winners: a row for every link, number of ranks and batch, as in `best.csv`: what wins (nothing where the dense
             model does not fit), and what every program wins there, times the dense one's speed.
+        choices: one for each link, number of ranks and batch; of a prediction just made.
     """
 
     COMMAND = "predict"
@@ -34,16 +36,21 @@ class BestRun(RunResult):
     TABLES: ClassVar = {"winners": TableFile("best.csv", ("ranks", "batch", "speedup"), ("link", "winner"))}
 
     winners: pd.DataFrame
+    choices: Sequence[Any] = ()
 
     def __str__(self) -> str:
         """One table for each link: batches down, ranks across, each with its winner and what it wins."""
-        unfit = " (-: it does not fit into memory)" if (self.winners["winner"] == "").any() else ""
+        unfit = ""
+        if (self.winners["winner"] == "").any():
+            unfit = " (-: it does not fit into memory)"
         parts = [hanging("", self.heading), "", f"Fastest, and times as fast as the dense model{unfit}", ""]
         for link, here in self.winners.groupby("link", sort=False):
             cells = here.assign(text=[_words(one) for one in here.itertuples()])
             table = cells.pivot(index="batch", columns="ranks", values="text").fillna("-")
             table = table.reindex(index=here["batch"].unique(), columns=here["ranks"].unique())
             parts += [str(link) or "no link", _across(table), ""]
+        if "reaches" in self.record:  # not in older ones
+            parts += ["The batches at which a program pays", "", self.record["reaches"]]
         return "\n".join(parts).rstrip()
 
     @property
@@ -63,7 +70,8 @@ def _across(table: pd.DataFrame) -> str:
     """Batches down and ranks across; where those are too many for a terminal, the other half of them below."""
     lines = [["batch", *(plural(int(ranks), "rank") for ranks in table.columns.to_numpy())]]
     lines += [[str(batch), *texts] for batch, texts in zip(table.index, table.to_numpy(), strict=True)]
-    text, count = aligned(lines), table.shape[1]
+    text = aligned(lines)
+    count = table.shape[1]
     if count == 1 or max(map(len, text.splitlines())) <= WIDTH:
         return text
     return "\n\n".join(map(_across, (table.iloc[:, : count // 2], table.iloc[:, count // 2 :])))

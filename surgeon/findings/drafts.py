@@ -59,7 +59,9 @@ class DraftRun(RunResult):
 
     def pictures(self) -> dict[str, Picture]:
         """`drafts`: a map for each acceptance, and one of the draft alone; none where all was refused."""
-        return {} if self.speeds.empty else {"drafts": drafts_picture({"": self.speeds})}
+        if self.speeds.empty:
+            return {}
+        return {"drafts": drafts_picture({"": self.speeds})}
 
 
 def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
@@ -92,7 +94,9 @@ def _panel(title: str, cells: pd.DataFrame, column: str, ahead: bool) -> Chart:
                 text = "off"
             elif ahead:
                 text += f"\n+{cell['ahead']:.0f}"
-            colour = "white" if cell[column] > (1 + 2 * _DARKEST) / 3 else "#333333"
+            colour = "#333333"
+            if cell[column] > (1 + 2 * _DARKEST) / 3:
+                colour = "white"
             x = list(wide.columns).index(cell["batch"])
             y = list(wide.index).index(cell["ranks"])
             axes.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)

@@ -40,10 +40,19 @@ DASHES = (
 MARKERS = "os^DvPXh"
 # Of more and more of one thing, from dark to bright.
 ORDERED = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#35b779", "#76c043", "#b3b71c")
-INK, SOFT, GRID, PAPER, NO_CELL = "#1b1e23", "#585f69", "#e9ebee", "#ffffff", "#e0e0e0"
+INK = "#1b1e23"
+SOFT = "#585f69"
+GRID = "#e9ebee"
+PAPER = "#ffffff"
+NO_CELL = "#e0e0e0"
 
-WIDTH, HEIGHT = 480.0, 300.0  # of a chart, in points; on the page it has the margins below
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 10.0, 10.0, 40.0
+# Of a chart, in points; on the page it has the margins below.
+WIDTH = 480.0
+HEIGHT = 300.0
+_LEFT = 60.0
+_RIGHT = 10.0
+_TOP = 10.0
+_BOTTOM = 40.0
 _WIDEST = 1700.0  # of a file's picture, in points
 POINTS = 72.0  # to the inch
 
@@ -232,22 +241,28 @@ def scale(
         zero: begin at 0.
         end: larger values are left to lie beyond the axis.
     """
-    least = 0.0 if log else -math.inf
+    least = -math.inf
+    if log:
+        least = 0.0
     finite = [min(float(value), end) for value in values if least < value < math.inf]
     low, high = (min(finite), max(finite)) if finite else (1.0, 10.0) if log else (0.0, 1.0)
     if log:
-        high = high if high > low * 1.0001 else low * 1.1
+        if not (high > low * 1.0001):
+            high = low * 1.1
         room = (high / low) ** 0.05
-        low, high = low / room, high * room
+        low = low / room
+        high = high * room
         ticks = _log_ticks(low, high)
     else:
-        low = min(0.0, low) if zero else low
-        high = high if high > low else low + (abs(low) or 1.0) * 0.1
+        if zero:
+            low = min(0.0, low)
+        if not (high > low):
+            high = low + (abs(low) or 1.0) * 0.1
         ticks = list(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
-        low, high = ticks[0], ticks[-1]
-    kind = "log" if log else "linear"
-    axes.set(xscale=kind, xlim=(low, high)) if which == "x" else axes.set(yscale=kind, ylim=(low, high))
-    axis = axes.xaxis if which == "x" else axes.yaxis
+        low = ticks[0]
+        high = ticks[-1]
+    axes.set(**{f"{which}scale": "log" if log else "linear", f"{which}lim": (low, high)})
+    axis: Any = getattr(axes, f"{which}axis")
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
@@ -296,7 +311,8 @@ def points(
         band: intervals are an area along the line instead of a bar at every point.
     """
     known = ~np.isnan(np.asarray(y, dtype=float))
-    x, y = np.asarray(x, dtype=float)[known], np.asarray(y, dtype=float)[known]
+    x = np.asarray(x, dtype=float)[known]
+    y = np.asarray(y, dtype=float)[known]
     if not len(x):
         return
     low, high = axes.get_ylim()
@@ -309,11 +325,14 @@ def points(
             axes.fill_between(*interval, alpha=0.14, lw=0, **look)
         elif told.any():
             axes.vlines(*interval, alpha=0.65, lw=1.1, **look)
-    shown, inside = np.clip(y, low, high), y <= high
+    shown = np.clip(y, low, high)
+    inside = y <= high
     mark: dict[str, Any] = {"marker": "o" if colour else MARKERS[style % len(MARKERS)], "ms": 6.2}
     dashes: Any = "-" if colour else DASHES[style % len(DASHES)]
     said = [tip for tip, here in zip(tips, known, strict=True) if here] if len(tips) else [""] * len(x)
-    drawn = {"markevery": np.flatnonzero(inside).tolist(), "mec": PAPER, "mew": 0.8, **mark} if marks else {}
+    drawn = {}
+    if marks:
+        drawn = {"markevery": np.flatnonzero(inside).tolist(), "mec": PAPER, "mew": 0.8, **mark}
     (curve,) = axes.plot(x, shown, linestyle=dashes if line else "", lw=1.8, label=label or None, **drawn, **look)
     if marks:
         TIPS[curve] = [tip for tip, here in zip(said, inside, strict=True) if here]
@@ -334,7 +353,9 @@ def above(axes: Axes) -> str:
     if not count:
         return ""
     every = sum(len(TIPS[line]) for line in axes.lines if line in TIPS)
-    verb = "lies" if count == 1 else "lie"
+    verb = "lie"
+    if count == 1:
+        verb = "lies"
     return f"{plural(count, 'point')} of {every} {verb} above (hollow, on the edge)."
 
 

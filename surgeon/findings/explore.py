@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.check import Check
+from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.scan import Scan
+from surgeon.findings.search import SearchRun
+from surgeon.findings.similarity import Similarity
 from surgeon.progress import clock
 from surgeon.words import hanging
 
@@ -32,11 +37,16 @@ class NextStep:
 
 
 @dataclass(frozen=True, repr=False)
-class ExploreRun(RunResult):
+class Exploration(RunResult):
     """The result of `explore`.
 
     Attributes:
         steps: what was done, as in `explore.csv`: `step`, `did` (on how much, and what it gave), `seconds`.
+        checked: what would work with the model; this and all else is of an exploration just made.
+        scan, similarity, search: what the passes have found; None where one cannot be done or had no time, which
+            `left_out` says.
+        predictions: what the program at the knee would cost, on the hardware found and on what was asked for.
+        page: all of it.
     """
 
     COMMAND = "explore"
@@ -46,6 +56,12 @@ class ExploreRun(RunResult):
     TABLES: ClassVar = {"steps": TableFile("explore.csv", ("seconds",), ("step", "did"), may_be_empty=True)}
 
     steps: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["step", "did", "seconds"]))
+    checked: Check | None = None
+    scan: Scan | None = None
+    similarity: Similarity | None = None
+    search: SearchRun | None = None
+    predictions: Sequence[Predictions] = ()
+    page: Any = None
 
     @property
     def minutes(self) -> float:
@@ -66,7 +82,9 @@ class ExploreRun(RunResult):
     def slowed(self) -> str:
         """What other work took of the machine; empty where it took little."""
         free = float(self.record.get("free", 1.0))
-        return f"other work slowed this machine: at times {free:.0%} of its processors were free" if free < BUSY else ""
+        if free < BUSY:
+            return f"other work slowed this machine: at times {free:.0%} of its processors were free"
+        return ""
 
     @property
     def next_steps(self) -> Sequence[NextStep]:

@@ -25,7 +25,8 @@ class ExportRun(RunResult):
 
     @classmethod
     def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
-        source, trained = record["source"], record.get("trained")
+        source = record["source"]
+        trained = record.get("trained")
         if "model" in source and source["model"] is None and isinstance(trained, dict):
             return from_scratch(trained.get("data")), ""
         return super().model_of(source)
@@ -55,7 +56,9 @@ class ExportRun(RunResult):
         layers = record["source"].get("num_layers")
         if isinstance(depth, int | float) and layers:
             syncs = record.get("sync_points_on_two_ranks")
-            waits = f" and {plural(syncs, 'synchronisation')} on two ranks" if isinstance(syncs, int) else ""
+            waits = ""
+            if isinstance(syncs, int):
+                waits = f" and {plural(syncs, 'synchronisation')} on two ranks"
             text = f"{self.name}: {record['form']} form, with an effective depth of {depth:g} of {layers}{waits}."
             yield Finding("Exported", text)
 

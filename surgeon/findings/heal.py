@@ -115,7 +115,9 @@ class Healing:
 
 
 def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf
+    if value > 0:
+        return math.log(value)
+    return -math.inf
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,14 +148,18 @@ class HealRun(TrainingRun):
     @property
     def original(self) -> float | None:
         original = self.healing.original
-        return None if original is None else original.perplexity
+        if original is None:
+            return None
+        return original.perplexity
 
     def section(self) -> Iterator[Block]:
         record = self.record
         healing = self.healing
         yield Paragraph(_what(record))
         back = _share(healing.of_perplexity), _share(healing.of_divergence)
-        rows = [["original", *_cells(healing.original, divergence=False)]] if healing.original else []
+        rows = []
+        if healing.original:
+            rows = [["original", *_cells(healing.original, divergence=False)]]
         rows += [["edited", *_cells(healing.edited)], ["healed", *_cells(healing.healed, *back)]]
         marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
         yield Table("Before and after", ["", *_HEAD], rows, _note(back), marked=marked)
@@ -170,12 +176,18 @@ class HealRun(TrainingRun):
         if len(runs) < 2:
             return []
         same_text = len({run.record.get("held_out_hash") for run in runs}) == 1
-        original = runs[0].healing.original if same_text else None
-        rows = [["original", "", *_cells(original, divergence=False)]] if original else []
+        original = None
+        if same_text:
+            original = runs[0].healing.original
+        rows = []
+        if original:
+            rows = [["original", "", *_cells(original, divergence=False)]]
         marked: list[tuple[int, int]] = []
         edits = _by_edit(runs)
         for of_one_edit in edits:
-            which = f", for {listed(run.name for run in of_one_edit)}" if len(edits) > 1 else ""
+            which = ""
+            if len(edits) > 1:
+                which = f", for {listed(run.name for run in of_one_edit)}"
             rows.append([f"edited{which}", "", *_cells(of_one_edit[0].healing.edited)])
             for run in of_one_edit:
                 healing = run.healing
@@ -183,14 +195,16 @@ class HealRun(TrainingRun):
                 marked += [(len(rows), 4), (len(rows), 7)]
                 rows.append([run.name, f"{int(run.record['tokens']):,}", *_cells(healing.healed, *back)])
         note = _note([row[place] for row in rows for place in (4, 7) if len(row) > place])
-        note += "" if same_text else " The runs were measured on different texts: only shares can be compared."
+        if not same_text:
+            note += " The runs were measured on different texts: only shares can be compared."
         table = Table("All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=frozenset(marked))
         return [table, Picture(list(held_out_charts({run.name: run for run in runs}, ", all healings")))]
 
     def summary(self) -> Iterator[Finding]:
         record = self.record
         healing = self.healing
-        steps, time = plural(int(record["steps"]), "step"), duration(float(record["seconds"]))
+        steps = plural(int(record["steps"]), "step")
+        time = duration(float(record["seconds"]))
         text = (
             f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
             f"{_from_to(healing.edited.perplexity, healing.healed.perplexity)}"
@@ -201,15 +215,19 @@ class HealRun(TrainingRun):
             text += f", and its divergence {_from_to(healing.edited.divergence, healing.healed.divergence)}"
         text += f": {_verdict(healing)}.{_went_too_far(self.held_out)}"
         back = healing.of_divergence
-        figure = _percent(back.share) if back and back.is_known and back.certain else ""
+        figure = ""
+        if back and back.is_known and back.certain:
+            figure = _percent(back.share)
         yield Finding("Trained", text, figure, "of the edit's divergence regained by healing" if figure else "")
 
 
 def _what(record: dict[str, Any]) -> str:
     """How much was trained, and on which text."""
-    steps, tokens = int(record["steps"]), int(record["tokens"])
+    steps = int(record["steps"])
+    tokens = int(record["tokens"])
     text = f"The edited model was trained for {plural(steps, 'step')} on {tokens:,} tokens"
-    text += f" of {record['data']}" if record.get("data") else ""
+    if record.get("data"):
+        text += f" of {record['data']}"
     text += f" in {duration(float(record['seconds']))}."
     measured = f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
     return text + measured + (f" ({record['held_out']})." if record.get("held_out") else ".")
@@ -233,14 +251,20 @@ def _share(regained: Regained | None) -> str:
     if regained is None:
         return ""
     if not regained.is_known:
-        return "nothing lost" if math.isnan(regained.share) else NO_VALUE
+        if math.isnan(regained.share):
+            return "nothing lost"
+        return NO_VALUE
     text = _percent(regained.share) + ("" if regained.certain else f" {_UNTOLD}")
-    return text if math.isnan(regained.low) else f"{text} ({_percent(regained.low)} to {_percent(regained.high)})"
+    if math.isnan(regained.low):
+        return text
+    return f"{text} ({_percent(regained.low)} to {_percent(regained.high)})"
 
 
 def _percent(share: float) -> str:
     text = f"{100 * abs(share):.0f}%"
-    return text if share >= 0 or text == "0%" else f"\N{MINUS SIGN}{text}"
+    if share >= 0 or text == "0%":
+        return text
+    return f"\N{MINUS SIGN}{text}"
 
 
 def _by_edit(runs: Sequence[HealRun]) -> list[list[HealRun]]:
@@ -266,7 +290,9 @@ def _verdict(healing: Healing) -> str:
         return "nothing was lost of which a share could be told"
     parts = [_in_words(name, one) for name, one in known.items()]
     unsure = [name for name, one in known.items() if not one.certain]
-    caution = f"; whether anything was lost in {listed(unsure)} the intervals leave open" if unsure else ""
+    caution = ""
+    if unsure:
+        caution = f"; whether anything was lost in {listed(unsure)} the intervals leave open"
     return listed(parts) + caution
 
 
@@ -282,7 +308,8 @@ def _went_too_far(table: pd.DataFrame) -> str:
     """What to say where it was better before the end."""
     if table["divergence"].isna().any():
         return ""
-    best, last = table.iloc[int(table["divergence"].argmin())], table.iloc[-1]
+    best = table.iloc[int(table["divergence"].argmin())]
+    last = table.iloc[-1]
     if not (best["step"] < last["step"] and best["divergence"] < _EARLIER * last["divergence"]):
         return ""
     return (

@@ -30,8 +30,15 @@ LEAST_CAP = 1.1
 MOST = 0.85  # where a few cells are beyond the cap, colours tell this share of the cells apart, with some room
 _ROOM = 1.4
 MANY_LAYERS = 48  # beyond, a map needs more room on the page
-WIDE, HALF = 800.0, 520.0  # of flat maps, alone and side by side, in points
-_SIDE, _LEFT, _BOTTOM, _TOP, _RIGHT = 320.0, 34.0, 34.0, 6.0, 8.0  # of a square map
+# Of flat maps, alone and side by side, in points.
+WIDE = 800.0
+HALF = 520.0
+# Of a square map.
+_SIDE = 320.0
+_LEFT = 34.0
+_BOTTOM = 34.0
+_TOP = 6.0
+_RIGHT = 8.0
 _ROW = 22.0  # of a flat one
 _TICKS = (1.05, 1.10, 1.25, 1.5, 2.0, 3.0)  # of a base perplexity
 
@@ -46,7 +53,9 @@ def largest_shown(perplexity: Sequence[float] | pd.Series[float], base: float, c
         perplexity: of the cells; NaN is none.
     """
     cells = pd.Series(perplexity, dtype=float).dropna()
-    worst = float(cells.max()) if len(cells) else base
+    worst = base
+    if len(cells):
+        worst = float(cells.max())
     if worst > base * cap:
         worst = base * (float(cells.quantile(MOST, interpolation="lower")) / base) ** _ROOM
     return min(base * cap, max(base * LEAST_CAP, worst))
@@ -93,7 +102,8 @@ def draw_map(
     shown = np.ma.masked_invalid(np.where(np.isposinf(cells), 1e6 * (scale.vmax or 1.0), cells))
     axes.set_facecolor(NO_CELL)
     axes.imshow(shown, cmap=colours(), norm=scale, interpolation="none", aspect=aspect)
-    known, within = ~np.isnan(cells), cells <= limit
+    known = ~np.isnan(cells)
+    within = cells <= limit
     below = known[:-1] & known[1:] & (within[:-1] != within[1:])
     beside = known[:, :-1] & known[:, 1:] & (within[:, :-1] != within[:, 1:])
     edges = [[(column - 0.5, row + 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(below)]
@@ -115,7 +125,9 @@ def label_map(axes: Axes, values: pd.DataFrame, across: int, down: int, size: fl
 
 def name_of(value: Any) -> str:
     """A row or a column as text."""
-    return value if isinstance(value, str) else f"{value:g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:g}"
 
 
 def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tuple[Normalize, bool]:
@@ -141,7 +153,9 @@ class Legend:
 
     def bar(self, figure: Figure, **place: Any) -> Any:
         """Draw the scale with its ticks."""
-        extend = "max" if self.capped else "neither"
+        extend = "neither"
+        if self.capped:
+            extend = "max"
         bar = figure.colorbar(ScalarMappable(self.scale, colours()), extend=extend, **place)
         low = float(self.scale.vmin or 0.0)
         high = float(self.scale.vmax or 1.0)
@@ -319,4 +333,6 @@ def _short_number(value: float) -> float | str | None:
     if math.isinf(value):
         return "∞"
     rounded = float(f"{value:.4g}")
-    return int(rounded) if rounded.is_integer() else rounded
+    if rounded.is_integer():
+        return int(rounded)
+    return rounded

@@ -17,11 +17,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from surgeon.findings.blocks import Block, Finding
-from surgeon.findings.explore import ExploreRun
+from surgeon.findings.explore import Exploration
 from surgeon.findings.exported import ExportRun
 from surgeon.findings.heal import HealRun
 from surgeon.findings.inline import inline_svg, legend_keys
-from surgeon.findings.prediction import PredictRun
+from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import SHORT_HASH, RunResult, named, read_record
 from surgeon.findings.scan import Scan
 from surgeon.findings.scratch import ScratchRun
@@ -37,7 +37,7 @@ from surgeon.words import listed
 
 # In the order of the page.
 KINDS: tuple[type[RunResult], ...] = (
-    ExploreRun,
+    Exploration,
     Scan,
     Similarity,
     Sensitivity,
@@ -47,7 +47,7 @@ KINDS: tuple[type[RunResult], ...] = (
     ScratchRun,
     ExportRun,
     TaskRun,
-    PredictRun,
+    Predictions,
 )
 
 TEMPLATES = Path(__file__).parent / "html"
@@ -238,5 +238,9 @@ def _section(anchor: str, run: RunResult, runs: Sequence[RunResult]) -> Section:
 
 
 def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
+    text = str(value)
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,12 +28,13 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, repr=False)
-class PredictRun(RunResult):
+class Predictions(RunResult):
     """The result of `predict`.
 
     Attributes:
         speeds: one row per program, ranks and load, as in `predict.csv`; speedups are over the first program on the
             same ranks for the same load.
+        cells: by ranks and load, of every program; of predictions just made.
     """
 
     COMMAND = "predict"
@@ -48,6 +49,7 @@ class PredictRun(RunResult):
     }
 
     speeds: pd.DataFrame
+    cells: Sequence[Any] = ()
 
     @property
     def swept(self) -> bool:
@@ -74,7 +76,8 @@ class PredictRun(RunResult):
 
     def _sweep(self) -> str:
         """A line for each cell, and what its marks stand for."""
-        table, axes = self.speeds, swept_axes(self.speeds)
+        table = self.speeds
+        axes = swept_axes(self.speeds)
         lines = [["program", *axes, "first", "per token", "tokens/s", "speedup", "comm.", "memory"]]
         lines.append(["", *("" for _ in axes), "ms", "ms", "", "", "", ""])
         for _, row in table.iterrows():
@@ -95,7 +98,9 @@ class PredictRun(RunResult):
         lines = [["program", "batch", "first token", "per token", "tokens/s", "comm.", "memory", "fits"]]
         lines.append(["", "", "ms", "ms", "", "", "", ""])
         for _, row in self.speeds.iterrows():
-            fits = "yes" if row["fits"] else "no"
+            fits = "no"
+            if row["fits"]:
+                fits = "yes"
             begin = [row["program"], str(row["batch"])]
             lines.append([*begin, *_speeds(row), _share(row), show_size(row["needed_bytes"]), fits])
         return aligned(lines)
@@ -172,7 +177,9 @@ def words_of(axis: str, value: int) -> str:
     """A value of an axis: 8 ranks, batch 16, prompt 1024, 512 new."""
     if axis == "ranks":
         return plural(value, "rank")
-    return f"{value} new" if axis == "new" else f"{axis} {value}"
+    if axis == "new":
+        return f"{value} new"
+    return f"{axis} {value}"
 
 
 def _passes(table: pd.DataFrame) -> list[Chart]:
@@ -203,8 +210,12 @@ def _lines(table: pd.DataFrame) -> Iterator[Chart]:
     Where more than two axes are swept, the charts are of the first value of the others.
     """
     several = table["program"].nunique() > 1
-    column = "tokens_per_second_speedup" if several else "tokens_per_second"
-    title = f"tokens/s, times {table['program'].iloc[0]}" if several else "new tokens per second"
+    column = "tokens_per_second"
+    if several:
+        column = "tokens_per_second_speedup"
+    title = "new tokens per second"
+    if several:
+        title = f"tokens/s, times {table['program'].iloc[0]}"
     along, by, table = drawn_axes(table)
     for value in list(table[by].unique())[:_MOST_CHARTS]:
         own = table[(table[by] == value) & table[column].notna()]
@@ -229,7 +240,9 @@ def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) 
 
 
 def _tip(row: pd.Series[float], along: str, column: str) -> str:
-    room = "" if row["fits"] else ", does not fit into memory"
+    room = ", does not fit into memory"
+    if row["fits"]:
+        room = ""
     return f"{row['program']}, {along} {int(row[along])}: {number(row[column], 3)}{room}"
 
 
@@ -243,7 +256,8 @@ def _cells(table: pd.DataFrame) -> Table:
             rows.append([*begin, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, "cannot be shared"])
             continue
         numbers = [number(row[name], 3) for name in ("first_token_ms", "per_token_ms", "tokens_per_second")]
-        speedup, waiting = number(row["tokens_per_second_speedup"], 3), f"{row['communication_share']:.0%}"
+        speedup = number(row["tokens_per_second_speedup"], 3)
+        waiting = f"{row['communication_share']:.0%}"
         memory = number(row["needed_bytes"] / _GIB, 3) + ("" if row["fits"] else ": too much")
         rows.append([*begin, *numbers, speedup, waiting, memory])
     note = (

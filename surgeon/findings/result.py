@@ -179,7 +179,9 @@ class RunResult:
             )
         model, its_hash = cls.model_of(record)
         if model_hash is not None and its_hash != model_hash:
-            a = "an" if cls.COMMAND[0] in "aeio" else "a"
+            a = "a"
+            if cls.COMMAND[0] in "aeio":
+                a = "an"
             raise ValueError(
                 f"{folder} holds {a} {cls.COMMAND} of another model: {model} with the hash {its_hash[:SHORT_HASH]}, "
                 f"while this model has {model_hash[:SHORT_HASH]}; give a folder made with the same model"
@@ -314,7 +316,9 @@ class RunResult:
         return replace(self, files=(*self.files, *self.write(folder), folder / self.RECORD, *self.draw(folder)))
 
     def __repr__(self) -> str:
-        where = f", in {self.files[0].parent}" if self.files else ""
+        where = ""
+        if self.files:
+            where = f", in {self.files[0].parent}"
         return f"<{type(self).__name__} of {self.label}: {plural(len(self.table()), 'row')}{where}>"
 
     def _repr_html_(self) -> str:

@@ -168,9 +168,13 @@ class Scan(RunResult):
     def _base(self) -> Finding:
         scan = self.touched
         known = self.record.get("base_interval")
-        ends = f", 95% interval {interval(*known)}" if isinstance(known, list) and len(known) == 2 else ""
+        ends = ""
+        if isinstance(known, list) and len(known) == 2:
+            ends = f", 95% interval {interval(*known)}"
         tokens = self.record.get("tokens_predicted") or int(self.cells["tokens"].max())
-        what = "model as it runs" if scan.edited else "unedited model"
+        what = "unedited model"
+        if scan.edited:
+            what = "model as it runs"
         text = (
             f"The {what} has {scan.num_layers} layers and a perplexity of {number(scan.base)}{ends}, over "
             f"{plural(tokens, 'token')} of {self.record.get('data', 'the text')}."
@@ -206,7 +210,9 @@ def _only_part(record: dict[str, Any], num_layers: int) -> str:
     if isinstance(longest, int) and longest < num_layers and not parts:
         parts.append(f"stretches have at most {longest} layers")
     text = "; ".join(filter(None, parts))
-    return text[:1].upper() + text[1:] + "." if text else ""
+    if text:
+        return text[:1].upper() + text[1:] + "."
+    return ""
 
 
 def _spread_of_orders(orders: pd.DataFrame) -> str:
@@ -225,7 +231,9 @@ def _spread_of_orders(orders: pd.DataFrame) -> str:
 
 def _pairs(scan: ScanTable, operation: str) -> Finding:
     """How many layers can run as pairs."""
-    name = "as LP pairs" if operation == PAIRS else "two by two"
+    name = "two by two"
+    if operation == PAIRS:
+        name = "as LP pairs"
     reached = _by_stretch(scan, operation)
     text = " ".join(_pairs_sentence(scan, operation, allowed, cell) for allowed, cell in reached)
     if operation == PAIRS_OF_STREAMS:
@@ -242,10 +250,16 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
         if cell is not None
     ]
     head = ["allowed", "longest stretch", "depth", "change", *interval_heads(scan.cells)]
-    table = Table(f"The longest stretches {name}", head, rows, left=frozenset({1})) if rows else None
+    table = None
+    if rows:
+        table = Table(f"The longest stretches {name}", head, rows, left=frozenset({1}))
     middle = longest_within(scan, operation, TOLERANCES[1])
-    depth = None if middle is None else scan.depth(operation, int(middle["changed"]))
-    figure = f"{depth:g} of {scan.num_layers}" if depth is not None else "no pairs"
+    depth = None
+    if middle is not None:
+        depth = scan.depth(operation, int(middle["changed"]))
+    figure = "no pairs"
+    if depth is not None:
+        figure = f"{depth:g} of {scan.num_layers}"
     label = f"effective depth with layers run {name}, within {allowance(TOLERANCES[1])} of the perplexity"
     return Finding(f"Running layers {name}", text, figure, label, table)
 
@@ -255,7 +269,9 @@ def _by_stretch(scan: ScanTable, operation: str) -> list[tuple[list[float], pd.S
     found: list[tuple[list[float], pd.Series[Any] | None]] = []
     for tolerance in TOLERANCES:
         cell = longest_within(scan, operation, tolerance)
-        before = found[-1][1] if found else None
+        before = None
+        if found:
+            before = found[-1][1]
         same = bool(found) and (
             before is cell or (before is not None and cell is not None and before.name == cell.name)
         )
@@ -271,7 +287,9 @@ def _pairs_sentence(scan: ScanTable, operation: str, allowed: list[float], cell:
         return f"No stretch stays within {listed(map(allowance, allowed), 'or')} of the unedited perplexity."
     depth = scan.depth(operation, int(cell["changed"]))
     assert depth is not None, "pairs save half their layers in every family"
-    further = f"; allowing {listed(map(allowance, allowed[1:]), 'or')} reaches no further" if allowed[1:] else ""
+    further = ""
+    if allowed[1:]:
+        further = f"; allowing {listed(map(allowance, allowed[1:]), 'or')} reaches no further"
     return (
         f"Within {allowance(allowed[0])} of the perplexity: {stretch(int(cell['first']), int(cell['last']))}, for an "
         f"effective depth of {depth:g} of {scan.num_layers}{further}."
@@ -282,7 +300,8 @@ def _removal(scan: ScanTable) -> Finding:
     """Which single layers cost least and most to leave out."""
     cells = single_layers(scan)
     count = min(_NAMED, len(cells) // 2)
-    least, most = cells.head(count), cells.tail(count).iloc[::-1]
+    least = cells.head(count)
+    most = cells.tail(count).iloc[::-1]
 
     def named(rows: pd.DataFrame) -> str:
         return listed(f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows())
@@ -320,15 +339,25 @@ def _untouchable(scan: ScanTable) -> Finding:
     tried = [name for name in scan.operations if name in verbs] or scan.operations
     alone = sorted(layer for layer, names in kinds.items() if {title_of(name) for name in tried} <= set(names))
     how = listed((verbs.get(name, title_of(name)) for name in tried), "or")
-    it = "it" if len(alone) == 1 else "them"
-    what = f"no measured way to {how} {it}" if set(tried) & set(verbs) else "no measured change"
-    figure = f"{'layer' if len(alone) == 1 else 'layers'} {layer_list(alone)}" if alone else "no layer"
+    it = "them"
+    if len(alone) == 1:
+        it = "it"
+    what = "no measured change"
+    if set(tried) & set(verbs):
+        what = f"no measured way to {how} {it}"
+    figure = "no layer"
+    if alone:
+        figure = f"{'layer' if len(alone) == 1 else 'layers'} {layer_list(alone)}"
     label = f"{'is' if len(alone) < 2 else 'are'} never to be touched: {what} within {allowance(_LIMIT)}"
     return Finding("Layers never to touch", " ".join(sentences), figure, label)
 
 
 def _untouchable_sentence(layers: list[int], names: tuple[str, ...], operations: int) -> str:
-    it = "it" if len(layers) == 1 else "one of them"
+    it = "one of them"
+    if len(layers) == 1:
+        it = "it"
     which = f"{'Layer' if len(layers) == 1 else 'Layers'} {layer_list(layers)}"
-    change_words = "measured change" if len(names) == operations else listed(names, "or")
+    change_words = "measured change"
+    if len(names) != operations:
+        change_words = listed(names, "or")
     return f"{which}: no {change_words} that includes {it} stays within {allowance(_LIMIT)} of the perplexity."

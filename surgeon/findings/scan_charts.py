@@ -52,7 +52,9 @@ def charts(scan: ScanTable) -> Iterator[Block]:
 
 def _style(operation: str) -> int:
     """Each operation looks the same in all charts."""
-    return HEATMAPS[operation].style if operation in HEATMAPS else 0
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].style
+    return 0
 
 
 def _tips(cells: pd.DataFrame) -> list[str]:
@@ -161,7 +163,9 @@ def reach_table(scan: ScanTable) -> Table:
                 row.append("none")
                 continue
             depth = scan.depth(operation, int(cell["changed"]))
-            ends = "" if depth is None else f", depth {depth:g}"
+            ends = ""
+            if depth is not None:
+                ends = f", depth {depth:g}"
             row.append(f"{stretch(int(cell['first']), int(cell['last']))} ({number(cell['perplexity'])}{ends})")
         rows.append(row)
     head = ["change", *(f"within {allowance(tolerance)}" for tolerance in TOLERANCES)]

@@ -64,7 +64,9 @@ class ScanMaps:
     def heatmaps(self) -> dict[str, Picture]:
         """The picture of several operations over stretches side by side, by its name."""
         names = self._names(over_stretches=True)
-        return {"heatmaps": self._side_by_side(names)} if len(names) > 1 else {}
+        if len(names) > 1:
+            return {"heatmaps": self._side_by_side(names)}
+        return {}
 
     @property
     def each(self) -> dict[str, Picture]:
@@ -86,7 +88,9 @@ class ScanMaps:
         legend = self._legend(names)
         maps = [self._map(name, legend.scale) for name in names]
         axes = "First layer of the stretch down, last layer across; the diagonal is single layers."
-        shared = " These maps share one scale, that of heatmaps.png." if len(names) > 1 else ""
+        shared = ""
+        if len(names) > 1:
+            shared = " These maps share one scale, that of heatmaps.png."
         return Picture(maps, f"{axes} {self._colours}{shared}", legend=legend)
 
     def galleries(self) -> Iterator[Block]:
@@ -102,7 +106,9 @@ class ScanMaps:
             yield Picture([self._expert_map(column, title) for column, title in share.items()], name="experts")
 
     def _map(self, name: str, colours: Normalize) -> Map:
-        return self._over_stretches(name, colours) if varied_by(name) is None else self._of_values(name, colours)
+        if varied_by(name) is None:
+            return self._over_stretches(name, colours)
+        return self._of_values(name, colours)
 
     def _over_stretches(self, operation: str, colours: Normalize) -> Map:
         cells = self._cells[operation]
@@ -221,8 +227,12 @@ def _orders(cells: pd.DataFrame, orders: pd.DataFrame) -> list[str]:
     notes = []
     for span in zip(cells["first"], cells["last"], strict=True):
         here = by_stretch.get(span, [])
-        layers = here[0].split() if here else []
-        more = " …" if len(layers) > _ORDERS_SHOWN else ""
+        layers = []
+        if here:
+            layers = here[0].split()
+        more = ""
+        if len(layers) > _ORDERS_SHOWN:
+            more = " …"
         single = "order: " + " ".join(layers[:_ORDERS_SHOWN]) + more
         notes.append(single if len(here) == 1 else f"mean over {len(here)} random orders")
     return notes

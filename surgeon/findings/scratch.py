@@ -73,14 +73,19 @@ class ScratchRun(TrainingRun):
         ]
         rows = [_row(name, same, None if name == first else base) for name, same in models.items()]
         note = "Losses on held-out text, nats per token, are means over seeds; a run's interval stands in its section."
-        note += "" if len(texts) == 1 else " The runs were measured on different texts, and cannot be compared."
+        if len(texts) != 1:
+            note += " The runs were measured on different texts, and cannot be compared."
         shown = list(models.items())[: len(COLOURS)]
         several = any(len(same) > 1 for same in models.values())
         charts = [*held_out_charts({name: same[0] for name, same in shown}, ", side by side")]
         trained = {name: same[0].training for name, same in shown if len(same[0].training)}
-        charts += [losses_chart(trained, ", side by side")] if trained else []
-        caption = "Of each model the run with the first seed." if several else ""
-        caption += f" The first {len(COLOURS)} models are drawn." if len(models) > len(COLOURS) else ""
+        if trained:
+            charts += [losses_chart(trained, ", side by side")]
+        caption = ""
+        if several:
+            caption = "Of each model the run with the first seed."
+        if len(models) > len(COLOURS):
+            caption += f" The first {len(COLOURS)} models are drawn."
         return [Table("Side by side", head, rows, note, left=frozenset({1})), Picture(charts, caption.strip())]
 
     def summary(self) -> Iterator[Finding]:
@@ -111,7 +116,9 @@ def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
 
 def _what(record: dict[str, Any]) -> str:
     """What was trained, how much, and on which text."""
-    steps, tokens, time = int(record["steps"]), int(record["tokens"]), duration(float(record["seconds"]))
+    steps = int(record["steps"])
+    tokens = int(record["tokens"])
+    time = duration(float(record["seconds"]))
     return (
         f"A model of {int(record['parameters']):,} parameters ({record['architecture']}) with random weights was "
         f"trained for {plural(steps, 'step')} on {tokens:,} tokens of {record['data']} in {time}. Before and after, "
@@ -134,7 +141,9 @@ def _by_model(runs: Sequence[ScratchRun]) -> dict[str, list[ScratchRun]]:
     named: dict[str, list[ScratchRun]] = {}
     for same in groups.values():
         same.sort(key=lambda run: int(run.record["settings"]["seed"]))
-        common = _beginning([run.name for run in same]) if len(same) > 1 else ""
+        common = ""
+        if len(same) > 1:
+            common = _beginning([run.name for run in same])
         named[common if common and common not in named else same[0].name] = same
     return named
 
@@ -151,11 +160,18 @@ def _loss(same: Sequence[ScratchRun]) -> float:
 
 
 def _row(name: str, same: Sequence[ScratchRun], base: float | None) -> list[str]:
-    record, loss = same[0].record, _loss(same)
+    record = same[0].record
+    loss = _loss(same)
     program = str(record["program"])
-    cut = program if len(program) <= _LONGEST_PROGRAM else f"{program[: _LONGEST_PROGRAM - 1]}…"
+    cut = program
+    if not (len(program) <= _LONGEST_PROGRAM):
+        cut = f"{program[: _LONGEST_PROGRAM - 1]}…"
     losses = [_loss([run]) for run in same]
-    spread = f"{number(min(losses))} to {number(max(losses))}" if len(same) > 1 else ""
-    apart = "" if base is None else f"{'+' if loss > base else ''}{number(loss - base, 3)}"
+    spread = ""
+    if len(same) > 1:
+        spread = f"{number(min(losses))} to {number(max(losses))}"
+    apart = ""
+    if base is not None:
+        apart = f"{'+' if loss > base else ''}{number(loss - base, 3)}"
     sizes = [f"{int(record['parameters']):,}", f"{int(record['tokens']):,}", str(len(same))]
     return [name, cut, *sizes, number(loss), spread, number(math.exp(loss)), apart]

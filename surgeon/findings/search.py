@@ -118,9 +118,9 @@ class SearchRun(RunResult):
     @property
     def by_cost(self) -> dict[str, pd.DataFrame]:
         """`quality` of each cost that was looked along."""
-        return (
-            {str(along): rows for along, rows in self.quality.groupby("along", sort=False)} if len(self.quality) else {}
-        )
+        if len(self.quality):
+            return {str(along): rows for along, rows in self.quality.groupby("along", sort=False)}
+        return {}
 
     def section(self) -> Iterator[Block]:
         if self.is_earlier:
@@ -189,7 +189,9 @@ class SearchRun(RunResult):
             yield Finding("Healing", self.record["healing"]["sentences"][-1] + ".")
         knees = self.record.get("knees") or []
         if knees:
-            title = "How deep it really is" if "depth" in self.by_cost else "Where quality ends"
+            title = "Where quality ends"
+            if "depth" in self.by_cost:
+                title = "How deep it really is"
             yield Finding(title, f"By {'; '.join(knees)}.")
 
     def _what_won(self, best: dict[str, Any], held: dict[str, Any] | None) -> str:
@@ -208,7 +210,9 @@ class SearchRun(RunResult):
             "search"
         )
         original = self.record.get("original") if held is None else held["original"]
-        against = "" if original is None else f" and the original's {_value(original, 'perplexity')}"
+        against = ""
+        if original is not None:
+            against = f" and the original's {_value(original, 'perplexity')}"
         if held is None:
             return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
         unseen = self._finalist(held)["unseen"]
@@ -224,14 +228,18 @@ class SearchRun(RunResult):
 
 def _on_held_out_text(held: dict[str, Any]) -> Table:
     """The search's winner and the runners-up on text that the search did not see."""
-    by, first, others = held["by"], held["searched"], held["runners_up"]
+    by = held["by"]
+    first = held["searched"]
+    others = held["runners_up"]
     rows = [[str(first["trial"]), *_both(first, by), "", "the search's winner"]]
     rows += [
         [str(one["trial"]), *_both(one, by), _difference(one), f"trial {first['trial']} is {_VERDICTS[one['verdict']]}"]
         for one in others
     ]
     marked = frozenset((row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart")
-    together = f" The {len(others)} intervals hold together with 95%." if len(others) > 1 else ""
+    together = ""
+    if len(others) > 1:
+        together = f" The {len(others)} intervals hold together with 95%."
     won = f"trial {held['winner']} is the winner"
     original = f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
     note = (
@@ -278,7 +286,9 @@ def _difference(one: dict[str, Any]) -> str:
 
 def _best_trials(trials: TrialTable) -> Table:
     """The best trials, or along a cost the best of every level, on the text of the search."""
-    rows = trials.best_of_levels if trials.has_levels else trials.ranked[:_SHOWN]
+    rows = trials.best_of_levels
+    if not trials.has_levels:
+        rows = trials.ranked[:_SHOWN]
     columns = list(trials.table.columns)
     costs = columns[columns.index("edits") + 1 : columns.index("divergence")]  # what programs cost
     if trials.by == DRAFT_TIME:
@@ -300,21 +310,28 @@ def _best_trials(trials: TrialTable) -> Table:
         "perplexity",
         *interval_heads(trials.table, ["divergence"]),
     ]
-    what = "The best trial of every level" if trials.has_levels else f"The best {len(rows)}"
+    what = "The best trial of every level"
+    if not trials.has_levels:
+        what = f"The best {len(rows)}"
     caption = f"{what} of {plural(len(trials), 'trial')}, on the text of the search"
-    note = "" if rows else "No trial is within the budget."
+    note = "No trial is within the budget."
+    if rows:
+        note = ""
     return Table(caption, head, cells, note, left=frozenset({1, 2}))
 
 
 def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
-    names, places = objectives_of(front), {int(trial): row for row, trial in enumerate(trials.table["trial"])}
+    names = objectives_of(front)
+    places = {int(trial): row for row, trial in enumerate(trials.table["trial"])}
     rows = [
         [f"{row['point']:g}", *(cost(row[name]) for name in names), f"{row['trial']:g}",
          trials.short_edits(places[int(row["trial"])])]
         for _, row in front.iterrows()
     ]  # fmt: skip
     caption = f"The front: {plural(len(front), 'program')}"
-    kept = [] if "within" not in front else [row for row, flag in enumerate(front["within"]) if str(flag) == "True"]
+    kept = []
+    if "within" in front:
+        kept = [row for row, flag in enumerate(front["within"]) if str(flag) == "True"]
     marked = frozenset((row, 0) for row in kept) if len(kept) < len(front) else frozenset()
     note = "Each has a recipe in the folder front." + (" Those that keep the budget are marked." if marked else "")
     return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}), marked=marked)
@@ -324,10 +341,13 @@ def _layers_touched(trials: TrialTable, layers: int) -> Map:
     """Which layers the good trials change: a strip for each space."""
     values = trials.shares(layers)
     every = [trials.touched(space, layers, range(len(trials))) for space in values.index]
-    down, across = np.repeat(values.index, layers), [*range(layers)] * len(values)
+    down = np.repeat(values.index, layers)
+    across = [*range(layers)] * len(values)
     shares = pd.DataFrame({"good": values.to_numpy().ravel(), "all": np.ravel(every)})
     title = "Which layers the good trials change"
-    of_each = "of each level " if trials.has_levels else ""
+    of_each = ""
+    if trials.has_levels:
+        of_each = "of each level "
     caption = (
         f"Share of the best tenth of trials {of_each}({len(trials.good)} of {len(trials)}) "
         "that have an edit of this space on the layer."
@@ -343,13 +363,17 @@ def _what_goes_with_edits(trials: TrialTable, terms: pd.DataFrame) -> Iterator[B
     effects = trials.effects()[:_SHOWN]
     if not effects:
         return
-    alone = {} if terms.empty else dict(zip(terms["edit"], terms["divergence"], strict=True))
+    alone = {}
+    if not terms.empty:
+        alone = dict(zip(terms["edit"], terms["divergence"], strict=True))
     rows = [
         [str(one.edit), str(one.trials), number(alone.get(str(one.edit), float("nan"))), number(one.ratio, 3),
          interval(one.low, one.high, 3)]
         for one in effects
     ]  # fmt: skip
-    of_level = " of the same level" if trials.has_levels else ""
+    of_level = ""
+    if trials.has_levels:
+        of_level = " of the same level"
     note = (
         f"The ratio is of geometric means of {trials.by}: of trials with the edit to those{of_level} without, with the "
         "95% interval of Welch's t for each row by itself; shaded where it excludes 1. Trials are those that the "
@@ -381,15 +405,20 @@ def _told_apart(held: dict[str, Any]) -> str:
     verdicts = [one["verdict"] for one in held["runners_up"]]
     if not verdicts or held["overturned"]:
         return ""
-    better, alike = verdicts.count("better"), verdicts.count("not told apart")
+    better = verdicts.count("better")
+    alike = verdicts.count("not told apart")
     first = held["searched"]["trial"]
     if not better:
         return f"On held-out text trial {first} is not told apart from {_of(alike, verdicts)}."
-    rest = f", and not told apart from {alike}" if alike else ""
+    rest = ""
+    if alike:
+        rest = f", and not told apart from {alike}"
     return f"On held-out text trial {first} is better than {_of(better, verdicts)}{rest}."
 
 
 def _of(count: int, verdicts: Sequence[str]) -> str:
     if len(verdicts) == 1:
         return "the runner-up"
-    return f"any of the {count} runners-up" if count == len(verdicts) else f"{count} of {len(verdicts)} runners-up"
+    if count == len(verdicts):
+        return f"any of the {count} runners-up"
+    return f"{count} of {len(verdicts)} runners-up"

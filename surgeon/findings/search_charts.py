@@ -25,7 +25,10 @@ UNITS = {
 }
 _COSTS = {"depth": "effective depth"}
 _ENGINEERED = {"latency": "s", "params": "", "weight_bytes": "B", "size": "B", "kv_bytes": "B", "wire_bytes": "B"}
-_STOPPED, _OTHER, _KNEE = 7, 6, 6  # styles
+# Styles.
+_STOPPED = 7
+_OTHER = 6
+_KNEE = 6
 _ABOVE = 30.0  # times the least: where the axis ends
 _APART = (0.035, 0.035)  # of a panel: numbers nearer than this cover each other
 
@@ -47,12 +50,16 @@ def history_chart(trials: TrialTable) -> Chart:
                 tips = [trials.tip(row) for row in rows]
                 points(axes, np.array(rows) + 1, trials.relative[rows], tips, style, words, line=False)
         best = trials.best_so_far
-        name = "best so far, mean of all levels" if trials.has_levels else "best so far"
+        name = "best so far"
+        if trials.has_levels:
+            name = "best so far, mean of all levels"
         steps: Any = {"color": COLOURS[1], "lw": 1.8, "drawstyle": "steps-post", "label": name, "zorder": 1}
         axes.plot(np.arange(1, len(trials) + 1), np.where(best > 0, best, np.nan), **steps)
 
     stopped = int((~trials.whole).sum())
-    caption = f"{plural(len(trials), 'trial')}, {stopped} of them stopped early." if stopped else ""
+    caption = ""
+    if stopped:
+        caption = f"{plural(len(trials), 'trial')}, {stopped} of them stopped early."
     y = f"{trials.by}, {TIMES} the best of its level" if trials.has_levels else UNITS[trials.by]
     return Chart("How the search went", draw, "trials asked for", y, caption, "search")
 
@@ -80,7 +87,9 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
         _dearest_left(axes, along, quality["cost"])
         _label_cost(axes.xaxis, along)
 
-    of_each = " of each space alone and of all together" if quality["space"].nunique() > 1 else ""
+    of_each = ""
+    if quality["space"].nunique() > 1:
+        of_each = " of each space alone and of all together"
     caption = f"The best program{of_each} at each {along} or better, with 95% intervals, on the text of the search."
     title = f"The front: divergence against {_COSTS.get(along, along)}"
     name = "quality-against-" + re.sub(r"[^\w.-]+", "-", along)
@@ -182,7 +191,9 @@ def _edit_chart(space: str, own: pd.DataFrame, terms: pd.DataFrame) -> Chart:
         scale(axes, "y", terms["divergence"].tolist(), log=True)
         for place, (name, rows) in enumerate(groups):
             tips = [f"{row['edit']}: divergence {number(row['divergence'])}" for _, row in rows.iterrows()]
-            label = str(name) if len(groups) > 1 else ""
+            label = ""
+            if len(groups) > 1:
+                label = str(name)
             points(axes, rows["first"], rows["divergence"], tips, place, label, line=len(rows) > 2)
 
     return Chart(f"Each edit alone: {space}", draw, "first layer of the edit", UNITS["divergence"])

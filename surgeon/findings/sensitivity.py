@@ -137,14 +137,21 @@ class Sensitivity(RunResult):
             if (predictor, damage) not in known:
                 return ""
             value = rho[damage][predictor]
-            best = "*" if value == rho[damage].max() else " "
-            return "-" if np.isnan(value) else f"{value:.3f}{best} ({p[damage][predictor]:.0e})"
+            best = " "
+            if value == rho[damage].max():
+                best = "*"
+            if np.isnan(value):
+                return "-"
+            return f"{value:.3f}{best} ({p[damage][predictor]:.0e})"
 
         lines = [["", "", "", "log perplexity"], ["by pair", "local error", "divergence", "ratio"]]
         lines += [[words, *(cell(name, damage) for damage in DAMAGES)] for name, (words, _) in PREDICTORS.items()]
         table = self.pairs
-        looseness = float(np.median(table["bound"] / table["error"])) if (table["error"] > 0).all() else np.inf
-        within, every = self.record["errors_within_bound"], self.record["errors"]
+        looseness = np.inf
+        if (table["error"] > 0).all():
+            looseness = float(np.median(table["bound"] / table["error"]))
+        within = self.record["errors_within_bound"]
+        every = self.record["errors"]
         return (
             f"Spearman's rho over {len(table)} pairs of layers (p in brackets; *: the best)\n{aligned(lines)}\n\n"
             f"the error is within its bound in {within} of {every} cases (pairs and windows);\n"

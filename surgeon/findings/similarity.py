@@ -176,8 +176,10 @@ def _ranked(table: pd.DataFrame) -> pd.DataFrame:
 
 def _name(key: Any) -> str:
     proxy, aggregate = key
-    words = proxy.replace("_", " ").replace("cka", f"1 {MINUS} CKA,")
-    return f"{words} ({aggregate})" if aggregate else words
+    words = str(proxy).replace("_", " ").replace("cka", f"1 {MINUS} CKA,")
+    if aggregate:
+        return f"{words} ({aggregate})"
+    return words
 
 
 def _proxies(table: pd.DataFrame) -> Iterator[Block]:
@@ -193,7 +195,8 @@ def _proxies(table: pd.DataFrame) -> Iterator[Block]:
 
 def _rho_table(caption: str, shown: pd.DataFrame, every: pd.DataFrame, folded: bool) -> Table:
     best = every.max()
-    rows, marked = [], set[tuple[int, int]]()
+    rows = []
+    marked = set[tuple[int, int]]()
     for row, (key, values) in enumerate(shown.iterrows()):
         rows.append([_name(key), number(float(values.mean()), 3), *(number(v, 3) for v in values)])
         marked.update((row, column) for column, name in enumerate(shown.columns, start=2) if values[name] == best[name])

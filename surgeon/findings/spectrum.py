@@ -39,11 +39,15 @@ class TargetRank:
     is_share: bool
 
     def __str__(self) -> str:
-        return f"{self.number.numerator}/{self.number.denominator}" if self.is_share else str(self.number)
+        if self.is_share:
+            return f"{self.number.numerator}/{self.number.denominator}"
+        return str(self.number)
 
     def of(self, full_rank: int) -> int:
         """The rank for a matrix with this many singular values; a share is rounded, to at least 1."""
-        return max(1, int(self.number * full_rank + Fraction(1, 2))) if self.is_share else int(self.number)
+        if self.is_share:
+            return max(1, int(self.number * full_rank + Fraction(1, 2)))
+        return int(self.number)
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,7 +136,9 @@ class Spectrum(RunResult):
                 f"rank95{ending}": "rank",
                 f"kept95{ending}": "parameters kept",
             }
-            which = "itself" if method == "plain" else "on its inputs"
+            which = "on its inputs"
+            if method == "plain":
+                which = "itself"
             title = f"Rank with 95% of the energy of the matrix {which} ({method})"
             maps.append(_map(self.shares(method), "share", ratio, fields, title, "share of the full rank"))
         return Picture(maps, "", "rank95", Legend(ratio, "Colours: share of the full rank"))

@@ -12,7 +12,10 @@ import pandas as pd
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import Program
 
-PAIRS, PAIRS_OF_STREAMS, PRUNE = "lp", "2-parallel", "prune"  # what the summary asks about by name
+# What the summary asks about by name.
+PAIRS = "lp"
+PAIRS_OF_STREAMS = "2-parallel"
+PRUNE = "prune"
 TOLERANCES = (1.05, 1.10, 1.25)  # of the base perplexity, that tables and maps speak of
 _SUBLAYERS = re.compile(r"[^AF]*[AF]\d+[^AF>\[{]*")
 _SAME = 1e-6  # relative; perplexities this close are one
@@ -61,28 +64,40 @@ class ScanTable:
 
     def depth(self, operation: str, changed: int) -> float | None:
         """Effective depth with an operation on so many layers; None if it cannot be told."""
-        saved = None if self.edited else depth_saved(operation, changed, self.steps_per_layer)
-        return None if saved is None else self.num_layers - saved
+        saved = None
+        if not self.edited:
+            saved = depth_saved(operation, changed, self.steps_per_layer)
+        if saved is None:
+            return None
+        return self.num_layers - saved
 
 
 def title_of(operation: str) -> str:
     """As pictures name an operation."""
-    return HEATMAPS[operation].title if operation in HEATMAPS else operation
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].title
+    return operation
 
 
 def varied_by(operation: str) -> str | None:
     """The parameter whose values are the columns of an operation's map, if these are not last layers."""
-    return HEATMAPS[operation].varied if operation in HEATMAPS else None
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].varied
+    return None
 
 
 def named_across(operation: str) -> str | None:
     """What pictures call the values of that parameter."""
-    return HEATMAPS[operation].across or varied_by(operation) if operation in HEATMAPS else None
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].across or varied_by(operation)
+    return None
 
 
 def group_size(operation: str) -> int:
     """How many layers an operation takes together: 2 for pairs, 3 for triplets, 1 where there are no groups."""
-    return HEATMAPS[operation].group if operation in HEATMAPS else 1
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].group
+    return 1
 
 
 def changed_layers(operation: str, first: int, last: int) -> int:
@@ -97,7 +112,9 @@ def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> flo
         return None
     known = [steps_per_layer] if steps_per_layer else [1, 2]
     saved = {layers - edited_stretch(operation, layers, steps).effective_depth(steps) for steps in known}
-    return saved.pop() if len(saved) == 1 else None
+    if len(saved) == 1:
+        return saved.pop()
+    return None
 
 
 def edited_stretch(operation: str, layers: int, steps_per_layer: int) -> Program:
@@ -116,7 +133,9 @@ def longest_within(scan: ScanTable, operation: str, tolerance: float) -> pd.Seri
     cells = scan.of_operation(operation)
     within = cells[cells["ratio"] <= tolerance]
     ordered = within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True])
-    return None if ordered.empty else ordered.iloc[0]
+    if ordered.empty:
+        return None
+    return ordered.iloc[0]
 
 
 def single_layers(scan: ScanTable, operation: str = PRUNE) -> pd.DataFrame:

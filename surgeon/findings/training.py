@@ -67,7 +67,9 @@ class TrainingRun(RunResult):
     def tokens_per_step(self) -> float:
         """NaN where nothing was trained."""
         steps = float(self.record["steps"])
-        return float(self.record["tokens"]) / steps if steps > 0 else math.nan
+        if steps > 0:
+            return float(self.record["tokens"]) / steps
+        return math.nan
 
     def charts(self) -> Iterator[Chart]:
         """Held-out quality, loss and learning rate."""
@@ -83,7 +85,9 @@ def loss_chart(training: pd.DataFrame) -> Chart:
     if len(parts) == 2:
         parts = {"loss": "loss"}  # the only part is the loss itself
     few = len(training) <= _MEANS
-    drawn = training if few else _means(training, list(parts))
+    drawn = training
+    if not few:
+        drawn = _means(training, list(parts))
 
     def draw(axes: Axes) -> None:
         _steps_across(axes, training["step"])
@@ -107,7 +111,9 @@ def rate_chart(training: pd.DataFrame) -> Chart:
     """The learning rate."""
     rates = training["learning_rate"]
     highest = max((rate for rate in rates if math.isfinite(rate)), default=0.0)
-    power = math.floor(math.log10(highest)) if highest > 0 else 0
+    power = 0
+    if highest > 0:
+        power = math.floor(math.log10(highest))
     scaled = rates * 10.0**-power  # so that numbers on the axis are short
 
     def draw(axes: Axes) -> None:
@@ -116,7 +122,9 @@ def rate_chart(training: pd.DataFrame) -> Chart:
         tips = _tips(training, "learning_rate", "learning rate")
         points(axes, training["step"], scaled, tips, marks=len(scaled) <= _MEANS)
 
-    y = f"learning rate ({TIMES} 1e{power})" if power else "learning rate"
+    y = "learning rate"
+    if power:
+        y = f"learning rate ({TIMES} 1e{power})"
     return Chart("Learning rate", draw, "step", y, name="learning-rate")
 
 
@@ -154,7 +162,9 @@ def _held_out_chart(name: str, runs: Mapping[str, TrainingRun], together: str) -
     per_step = {run.tokens_per_step for run in runs.values()}
     by_tokens = len(per_step) > 1 and all(math.isfinite(tokens) for tokens in per_step)
     originals = {run.original for run in runs.values()}
-    original = first.original if name == "perplexity" and len(originals) == 1 else None
+    original = None
+    if name == "perplexity" and len(originals) == 1:
+        original = first.original
     tables = pd.concat([run.held_out for run in runs.values()])
     values = [*tables[name], *filter(None, [original])]
     ends = [*tables[f"{name}_low"], *tables[f"{name}_high"]]
@@ -175,7 +185,9 @@ def _held_out_chart(name: str, runs: Mapping[str, TrainingRun], together: str) -
             interval_of = None
             if not too_wide:
                 interval_of = (table[f"{name}_low"], table[f"{name}_high"])
-            label = run_name if len(runs) > 1 else ""
+            label = ""
+            if len(runs) > 1:
+                label = run_name
             points(axes, places[run_name], table[name], tips, style, label, ends=interval_of, band=band)
 
     shown = f"{'areas' if band else 'bars'} are 95% intervals"
@@ -185,13 +197,17 @@ def _held_out_chart(name: str, runs: Mapping[str, TrainingRun], together: str) -
     if original is not None:
         caption += f" Dashed: the original's {name}, {number(original)}."
     title = f"{name.capitalize()} on held-out text{together}"
-    file = "" if together else f"{name}-on-held-out-text"
+    file = ""
+    if not together:
+        file = f"{name}-on-held-out-text"
     return Chart(title, draw, "tokens trained on" if by_tokens else "step", UNITS[name], caption, file)
 
 
 def _span_of(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
-    return max(finite) - min(finite) if finite else 0.0
+    if finite:
+        return max(finite) - min(finite)
+    return 0.0
 
 
 def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
@@ -248,7 +264,13 @@ def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, str
 
 def _setting(value: Any) -> str:
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        if value:
+            return "yes"
+        return "no"
     if isinstance(value, float):
-        return number(value, 3) if math.isfinite(value) else str(value)
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        if math.isfinite(value):
+            return number(value, 3)
+        return str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from surgeon.benchmarks.compression_cost import CompressionCost, measure_compression, windows_of
-from surgeon.benchmarks.measure import RankBench, Result
+from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
+from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.plans import Needs, plan_candidates
-from surgeon.benchmarks.tables import bench_record, bench_table, compression_record
+from surgeon.benchmarks.tables import bench_record, bench_table
 from surgeon.benchmarks.trace import Wires, chrome_trace
 from surgeon.cost.candidates import open_candidates
 from surgeon.cost.workload import Workload
-from surgeon.findings.bench import BenchSpeeds
+from surgeon.findings.bench import Benchmark
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range, check_counts
 from surgeon.opened import EditedModel, Model
@@ -23,6 +23,7 @@ from surgeon.processes.files import make_folder, write_text
 from surgeon.processes.torchrun import read_environment
 from surgeon.progress import progress
 from surgeon.provenance import provenance
+from surgeon.quality.summary import mean_divergence
 from surgeon.runtime.kernels.used import kernels_used
 from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.worker.options import RankOptions
@@ -31,21 +32,6 @@ from surgeon.words import plural
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
-
-
-@dataclass(frozen=True, repr=False)
-class Benchmark(BenchSpeeds):
-    """What was measured.
-
-    Attributes:
-        results: by load, of every program.
-        compression: what sending integers does to predictions, by program; nothing where none were sent.
-        traces: files with timelines, if there are any.
-    """
-
-    results: Sequence[Result] = ()
-    compression: Mapping[str, CompressionCost] = field(default_factory=dict)
-    traces: tuple[Path, ...] = ()
 
 
 def bench(
@@ -104,15 +90,18 @@ def bench(
     if folder is not None:
         make_folder(folder)
     kind = None if ranks.ranks == 1 else ranks.compression
-    sending = {name: plan for name, plan in plans.items() if kind is not None and name not in unconnected}
-    windows = windows_of(sending, data, prompt + new, COMPARED_TOKENS, seed)
+    windows = {
+        name: windows_to_compare(plan, data, prompt + new, COMPARED_TOKENS, seed)
+        for name, plan in plans.items()
+        if kind is not None and name not in unconnected
+    }
     with Ranks(ranks) as running:
         measured = RankBench.load(running, plans, unconnected)
         with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
             results = measured.measure(loads, rounds, advance)
         traces = () if traced is None else _write_trace(measured, loads[0], traced)
-        costs = {
-            name: measure_compression(running, plans[name], texts, kind, name)
+        divergence = {
+            name: divergence_of_compressed(running, plans[name], texts, kind, name)
             for name, texts in windows.items()
             if kind is not None
         }
@@ -122,10 +111,14 @@ def bench(
     settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
     settings["kernels"] = ", ".join(used)
     settings |= {"experts": measured.experts} if measured.experts else {}
-    if costs:
-        settings["compression"] = compression_record(costs, data or RANDOM)
+    if divergence:
+        predicted = min(sum(len(window) - 1 for window in texts) for texts in windows.values())
+        settings |= {"compression": kind, "compared": data or RANDOM, "predicted": predicted}
+        settings["divergence"] = {name: mean_divergence(values) for name, values in divergence.items()}
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
-    found = Benchmark(bench_table(results), results, costs, traces, record=settings | {"model": name}, files=traces)
+    found = Benchmark(
+        bench_table(results, divergence), results, traces, record=settings | {"model": name}, files=traces
+    )
     if folder is None:
         return found
     record = provenance(name, candidates[0].model.hash, **settings, results=bench_record(results))

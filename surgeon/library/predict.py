@@ -13,7 +13,6 @@ import pandas as pd
 from surgeon.cost.best import (
     METRICS,
     Allowance,
-    Choice,
     Metric,
     choice_table,
     describe_reaches,
@@ -30,9 +29,9 @@ from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep, predictio
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
-from surgeon.findings.best import BestRun
+from surgeon.findings.best import BestPrograms
 from surgeon.findings.drafts import DRAFT_COLUMNS, DraftRun
-from surgeon.findings.prediction import AXES, PredictRun, words_of
+from surgeon.findings.prediction import AXES, Predictions, words_of
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range
 from surgeon.library.running import draft_program
@@ -48,17 +47,6 @@ _SHORT: dict[Metric, str] = {
     "first": "time to the first token",
     "rate": "tokens per second",
 }
-
-
-@dataclass(frozen=True, repr=False)
-class Predictions(PredictRun):
-    """What programs would cost.
-
-    Attributes:
-        cells: by ranks and load, of every program.
-    """
-
-    cells: Sequence[SweepCell] = ()
 
 
 class Asked(TypedDict, total=False):
@@ -194,22 +182,6 @@ def _record(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dic
     return provenance(name, "", **settings)
 
 
-@dataclass(frozen=True, repr=False)
-class BestPrograms(BestRun):
-    """Which of the known programs is fastest where.
-
-    Attributes:
-        choices: one for each link, number of ranks and batch.
-    """
-
-    choices: Sequence[Choice] = ()
-
-    def __str__(self) -> str:
-        return (
-            f"{super().__str__()}\n\nThe batches at which a program pays\n\n{describe_reaches(reaches(self.choices))}"
-        )
-
-
 def best_programs(
     model: str | Path | Model,
     hardware: str | Path | Hardware,
@@ -243,11 +215,12 @@ def best_programs(
         choices = survey(known, machine, deployment, load, question.axes, by, advance)
     name = first.model.label
     heading = f"{name} on {machine.name}: {deployment.dtype}, prompt {load.prompt}, {load.new} new, by {_SHORT[by]}"
-    found = BestPrograms(choice_table(choices), choices, record={"heading": heading})
+    said: dict[str, Any] = {"heading": heading, "reaches": describe_reaches(reaches(choices))}
+    found = BestPrograms(choice_table(choices), choices, record=said)
     if folder is None:
         return found
     programs = {one.name: str(one.program(2)) for one in known}
-    return replace(found, record=provenance(name, "", heading=heading, programs_on_2_ranks=programs)).save(folder)
+    return replace(found, record=provenance(name, "", **said, programs_on_2_ranks=programs)).save(folder)
 
 
 def predict_drafts(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from surgeon.findings.explore import ExploreRun
+from surgeon.findings.explore import Exploration
 from surgeon.findings.page import Chapter, write_page
 from surgeon.findings.result import RunResult, read_record
 from surgeon.library.opening import as_folder
@@ -69,5 +69,5 @@ def report(
 
 
 def _with_its_passes(path: Path) -> list[Path]:
-    record = path / ExploreRun.RECORD
+    record = path / Exploration.RECORD
     return [path, *(path / name for name in read_record(record).get("passes", ()))] if record.is_file() else [path]

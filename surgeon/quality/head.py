@@ -124,9 +124,13 @@ class OutputHead:
             input_ids: (windows, tokens).
             sampled: whether programs that are compared get their sampled acceptance, too.
         """
-        hidden, targets = self.predicting(stream), _targets(input_ids)
-        nll, constant = hidden.new_empty(len(hidden), dtype=torch.float32), []
-        kept = hidden if self.softcap else torch.empty_like(hidden, dtype=torch.float32)
+        hidden = self.predicting(stream)
+        targets = _targets(input_ids)
+        nll = hidden.new_empty(len(hidden), dtype=torch.float32)
+        constant = []
+        kept = hidden
+        if not self.softcap:
+            kept = torch.empty_like(hidden, dtype=torch.float32)
         likeliest = torch.empty_like(targets)
         for rows in self._blocks(len(hidden)):
             logits = self.logits(hidden[rows])
@@ -143,7 +147,9 @@ class OutputHead:
             constant.append(-entropy - self._scaled(p @ self.bias.float()) if own else -entropy)
         mean = _window_means(nll, len(input_ids))
         own_quality = quality_of_original(mean, sampled)
-        normed = hidden if sampled else None
+        normed = None
+        if sampled:
+            normed = hidden
         return ReferencePredictions(input_ids, kept, torch.cat(constant), likeliest, own_quality, normed)
 
     @torch.inference_mode()
@@ -154,7 +160,8 @@ class OutputHead:
             stream: as in `reference`.
             blocks: into how many parts each window is cut for its `blocks`; at most one for each predicted token.
         """
-        hidden, targets = self.predicting(stream), _targets(reference.input_ids)
+        hidden = self.predicting(stream)
+        targets = _targets(reference.input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)
         target_logit, cross, same, shared = (torch.empty_like(nll) for _ in range(4))
         for rows in self._blocks(len(hidden)):
@@ -197,7 +204,9 @@ class OutputHead:
     def finished(self, product: Tensor) -> Tensor:
         """Logits from what the matrix makes of normed streams."""
         logits = self._scaled(product)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
 
     def unfinished(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """The gradient for the product from that for the logits, whose place may be taken."""
@@ -206,7 +215,9 @@ class OutputHead:
         return self._scaled(gradient)
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        return logits if self.scale is None else logits * self.scale
+        if self.scale is None:
+            return logits
+        return logits * self.scale
 
     def _expected(self, p: Tensor) -> Tensor:
         """The head's rows averaged by probabilities, in float32; other weights are converted a part at a time."""
@@ -222,7 +233,9 @@ class OutputHead:
 
 def _likeliest(logits: Tensor) -> Tensor:
     """The ids of the greatest logits; on a CPU numpy finds them in a tenth of torch's time."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 def _shared(logits: Tensor, log_q: Tensor) -> Tensor:

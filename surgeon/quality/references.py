@@ -57,9 +57,12 @@ class TextReferences:
 
     def __setitem__(self, windows: range, reference: ReferencePredictions) -> None:
         given = [reference.kept, reference.constant, reference.likeliest, reference.quality["nll"]]
-        given += [reference.normed] if self.sampled and reference.normed is not None else []
+        if self.sampled and reference.normed is not None:
+            given += [reference.normed]
         for name, tensor in zip(self.names, given, strict=True):
-            shaped = tensor if name == "nll" else tensor.unflatten(0, (len(windows), -1))
+            shaped = tensor
+            if name != "nll":
+                shaped = tensor.unflatten(0, (len(windows), -1))
             if name not in self.tensors:
                 self.tensors[name] = shaped.new_empty((len(self.ids), *shaped.shape[1:]))
             self.tensors[name][windows.start : windows.stop] = shaped

@@ -21,7 +21,9 @@ Values = NDArray[np.float64]  # (windows,)
 def perplexity(nll: Values) -> float:
     """Exp of the mean negative log-likelihood; infinity where that is beyond any number, or is none itself."""
     mean = float(np.mean(nll))
-    return math.exp(mean) if mean < 700 else math.inf
+    if mean < 700:
+        return math.exp(mean)
+    return math.inf
 
 
 def pooled(values: Values, counts: Values) -> Values:
@@ -38,7 +40,9 @@ def pooled(values: Values, counts: Values) -> Values:
 def mean_divergence(divergence: Values) -> float:
     """The mean over windows, nats per token; infinity where it is no number. Rounding alone can make it less than 0."""
     mean = float(np.mean(divergence))
-    return max(0.0, mean) if math.isfinite(mean) else math.inf
+    if math.isfinite(mean):
+        return max(0.0, mean)
+    return math.inf
 
 
 def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -55,13 +59,17 @@ def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, flo
 def known_interval(values: Values, least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
     """The same of what is between `least` and `most`; NaN where it cannot be told."""
     low, high = interval(values)
-    return (max(least, low), min(most, high)) if math.isfinite(high) else UNKNOWN
+    if math.isfinite(high):
+        return (max(least, low), min(most, high))
+    return UNKNOWN
 
 
 def perplexity_interval(nll: Values) -> tuple[float, float] | None:
     """The 95% interval of the perplexity, which is at least 1, if it can be told."""
     low, high = known_interval(nll, least=0.0)
-    return None if math.isnan(low) else (_exp(low), _exp(high))
+    if math.isnan(low):
+        return None
+    return (_exp(low), _exp(high))
 
 
 @dataclass(frozen=True)
@@ -107,11 +115,14 @@ class Quality:
         """The interval of a number; NaN where it is not known."""
         return getattr(self, f"{metric}_low"), getattr(self, f"{metric}_high")
 
-    def words(self, metric: str, digits: int) -> str:
-        """A number with its interval in brackets, for people."""
+    def words(self, metric: str, digits: int, of_ends: int = 0) -> str:
+        """A number with its interval in brackets, for people; `of_ends` digits of it where they are others."""
         low, high = self.ends(metric)
         text = f"{getattr(self, metric):.{digits}{'f' if metric in ACCEPTANCES else 'g'}}"
-        return text if math.isnan(low) else f"{text} ({low:.{digits}g} to {high:.{digits}g})"
+        if math.isnan(low):
+            return text
+        how = f".{of_ends or digits}g"
+        return f"{text} ({low:{how}} to {high:{how}})"
 
     def table(self) -> pd.DataFrame:
         """A row for each number that there is, with the ends of its interval."""
@@ -129,7 +140,9 @@ class Quality:
         """For people, in one line: how well it would draft for the original; nothing where that is not known."""
         if not self.knows("sampled_acceptance"):
             return ""
-        by = "" if self.acceptance_keys is None else f", by {self.acceptance_keys} keys and values"
+        by = ""
+        if self.acceptance_keys is not None:
+            by = f", by {self.acceptance_keys} keys and values"
         greedy = self.words("greedy_acceptance", 3)
         return f"as a draft: acceptance {greedy} greedy, {self.words('sampled_acceptance', 3)} sampled{by}"
 
@@ -144,13 +157,15 @@ class Quality:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Quality:
-        """The inverse of `to_json`, of what was read from a file."""
+        """The inverse of `to_json`, of what was read from a file, or has the ends of intervals as columns do."""
         numbers = {"perplexity": math.nan}
         for metric in METRICS:
             if entries.get(metric) is not None:
                 numbers[metric] = float(entries[metric])
-            low, high = entries.get(f"{metric}_interval") or UNKNOWN
-            numbers |= {f"{metric}_low": float(low), f"{metric}_high": float(high)}
+            columns = entries.get(f"{metric}_low"), entries.get(f"{metric}_high")
+            low, high = entries.get(f"{metric}_interval") or columns
+            if low is not None and high is not None:
+                numbers |= {f"{metric}_low": float(low), f"{metric}_high": float(high)}
         return cls(**numbers, tokens=int(entries["tokens"]), acceptance_keys=entries.get("acceptance_keys"))
 
 
@@ -217,7 +232,8 @@ def _known(low: float, high: float) -> tuple[float, float]:
 
 
 def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple[float, float]:
-    count, of_all = len(values), len(base)
+    count = len(values)
+    of_all = len(base)
     if count < 2 or not np.isfinite(values).all():
         return interval(values)
     variance = np.var(values, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
@@ -227,4 +243,6 @@ def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    if value < 700:
+        return math.exp(value)
+    return math.inf

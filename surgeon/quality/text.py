@@ -29,7 +29,9 @@ from surgeon.quality.summary import (
     pooled,
 )
 
-VERIFIED, OWN = "verified", "own"  # keys and values that acceptance is judged by
+# Keys and values that acceptance is judged by.
+VERIFIED = "verified"
+OWN = "own"
 _COMPARED = METRICS[1:]  # of two models
 Logits = Callable[[Tensor], Tensor]  # token ids, (windows, tokens), to logits, (windows, tokens, vocabulary)
 
@@ -74,7 +76,9 @@ def text_quality(
     numbers: dict[str, Any] = {"divergence": mean_divergence(found["divergence"])}
     for name in _COMPARED:
         numbers.setdefault(name, float(found[name].mean()))
-        most = math.inf if name == "divergence" else 1.0
+        most = 1.0
+        if name == "divergence":
+            most = math.inf
         numbers[f"{name}_low"], numbers[f"{name}_high"] = known_interval(found[name], 0.0, most)
     return replace(quality, **numbers, acceptance_keys=None if draft is None else VERIFIED)
 
@@ -136,7 +140,8 @@ def _window(
     if draft is not None:
         wanted, drafted = (one[0, :-1][counted].float().to(logits.device) for one in draft(window))
     elif original is not None:
-        wanted, drafted = original(window)[0, :-1][counted].float().to(logits.device), logits
+        wanted = original(window)[0, :-1][counted].float().to(logits.device)
+        drafted = logits
     else:
         return (nll,)
     if wanted.shape != logits.shape:
@@ -144,7 +149,8 @@ def _window(
             f"the models have vocabularies of {wanted.shape[-1]:,} and {logits.shape[-1]:,} tokens; divergence is "
             "told between models of one vocabulary"
         )
-    log_p, log_q = wanted.log_softmax(-1).double(), logits.log_softmax(-1).double()
+    log_p = wanted.log_softmax(-1).double()
+    log_q = logits.log_softmax(-1).double()
     q = log_q.exp() if drafted is logits else drafted.softmax(-1).double()
     p = log_p.exp()
     by_token = (
