@@ -18,6 +18,9 @@ from surgeon.version import __version__
 
 if TYPE_CHECKING:
     from surgeon.commands.calibrate import calibrate
+    from surgeon.commands.check import check
+    from surgeon.commands.families import families
+    from surgeon.commands.report import report
     from surgeon.commands.scan import scan
     from surgeon.commands.sensitivity import sensitivity
     from surgeon.commands.similarity import similarity
@@ -28,16 +31,13 @@ if TYPE_CHECKING:
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
     from surgeon.library.bench import bench
-    from surgeon.library.check import check
     from surgeon.library.edit import edit
     from surgeon.library.evaluate import evaluate
     from surgeon.library.explore import explore
     from surgeon.library.export import export
-    from surgeon.library.families import families
     from surgeon.library.generate import generate
     from surgeon.library.heal import heal
     from surgeon.library.predict import predict
-    from surgeon.library.report import report
     from surgeon.library.search import search
     from surgeon.library.search_problem import SearchProblem
     from surgeon.library.serve import serve
@@ -64,14 +64,12 @@ _ELSEWHERE = {
     "SurgerySampler": "surgeon.searches.samplers",
     "TrainSettings": "surgeon.training.settings",
     "bench": "surgeon.library.bench",
-    "check": "surgeon.library.check",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
     "edit": "surgeon.library.edit",
     "evaluate": "surgeon.library.evaluate",
     "explore": "surgeon.library.explore",
     "export": "surgeon.library.export",
-    "families": "surgeon.library.families",
     "generate": "surgeon.library.generate",
     "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",
@@ -79,7 +77,6 @@ _ELSEWHERE = {
     "predict": "surgeon.library.predict",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
-    "report": "surgeon.library.report",
     "restore": "surgeon.models.edit",
     "search": "surgeon.library.search",
     "serve": "surgeon.library.serve",

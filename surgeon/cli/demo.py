@@ -15,7 +15,7 @@ from surgeon.words import WIDTH
 
 if TYPE_CHECKING:
     from surgeon.benchmarks.measure import Result
-    from surgeon.library.report import ReportPage
+    from surgeon.commands.report import ReportPage
     from surgeon.searches.trial import MeasuredProgram
 
 RANKS = 2
@@ -185,7 +185,7 @@ class DemoSteps:
 
     def page(self, *runs: str) -> ReportPage:
         """The page, of these folders."""
-        from surgeon.library.report import report
+        from surgeon.commands.report import report
 
         return report([self.folder / run for run in runs], self.folder / "report.html")
 

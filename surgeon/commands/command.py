@@ -41,6 +41,7 @@ class Declaration:
         splits: whether one text of a list may hold several values, with commas between.
         kind: that the command line reads, where the type does not say.
         made_by: a function whose parameters are options of the command line, and which returns the parameter's value.
+        python: whether it is of the function alone, no option of the command line.
         more: for typer.
     """
 
@@ -50,6 +51,7 @@ class Declaration:
     splits: bool = False
     kind: Any = None
     made_by: Callable[..., Any] | None = None
+    python: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -63,6 +65,11 @@ def option(
 ) -> Declaration:
     """An option, or the argument that it is without a default; as of `Declaration`."""
     return Declaration(help, flags, least, kind=kind, made_by=made_by, more=more)
+
+
+def keyword(help: str) -> Declaration:
+    """A parameter of the function that is no option of the command line."""
+    return Declaration(help, python=True)
 
 
 def several(help: str, *flags: str, **more: Any) -> Declaration:
@@ -170,7 +177,9 @@ def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
         for one in parameters
     ]
     text, *sections = re.split(r"\n\n(?=(?:Returns|Raises):\n)", doc)
-    return "\n\n".join([text, "Args:\n" + textwrap.indent("\n".join(said), "    "), *sections])
+    if said:
+        sections.insert(0, "Args:\n" + textwrap.indent("\n".join(said), "    "))
+    return "\n\n".join([text, *sections])
 
 
 def _line(
@@ -180,6 +189,7 @@ def _line(
     own = {one.name: one for one in declared(show)}
     every = [own.get(one.name, one) for one in parameters]
     every += [one for one in own.values() if one not in every]
+    every = [one for one in every if not one.option.python]
     makers = {one.name: one.option.made_by for one in every if one.option.made_by is not None}
 
     def line(**typed: Any) -> int | None:
