@@ -40,9 +40,9 @@ from scripts.bench.goals import missed
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.drafts import HealedDraft
+from surgeon.commands.drafts import draft_program
 from surgeon.language.operations import ladder, pair, prune, tracks
 from surgeon.language.program import Program
-from surgeon.library.running import draft_program
 from surgeon.opened import Model, open_model
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.link import Link, parse_seconds

@@ -150,7 +150,7 @@ class DemoSteps:
 
     def export(self, purpose: str, recipe: Path, name: str) -> Path:
         """The checkpoint."""
-        from surgeon.library.export import export
+        from surgeon.commands.export import export
 
         output = self.folder / name
         _announce(purpose, f"export {_quoted(recipe)} -o {_quoted(output)} --overwrite")
@@ -161,7 +161,7 @@ class DemoSteps:
         return output
 
     def generate(self, model: Path) -> None:
-        from surgeon.library.generate import generate
+        from surgeon.commands.generate import generate
 
         new = self.effort.new_tokens * 2
         _announce(
@@ -217,7 +217,7 @@ def _measure(contenders: list[Contender], effort: Effort) -> list[MeasuredProgra
 
 def _speeds(contenders: list[Contender], effort: Effort) -> dict[str, list[Result]]:
     """What ranks measured of each, by the way in which they communicate."""
-    from surgeon.library.bench import bench
+    from surgeon.commands.bench import bench
     from surgeon.runtime.worker.options import RankOptions
 
     first, *others = [one.model for one in contenders]

@@ -27,6 +27,7 @@ from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
 from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
+from surgeon.commands.drafts import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
@@ -35,7 +36,6 @@ from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.library.running import draft_program
 from surgeon.memory import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.models.families.positions import rotated_layers, windowed_layers

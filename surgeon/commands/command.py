@@ -72,9 +72,9 @@ def keyword(help: str) -> Declaration:
     return Declaration(help, python=True)
 
 
-def several(help: str, *flags: str, **more: Any) -> Declaration:
+def several(help: str, *flags: str, kind: Any = None, **more: Any) -> Declaration:
     """An option of several values, with commas between or the option again; of the type of a sequence."""
-    return Declaration(f"{help} Several by commas, or the option again.", flags, splits=True, more=more)
+    return Declaration(f"{help} Several by commas, or the option again.", flags, splits=True, kind=kind, more=more)
 
 
 def print_result(call: Callable[[], Any]) -> None:
@@ -85,13 +85,16 @@ def print_result(call: Callable[[], Any]) -> None:
         typer.echo(str(path))
 
 
-def command(show: Callable[..., int | None] = print_result) -> Callable[[_Function], _Function]:
+def command(
+    show: Callable[..., int | None] = print_result, name: str | None = None
+) -> Callable[[_Function], _Function]:
     """Declare a function as a command.
 
     Args:
         show: runs it from the command line: gets the function with its options bound, prints, and may return an exit
             code. Parameters that `show` has beside that are options of the command line alone, in place of the
             function's of the same name.
+        name: of the command, where it is not the function's.
     """
 
     def declare(function: _Function) -> _Function:
@@ -109,6 +112,7 @@ def command(show: Callable[..., int | None] = print_result) -> Callable[[_Functi
 
         call.__doc__ = _with_arguments(inspect.getdoc(function) or "", parameters)
         vars(call)["line"] = _line(call, parameters, show)
+        vars(call)["line"].__name__ = name or function.__name__
         return cast(_Function, call)
 
     return declare
@@ -132,7 +136,7 @@ class CommandParameter:
 
 def declared(function: Callable[..., Any]) -> list[CommandParameter]:
     """The parameters of a function that are options, in order."""
-    names = _Names(function.__globals__, globals(), vars(builtins))
+    names = _Names(inspect.unwrap(function).__globals__, globals(), vars(builtins))
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = _evaluated(parameter.annotation, names)
@@ -188,7 +192,8 @@ def _line(
     """The command line of a function, as typer reads it."""
     own = {one.name: one for one in declared(show)}
     every = [own.get(one.name, one) for one in parameters]
-    every += [one for one in own.values() if one not in every]
+    positional = [one for one in inspect.signature(call).parameters.values() if one.kind is not one.KEYWORD_ONLY]
+    every[len(positional) : len(positional)] = [one for one in own.values() if one not in every]
     every = [one for one in every if not one.option.python]
     makers = {one.name: one.option.made_by for one in every if one.option.made_by is not None}
 
@@ -203,7 +208,6 @@ def _line(
         return show(partial(call, **given), **mine)
 
     vars(line)["__signature__"] = inspect.Signature([*_typer_parameters(every)])
-    line.__name__ = call.__name__
     line.__doc__ = re.split(r"\n\n(?:Args|Returns|Raises):\n", inspect.getdoc(call) or "")[0]
     line.__annotations__ = {one.name: one.annotation for one in _typer_parameters(every)}
     return line
@@ -247,8 +251,11 @@ def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
 
 def _read_as(one: CommandParameter) -> tuple[Any, bool]:
     """The type that the command line reads of a parameter, and whether it takes several of it."""
-    if one.option.kind is not None:
-        return one.option.kind, False
+    kind = one.option.kind
+    if kind is not None:
+        if one.option.splits:
+            return get_args(kind)[0], True
+        return kind, False
     of_union = get_args(one.type) if get_origin(one.type) in (Union, UnionType) else (one.type,)
     for each in of_union:
         if get_origin(each) in (list, tuple, Sequence):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.drafts import ADAPTER_CONFIG, ADAPTER_FILE, DRAFT_FILE, NORMS_FILE, DraftChanges, HealedDraft
-from surgeon.library.running import draft_program
+from surgeon.commands.drafts import draft_program
 from surgeon.opened import open_model
 from tests.healed import healed_draft
 from tests.tiny_models import tiny_model
