@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from surgeon.commands.export import export
     from surgeon.commands.families import families
     from surgeon.commands.generate import generate
+    from surgeon.commands.heal import heal
+    from surgeon.commands.predict import predict
     from surgeon.commands.report import report
     from surgeon.commands.scan import scan
     from surgeon.commands.sensitivity import sensitivity
     from surgeon.commands.serve import serve
     from surgeon.commands.similarity import similarity
     from surgeon.commands.spectrum import spectrum
+    from surgeon.commands.train import train
     from surgeon.demo import demo_data, demo_model
     from surgeon.exports.saving import load
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
     from surgeon.library.explore import explore
-    from surgeon.library.heal import heal
-    from surgeon.library.predict import predict
     from surgeon.library.search import search
     from surgeon.library.search_problem import SearchProblem
-    from surgeon.library.train import train
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
@@ -66,15 +66,12 @@ _ELSEWHERE = {
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
     "explore": "surgeon.library.explore",
-    "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
-    "predict": "surgeon.library.predict",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
     "restore": "surgeon.models.edit",
     "search": "surgeon.library.search",
-    "train": "surgeon.library.train",
 }
 __all__ = [
     "Distillation",

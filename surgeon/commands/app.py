@@ -20,10 +20,7 @@ import typer
 
 from surgeon.cli.demo import demo
 from surgeon.cli.explore import explore
-from surgeon.cli.heal import heal
-from surgeon.cli.predict import predict
 from surgeon.cli.search import search
-from surgeon.cli.train import train
 from surgeon.commands.bench import bench
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.card import card
@@ -34,6 +31,8 @@ from surgeon.commands.export import export
 from surgeon.commands.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
 from surgeon.commands.families import families
 from surgeon.commands.generate import generate
+from surgeon.commands.heal import heal
+from surgeon.commands.predict import predict
 from surgeon.commands.report import report
 from surgeon.commands.scan import scan
 from surgeon.commands.sensitivity import sensitivity
@@ -41,6 +40,7 @@ from surgeon.commands.serve import serve
 from surgeon.commands.show import show
 from surgeon.commands.similarity import similarity
 from surgeon.commands.spectrum import spectrum
+from surgeon.commands.train import train
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.threads import wait_asleep
 from surgeon.version import __version__

@@ -191,9 +191,16 @@ def _line(
 ) -> Callable[..., int | None]:
     """The command line of a function, as typer reads it."""
     own = {one.name: one for one in declared(show)}
-    every = [own.get(one.name, one) for one in parameters]
-    positional = [one for one in inspect.signature(call).parameters.values() if one.kind is not one.KEYWORD_ONLY]
-    every[len(positional) : len(positional)] = [one for one in own.values() if one not in every]
+    every: list[CommandParameter] = []
+    waiting = [*own.values()]
+    for one in parameters:
+        if one.name in own:  # what `show` has before it, comes before it
+            end = waiting.index(own[one.name]) + 1
+            every += waiting[:end]
+            del waiting[:end]
+        else:
+            every.append(one)
+    every += waiting
     every = [one for one in every if not one.option.python]
     makers = {one.name: one.option.made_by for one in every if one.option.made_by is not None}
 

@@ -45,6 +45,8 @@ def _ranks_later(**flags: Any) -> partial[RankOptions]:
 
 def _show(
     call: partial[Generation],
+    *,
+    prompt: Annotated[Sequence[str], option("A text to go on from; may be repeated.")] = (),
     prompts: Annotated[
         str | Path | None,
         option(
@@ -53,7 +55,6 @@ def _show(
             metavar="FILE",
         ),
     ] = None,
-    prompt: Annotated[Sequence[str], option("A text to go on from; may be repeated.")] = (),
     as_json: Annotated[
         bool,
         option(
@@ -63,11 +64,11 @@ def _show(
             "--json",
         ),
     ] = False,
-    ranks: Annotated[partial[RankOptions] | int, option("", made_by=_ranks_later)] = 1,
     stretches: Annotated[
         int | None,
         option("How many ranks --pipeline has; under torchrun all its processes.", "--ranks", least=1),
     ] = None,
+    ranks: Annotated[partial[RankOptions] | int, option("", made_by=_ranks_later)] = 1,
 ) -> None:
     assert isinstance(ranks, partial)
     texts = read_prompts(prompt, None if prompts is None else Path(prompts))

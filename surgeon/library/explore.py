@@ -21,6 +21,8 @@ from surgeon.analysis import screen
 from surgeon.analysis.cells import SCANNED
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.check import RANKS, check
+from surgeon.commands.predict import predict
+from surgeon.commands.predictions import Predictions
 from surgeon.commands.report import ReportPage, report
 from surgeon.commands.scan import scan
 from surgeon.commands.similarity import similarity
@@ -35,7 +37,6 @@ from surgeon.findings.similarity import Similarity
 from surgeon.library.explore_rounds import SIZES, ExploreRound, plan_rounds
 from surgeon.library.next_steps import NextSteps
 from surgeon.library.opening import as_list
-from surgeon.library.predict import Predictions, predict
 from surgeon.library.search import search
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import make_folder, write_text

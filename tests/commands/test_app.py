@@ -232,7 +232,7 @@ def test_results_that_do_not_fit_are_an_error() -> None:
     [
         ("search --budget depth=26", "surgeon search MODEL --budget depth=26 --data DATA"),
         ("search --data=text.txt", "surgeon search MODEL --data=text.txt"),
-        ("heal recipe.yaml", "surgeon heal recipe.yaml --output OUTPUT --data DATA"),
+        ("heal recipe.yaml", "surgeon heal recipe.yaml --data DATA --output OUTPUT"),
     ],
 )
 def test_what_is_missing_is_shown_in_the_whole_command(
