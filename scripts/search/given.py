@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from pathlib import Path
+
+import optuna
+
+from surgeon.searches.samplers import SURGEON, make_sampler
+from surgeon.searches.search import Search
+from surgeon.searches.study import counted, run_trials
+from surgeon.searches.trial import Trial
 
 
 def to_output(description: str | None) -> ArgumentParser:
@@ -30,3 +38,18 @@ def to_search_cells(description: str | None, cells: int) -> ArgumentParser:
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--cells", type=int, nargs="*", default=range(cells), help=f"which of the {cells}, from 0")
     return parser
+
+
+def try_programs(
+    search: Search,
+    trials: int,
+    sampler: str = SURGEON,
+    seed: int = 0,
+    tell: Callable[[object], object] = lambda _: None,
+) -> list[Trial]:
+    """Run a search in a study in memory."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    directions = ["minimize"] * len(search.question.settings.recorded)
+    study = optuna.create_study(directions=directions, sampler=make_sampler(search, sampler, seed))
+    run_trials(study, search.objective, trials, None, tell)
+    return search.finished(counted(study))

@@ -29,7 +29,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.search.given import to_search_cells
+from scripts.search.given import to_search_cells, try_programs
 from surgeon.analysis.subject import open_subject
 from surgeon.language.program import Program
 from surgeon.opened import Model
@@ -40,7 +40,6 @@ from surgeon.searches.search import MIXTURE, Search
 from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram
-from surgeon.searches.trying import try_programs
 
 AFTER = (30, 60, 120)
 CELLS = (
@@ -122,7 +121,7 @@ class Cell:
         mixture = settings.mixture(model)
         dense = mixture.model.program
         question = Question(settings, mixture, settings.priced(mixture), self.known.measure([dense])[dense])
-        return Search(question, self.known, terms, races=False)  # type: ignore[arg-type]
+        return Search(question, self.known, terms)  # type: ignore[arg-type]
 
 
 def cells_of(given: argparse.Namespace) -> Iterator[Cell]:

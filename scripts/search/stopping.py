@@ -34,6 +34,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.search.given import try_programs
 from scripts.search.race import looks
 from surgeon.analysis.engine.sharing import simplify
 from surgeon.analysis.subject import Subject, open_subject
@@ -48,8 +49,8 @@ from surgeon.searches.search import Search
 from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial
-from surgeon.searches.trying import try_programs
 
+NEVER = 1e-12  # an alpha by which none is stopped
 QUESTIONS = {
     "pair": ("depth=0.875x", "depth=0.75x", "depth=0.625x"),
     "drop:layers": ("depth=0.875x", "depth=0.8x"),
@@ -134,13 +135,13 @@ class Asked:
 
     def searched(self, way: Way, trials: int) -> dict[str, float]:
         """What a search in some way comes to."""
-        evaluator = self.text.evaluator(way.alpha or 0.01)
+        evaluator = self.text.evaluator(way.alpha or NEVER)
         known = self.scan if way.scan else Known()
-        search = Search(self.question, evaluator, None if way.scan else self.terms, way.alpha is not None, known)
+        search = Search(self.question, evaluator, None if way.scan else self.terms, known)
         search.sure = way.sure
         assert len(search.terms.divergence)
         evaluator.sublayers = 0.0
-        found = [*try_programs(search, trials)]
+        found = try_programs(search, trials)
         best = min(trial.measured.divergence for trial in found if trial.measured.whole)
         stopped = [trial for trial in found if not trial.measured.whole]
         better = [one.divergence * SAME < best for one in self.text.measured([trial.program for trial in stopped])]

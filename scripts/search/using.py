@@ -33,11 +33,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
+from scripts.search.given import try_programs
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known, KnownPass, read_known
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.search import Search
-from surgeon.searches.trying import try_programs
 
 SLOW_LINK = {"link_delay": "1ms"}
 ROWS: list[tuple[str, str, dict[str, Any]]] = [
@@ -172,10 +172,11 @@ def course_of(problem: surgeon.SearchProblem, known: Known, trials: int) -> Cour
     search = Search(problem.question, evaluator, known=known)
     assert len(search.terms.divergence)
     edits, least, after = evaluator.sublayers, math.inf, list[tuple[float, float]]()
-    for trial in try_programs(search, trials):
+    ran: list[float] = []
+    for place, trial in enumerate(try_programs(search, trials, tell=lambda _: ran.append(evaluator.sublayers))):
         if trial.measured.whole and search.question.is_met(trial):
             least = min(least, trial.measured.divergence)
-        after.append((least, evaluator.sublayers))
+        after.append((least, ran[place]))
     return Course(edits, after)
 
 
