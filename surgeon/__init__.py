@@ -17,31 +17,31 @@ from typing import TYPE_CHECKING, Any
 from surgeon.version import __version__
 
 if TYPE_CHECKING:
+    from surgeon.commands.bench import bench
     from surgeon.commands.calibrate import calibrate
+    from surgeon.commands.check import check
+    from surgeon.commands.edit import edit
+    from surgeon.commands.evaluate import evaluate
+    from surgeon.commands.export import export
+    from surgeon.commands.families import families
+    from surgeon.commands.generate import generate
+    from surgeon.commands.heal import heal
+    from surgeon.commands.predict import predict
+    from surgeon.commands.report import report
     from surgeon.commands.scan import scan
     from surgeon.commands.sensitivity import sensitivity
+    from surgeon.commands.serve import serve
     from surgeon.commands.similarity import similarity
     from surgeon.commands.spectrum import spectrum
+    from surgeon.commands.train import train
     from surgeon.demo import demo_data, demo_model
     from surgeon.exports.saving import load
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
-    from surgeon.library.bench import bench
-    from surgeon.library.check import check
-    from surgeon.library.edit import edit
-    from surgeon.library.evaluate import evaluate
     from surgeon.library.explore import explore
-    from surgeon.library.export import export
-    from surgeon.library.families import families
-    from surgeon.library.generate import generate
-    from surgeon.library.heal import heal
-    from surgeon.library.predict import predict
-    from surgeon.library.report import report
     from surgeon.library.search import search
     from surgeon.library.search_problem import SearchProblem
-    from surgeon.library.serve import serve
-    from surgeon.library.train import train
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
@@ -63,27 +63,15 @@ _ELSEWHERE = {
     "Sublayer": "surgeon.language.program",
     "SurgerySampler": "surgeon.searches.samplers",
     "TrainSettings": "surgeon.training.settings",
-    "bench": "surgeon.library.bench",
-    "check": "surgeon.library.check",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
-    "edit": "surgeon.library.edit",
-    "evaluate": "surgeon.library.evaluate",
     "explore": "surgeon.library.explore",
-    "export": "surgeon.library.export",
-    "families": "surgeon.library.families",
-    "generate": "surgeon.library.generate",
-    "heal": "surgeon.library.heal",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
-    "predict": "surgeon.library.predict",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
-    "report": "surgeon.library.report",
     "restore": "surgeon.models.edit",
     "search": "surgeon.library.search",
-    "serve": "surgeon.library.serve",
-    "train": "surgeon.library.train",
 }
 __all__ = [
     "Distillation",

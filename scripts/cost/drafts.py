@@ -17,8 +17,8 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from surgeon.commands.predictions import predict_drafts
 from surgeon.findings.drafts import draw_drafts
-from surgeon.library.predict import predict_drafts
 from surgeon.opened import open_model
 
 SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"

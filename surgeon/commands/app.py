@@ -18,29 +18,29 @@ from typing import Annotated, Any
 
 import typer
 
-from surgeon.cli.bench import bench
-from surgeon.cli.check import check
 from surgeon.cli.demo import demo
-from surgeon.cli.evaluate import evaluate
 from surgeon.cli.explore import explore
-from surgeon.cli.export import export
-from surgeon.cli.families import families
-from surgeon.cli.generate import generate
-from surgeon.cli.heal import heal
-from surgeon.cli.predict import predict
-from surgeon.cli.report import report
 from surgeon.cli.search import search
-from surgeon.cli.serve import serve
-from surgeon.cli.show import show
-from surgeon.cli.train import train
+from surgeon.commands.bench import bench
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.card import card
+from surgeon.commands.check import check
 from surgeon.commands.command import line_of
+from surgeon.commands.evaluate import evaluate
+from surgeon.commands.export import export
 from surgeon.commands.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
+from surgeon.commands.families import families
+from surgeon.commands.generate import generate
+from surgeon.commands.heal import heal
+from surgeon.commands.predict import predict
+from surgeon.commands.report import report
 from surgeon.commands.scan import scan
 from surgeon.commands.sensitivity import sensitivity
+from surgeon.commands.serve import serve
+from surgeon.commands.show import show
 from surgeon.commands.similarity import similarity
 from surgeon.commands.spectrum import spectrum
+from surgeon.commands.train import train
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.threads import wait_asleep
 from surgeon.version import __version__

@@ -41,6 +41,7 @@ class Declaration:
         splits: whether one text of a list may hold several values, with commas between.
         kind: that the command line reads, where the type does not say.
         made_by: a function whose parameters are options of the command line, and which returns the parameter's value.
+        python: whether it is of the function alone, no option of the command line.
         more: for typer.
     """
 
@@ -50,6 +51,7 @@ class Declaration:
     splits: bool = False
     kind: Any = None
     made_by: Callable[..., Any] | None = None
+    python: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -65,9 +67,14 @@ def option(
     return Declaration(help, flags, least, kind=kind, made_by=made_by, more=more)
 
 
-def several(help: str, *flags: str, **more: Any) -> Declaration:
+def keyword(help: str) -> Declaration:
+    """A parameter of the function that is no option of the command line."""
+    return Declaration(help, python=True)
+
+
+def several(help: str, *flags: str, kind: Any = None, **more: Any) -> Declaration:
     """An option of several values, with commas between or the option again; of the type of a sequence."""
-    return Declaration(f"{help} Several by commas, or the option again.", flags, splits=True, more=more)
+    return Declaration(f"{help} Several by commas, or the option again.", flags, splits=True, kind=kind, more=more)
 
 
 def print_result(call: Callable[[], Any]) -> None:
@@ -78,13 +85,16 @@ def print_result(call: Callable[[], Any]) -> None:
         typer.echo(str(path))
 
 
-def command(show: Callable[..., int | None] = print_result) -> Callable[[_Function], _Function]:
+def command(
+    show: Callable[..., int | None] = print_result, name: str | None = None
+) -> Callable[[_Function], _Function]:
     """Declare a function as a command.
 
     Args:
         show: runs it from the command line: gets the function with its options bound, prints, and may return an exit
             code. Parameters that `show` has beside that are options of the command line alone, in place of the
             function's of the same name.
+        name: of the command, where it is not the function's.
     """
 
     def declare(function: _Function) -> _Function:
@@ -102,6 +112,7 @@ def command(show: Callable[..., int | None] = print_result) -> Callable[[_Functi
 
         call.__doc__ = _with_arguments(inspect.getdoc(function) or "", parameters)
         vars(call)["line"] = _line(call, parameters, show)
+        vars(call)["line"].__name__ = name or function.__name__
         return cast(_Function, call)
 
     return declare
@@ -125,7 +136,7 @@ class CommandParameter:
 
 def declared(function: Callable[..., Any]) -> list[CommandParameter]:
     """The parameters of a function that are options, in order."""
-    names = _Names(function.__globals__, globals(), vars(builtins))
+    names = _Names(inspect.unwrap(function).__globals__, globals(), vars(builtins))
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = _evaluated(parameter.annotation, names)
@@ -170,7 +181,9 @@ def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
         for one in parameters
     ]
     text, *sections = re.split(r"\n\n(?=(?:Returns|Raises):\n)", doc)
-    return "\n\n".join([text, "Args:\n" + textwrap.indent("\n".join(said), "    "), *sections])
+    if said:
+        sections.insert(0, "Args:\n" + textwrap.indent("\n".join(said), "    "))
+    return "\n\n".join([text, *sections])
 
 
 def _line(
@@ -178,8 +191,17 @@ def _line(
 ) -> Callable[..., int | None]:
     """The command line of a function, as typer reads it."""
     own = {one.name: one for one in declared(show)}
-    every = [own.get(one.name, one) for one in parameters]
-    every += [one for one in own.values() if one not in every]
+    every: list[CommandParameter] = []
+    waiting = [*own.values()]
+    for one in parameters:
+        if one.name in own:  # what `show` has before it, comes before it
+            end = waiting.index(own[one.name]) + 1
+            every += waiting[:end]
+            del waiting[:end]
+        else:
+            every.append(one)
+    every += waiting
+    every = [one for one in every if not one.option.python]
     makers = {one.name: one.option.made_by for one in every if one.option.made_by is not None}
 
     def line(**typed: Any) -> int | None:
@@ -193,7 +215,6 @@ def _line(
         return show(partial(call, **given), **mine)
 
     vars(line)["__signature__"] = inspect.Signature([*_typer_parameters(every)])
-    line.__name__ = call.__name__
     line.__doc__ = re.split(r"\n\n(?:Args|Returns|Raises):\n", inspect.getdoc(call) or "")[0]
     line.__annotations__ = {one.name: one.annotation for one in _typer_parameters(every)}
     return line
@@ -237,8 +258,11 @@ def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
 
 def _read_as(one: CommandParameter) -> tuple[Any, bool]:
     """The type that the command line reads of a parameter, and whether it takes several of it."""
-    if one.option.kind is not None:
-        return one.option.kind, False
+    kind = one.option.kind
+    if kind is not None:
+        if one.option.splits:
+            return get_args(kind)[0], True
+        return kind, False
     of_union = get_args(one.type) if get_origin(one.type) in (Union, UnionType) else (one.type,)
     for each in of_union:
         if get_origin(each) in (list, tuple, Sequence):

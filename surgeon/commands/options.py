@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -75,6 +75,20 @@ Batches = Annotated[
 ]
 NewTokens = Annotated[int, option("Tokens to add to each.", least=1)]
 Rounds = Annotated[int, option("How often everything is measured.", least=1)]
+
+# Of what trains.
+TrainerArguments = Annotated[
+    "Mapping[str, Any] | Sequence[str] | None",
+    option(
+        "An argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, fsdp=true, "
+        "deepspeed=FILE; may be repeated. One that would do nothing is refused.",
+        "--trainer-arg",
+        metavar="NAME=VALUE",
+    ),
+]
+Form = Annotated[Literal["auto", "plain", "fused", "program"], option("As of surgeon export.")]
+Overwrite = Annotated[bool, option("Replace an existing checkpoint.")]
+ProcessDevice = Annotated[str, option("cpu, cuda (one GPU for each process), or auto: cuda where there is one.")]
 
 # Of what runs on ranks: processes here, unlike the ranks of matrices.
 Checkpoint = Annotated[
@@ -149,6 +163,15 @@ DraftTokens = Annotated[
 ]
 
 
+Compress = Annotated[
+    str | None,
+    option(
+        "Send the reductions of the program's steps as int8 or int4, which changes results a little.",
+        metavar="[int8|int4]",
+    ),
+]
+
+
 def _settle_ranks(context: typer.Context, tp: int) -> int:
     """How many ranks a command runs on: all of torchrun's, else as many as --tp says.
 
@@ -202,13 +225,7 @@ def ranks_of(
     link_bandwidth: Annotated[
         str | None, option("Emulate a link between CPU ranks: bytes per second that a rank can send, e.g. 1GB.")
     ] = None,
-    compress: Annotated[
-        str | None,
-        option(
-            "Send the reductions of the program's steps as int8 or int4, which changes results a little.",
-            metavar="[int8|int4]",
-        ),
-    ] = None,
+    compress: Compress = None,
 ) -> RankOptions:
     """The ranks that a command line asks for.
 

@@ -20,6 +20,9 @@ import torch
 from surgeon.analysis import screen
 from surgeon.analysis.cells import SCANNED
 from surgeon.commands.calibrate import calibrate
+from surgeon.commands.check import RANKS, check
+from surgeon.commands.predict import predict
+from surgeon.commands.report import ReportPage, report
 from surgeon.commands.scan import scan
 from surgeon.commands.similarity import similarity
 from surgeon.cost.hardware import Hardware
@@ -31,12 +34,9 @@ from surgeon.findings.result import RunResult
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchRun
 from surgeon.findings.similarity import Similarity
-from surgeon.library.check import RANKS, check
 from surgeon.library.explore_rounds import SIZES, ExploreRound, plan_rounds
 from surgeon.library.next_steps import NextSteps
 from surgeon.library.opening import as_list
-from surgeon.library.predict import predict
-from surgeon.library.report import ReportPage, report
 from surgeon.library.search import search
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import make_folder, write_text

@@ -98,12 +98,16 @@ class TextSource:
 _LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
 
 
-def texts_by_weight(texts: Sequence[str]) -> str | dict[str, float]:
+def texts_by_weight(texts: str | Path | Sequence[str] | Mapping[str, float]) -> str | Mapping[str, float]:
     """What `load_train_texts` takes of one text, or of several, each with its weight behind it ("text.txt=0.7").
 
     Raises:
         ValueError: if one of several has no weight, or occurs twice.
     """
+    if isinstance(texts, Mapping):
+        return texts
+    if isinstance(texts, str | Path):
+        return str(texts)
     if len(texts) == 1:
         return texts[0]
     found: dict[str, float] = {}

@@ -15,7 +15,7 @@ from surgeon.checkpoint.compare import compare
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import Training, layers_by_recipe
-from surgeon.cli.show import differences, facts
+from surgeon.commands.show import differences, facts
 from surgeon.errors import NotProven
 from surgeon.exports.report import source_record
 from surgeon.findings.card import identity_of, open_edited, write_card

@@ -232,7 +232,7 @@ def test_results_that_do_not_fit_are_an_error() -> None:
     [
         ("search --budget depth=26", "surgeon search MODEL --budget depth=26 --data DATA"),
         ("search --data=text.txt", "surgeon search MODEL --data=text.txt"),
-        ("heal recipe.yaml", "surgeon heal recipe.yaml --output OUTPUT --data DATA"),
+        ("heal recipe.yaml", "surgeon heal recipe.yaml --data DATA --output OUTPUT"),
     ],
 )
 def test_what_is_missing_is_shown_in_the_whole_command(
@@ -244,7 +244,7 @@ def test_what_is_missing_is_shown_in_the_whole_command(
 
 @pytest.mark.parametrize(
     ("command", "calls", "looked"),
-    [("check", "surgeon.library.check.check", False), ("scan", "surgeon.opened.open_model", True)],
+    [("check", "surgeon.named.model_name", False), ("scan", "surgeon.opened.open_model", True)],
 )
 def test_short_commands_do_not_look_for_garbage(
     command: str, calls: str, looked: bool, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.checkpoint.texts import Continuation
 from surgeon.commands.app import main
-from surgeon.library import generate as generate_module
 from surgeon.runtime import service
 from surgeon.runtime.worker import ranks
 from tests import warm
@@ -117,7 +116,7 @@ def test_a_pipeline_that_cannot_be(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generate_module, "early_ranks", lambda _: nullcontext())  # before it is known to be in vain
+    monkeypatch.setattr(ranks, "early_ranks", lambda _: nullcontext())  # before it is known to be in vain
     assert generate(tiny_checkpoint, *options) == 1
     assert said in capfd.readouterr().err
 

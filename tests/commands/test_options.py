@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import typer
 
-from surgeon.cli.options import parse_counts
 from surgeon.commands.app import app
 from surgeon.named import split_values
 
 # Whose values are texts of their own, with commas that mean something.
 WHOLE = {"--prompt", "--stop", "--trainer-arg"}
+NUMBERS = {("check", "--ranks"), ("calibrate", "--ranks"), ("bench", "--batch"), ("predict", "--batch")}
 GROUP: Any = typer.main.get_command(app)
 OPTIONS = [
     pytest.param(name, option, id=f"{name} {option.opts[0]}")
@@ -32,6 +32,9 @@ def given(name: str, option: Any, *values: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
 def test_every_list_takes_commas_and_repeats(name: str, option: Any) -> None:
+    if (name, option.opts[0]) in NUMBERS:
+        assert given(name, option, "1", "2,4") == ["1", "2", "4"]
+        return
     split = ["b,c"] if option.opts[0] in WHOLE else ["b", "c"]
     assert given(name, option, "a", "b,c") == ["a", *split]
 
@@ -77,8 +80,8 @@ def test_values_that_hold_commas_stay_whole(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_numbers_of_an_option() -> None:
-    assert parse_counts("--batch", ["8", "1", "8"], [2]) == [8, 1]
-    assert parse_counts("--batch", None, [2]) == [2]
+    (batch,) = (option for option in GROUP.commands["bench"].params if option.opts[0] == "--batch")
+    assert given("bench", batch, "8", "1", "8") == ["8", "1"]
     for wrong in ("0", "-1", "x", "1.5"):
         with pytest.raises(ValueError, match=rf"--batch '{wrong}' is no whole number from 1; write numbers such as"):
-            parse_counts("--batch", ["1", wrong], [1])
+            given("bench", batch, "1", wrong)

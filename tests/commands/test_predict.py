@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
+from surgeon.commands.predictions import predict_drafts
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.findings.drafts import DraftRun
-from surgeon.library.predict import predict_drafts
 from tests.commands.conftest import Run
 from tests.cost.examples import ROUND, SIZES
 

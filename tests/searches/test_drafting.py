@@ -15,6 +15,7 @@ from scipy import stats
 
 import surgeon
 from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
+from surgeon.commands.drafts import draft_program
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import predict_drafting
 from surgeon.cost.passes import PredictedRanks
@@ -24,7 +25,6 @@ from surgeon.findings.edit import Edit
 from surgeon.findings.result import RunResult
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.library.running import draft_program
 from surgeon.models.edit import edit, program_of, restore
 from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.data import Windows

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from accelerate import PartialState
 
 from surgeon.exports.prove import Proof
-from surgeon.library.opening import warn
 from surgeon.quality.summary import Quality
 from surgeon.training.arguments import describe_devices
 from surgeon.training.learned import learned_lines
@@ -31,7 +31,8 @@ def announce(
     if processes.is_main_process:
         learned = learned_lines(texts.training, tokenizer, show_row)
         say(f"{what}; {texts.line()}", *learned, describe_devices(processes, where))
-        warn(notes)
+        for note in notes:
+            warnings.warn(note, stacklevel=1)
 
 
 def say_stages(stages: Mapping[str, Quality | None]) -> None:

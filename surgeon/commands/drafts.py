@@ -1,9 +1,8 @@
-"""How `surgeon.generate` and `surgeon.serve` run a model on ranks, and with what it drafts."""
+"""With what a model drafts on ranks, as `surgeon.generate` and `surgeon.serve` take it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.language.program import Program
@@ -11,46 +10,14 @@ from surgeon.language.recipe import read_recipe
 from surgeon.library.opening import has_weights_of_its_model
 from surgeon.named import is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
-from surgeon.runtime.plan.specification import Ways
-from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
-from surgeon.runtime.worker.options import RankOptions
-
-
-class Running(Ways, total=False):
-    """What both take.
-
-    Keys:
-        ranks: how many, on GPUs where there is one for each, or what they are in full; one by default.
-        program: to run in place of the checkpoint's own.
-        halves: as of `ServiceOptions`.
-        draft: as of `ServiceOptions`; or a recipe (.yaml) or an edit of the model (`surgeon.edit`).
-        draft_tokens: as of `ServiceOptions`.
-    """
-
-    ranks: int | RankOptions
-    program: Program | str | None
-    halves: str
-    draft: str | Path | Program | EditedModel | None
-    draft_tokens: int | None
-
-
-def service_options(model: Model, running: Running, **more: Any) -> ServiceOptions:
-    """The options of a service.
-
-    Args:
-        more: of them.
-
-    Raises:
-        FileNotFoundError, ValueError: as `RankOptions`, `ServiceOptions` and `draft_program`.
-    """
-    ranks, draft = RankOptions.of(running.get("ranks", 1)), draft_program(model, running.get("draft"))
-    return ServiceOptions(**{**running, **more, "ranks": ranks, "draft": draft})
+from surgeon.runtime.service_options import CODA, LOOKUP
 
 
 def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
-    """What drafts tokens for a model, of what `Running` takes; "coda", "lookup" and variants are themselves.
+    """Say what drafts tokens for a model, by a program, a recipe (.yaml) or an edit.
 
-    Of a model without weights its shapes alone tell whether a draft is of another one.
+    "coda", "lookup" and variants are themselves. Of a model without weights its shapes alone tell whether a draft is of
+    another one.
 
     Raises:
         FileNotFoundError, ValueError: if there is no such recipe, it is of another model, or the draft would have

@@ -1,4 +1,4 @@
-"""`surgeon.predict`: what programs would cost on hardware that is described; and which of the known ones wins where."""
+"""Predictions for programs on hardware that is described, which of the known ones wins where, and where drafts pay."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 import pandas as pd
 
+from surgeon.commands.drafts import draft_program
 from surgeon.cost.best import (
     METRICS,
     Allowance,
@@ -25,16 +26,15 @@ from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import check_chances, draft_cells
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import load_hardware, write_hardware
-from surgeon.cost.sweep import SweepCell, explain_memory, parse_sweep, prediction_table
+from surgeon.cost.sweep import SweepCell, parse_sweep
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.findings.best import BestPrograms
 from surgeon.findings.drafts import DRAFT_COLUMNS, DraftRun
-from surgeon.findings.prediction import AXES, Predictions, words_of
+from surgeon.findings.prediction import AXES, words_of
 from surgeon.language.program import Program
 from surgeon.library.opening import as_list, as_range
-from surgeon.library.running import draft_program
 from surgeon.named import on_disk
 from surgeon.opened import EditedModel, Model
 from surgeon.processes.files import make_folder
@@ -65,12 +65,12 @@ class Asked(TypedDict, total=False):
     prompt: int | None
     new: int | None
     ranks: int | Deployment
-    sweep: str | Mapping[str, Sequence[int]] | None
+    sweep: str | Sequence[str] | Mapping[str, Sequence[int]] | None
     output: str | Path | None
 
 
 @dataclass(frozen=True)
-class _Question:
+class PredictionInputs:
     """The same, read; some may be refused in a sweep only."""
 
     candidates: Sequence[Candidate]
@@ -84,15 +84,19 @@ class _Question:
     @classmethod
     def of(
         cls, candidates: Sequence[Candidate], hardware: str | Path | Hardware, asked: Asked, batch: int | Sequence[int]
-    ) -> _Question:
+    ) -> PredictionInputs:
         machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-        ranks, sweep, output = asked.get("ranks", 1), asked.get("sweep"), asked.get("output")
+        ranks = asked.get("ranks", 1)
+        sweep = asked.get("sweep")
+        output = asked.get("output")
         deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
         dtype = deployment.dtype or machine.dtype(candidates[0].model.shapes.dtype)  # as its weights have it
         positions = min(candidate.model.positions for candidate in candidates)
         workload = Workload.within(positions, 1, asked.get("prompt"), asked.get("new"))
         axes = {**_axes({"batch": batch}), **_axes(sweep)}
-        if (folder := None if output is None else Path(output)) is not None:
+        folder = None
+        if output is not None:
+            folder = Path(output)
             make_folder(folder)
         return cls(candidates, machine, replace(deployment, dtype=dtype), workload, axes, folder, sweep is not None)
 
@@ -102,45 +106,7 @@ class _Question:
             return _sweep(self.candidates, self.hardware, self.deployment, self.workload, self.axes, advance)
 
 
-def predict(
-    model: str | Path | Model | EditedModel,
-    hardware: str | Path | Hardware,
-    *,
-    compare: str | Path | Program | Sequence[str | Path | Program] = (),
-    program: Program | str | None = None,
-    batch: int | Sequence[int] = 1,
-    **asked: Unpack[Asked],
-) -> Predictions:
-    """Predict what programs cost; nothing runs, and no weights are needed.
-
-    Args:
-        model: a config.json or a folder with one, a hub name, "demo", a recipe (.yaml), or a model that is open,
-            edited or not.
-        hardware: a name such as "h100-sxm", a file as `surgeon calibrate` writes it, or one that is read.
-        compare: more models, recipes, programs, or variants of the model by name ("lp"), "halves", "upper-bound".
-        program: of the model, instead of its own.
-        batch: texts that are computed together; several sizes one after the other.
-        asked: layers, prompt, new, ranks, sweep, output: as of `Asked`.
-
-    Raises:
-        FileNotFoundError: if there is no such model, recipe or hardware file.
-        ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
-            fit into memory; in a sweep that is said in its cells.
-    """
-    candidates = open_candidates(model, as_list(compare), program, as_range(asked.get("layers")))
-    question = _Question.of(candidates, hardware, asked, batch)
-    cells, machine, folder = question.cells(), question.hardware, question.folder
-    for cell in cells if not question.swept else ():
-        if cell.refused:
-            raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
-    said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": question.swept}
-    said |= {"experts": lines} if (lines := _experts(cells)) else {}
-    name = model.name if isinstance(model, Model | EditedModel) else str(model)
-    found = Predictions(prediction_table(cells), cells, record=said | {"model": name})
-    return found if folder is None else replace(found, record=_record(name, machine, cells, said)).save(folder)
-
-
-def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
+def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     """What all predictions have in common."""
     deployments, loads = [cell.deployment for cell in cells], [cell.workload for cell in cells]
     common, ranks = deployments[0], {one.ranks for one in deployments}
@@ -157,7 +123,7 @@ def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
 
 
-def _experts(cells: Sequence[SweepCell]) -> list[str]:
+def experts_of(cells: Sequence[SweepCell]) -> list[str]:
     """How ranks share the experts of each program, where that was open."""
     lines = {
         (cell.candidate.name, cell.deployment.ranks): cell.prediction.experts.line("a pass")
@@ -167,7 +133,8 @@ def _experts(cells: Sequence[SweepCell]) -> list[str]:
     return [f"{name} on {words_of('ranks', ranks)}: {line}" for (name, ranks), line in lines.items()]
 
 
-def _record(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:
+def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:
+    """What is to be known of predictions beside their table."""
     programs = {
         cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
         for cell in reversed(cells)
@@ -208,7 +175,7 @@ def best_programs(
     known = known_programs(first.model, allowance or Allowance(), as_range(asked.get("layers")))
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     asked["sweep"] = asked.get("sweep") or f"ranks=1..{machine.devices},batch=1..256"
-    question = _Question.of(known, machine, asked, 1)
+    question = PredictionInputs.of(known, machine, asked, 1)
     deployment, load, folder = question.deployment, question.workload, question.folder
     links = 1 if deployment.link else max(1, len(machine.links))
     with progress("predict", len(known) * links * prod(map(len, question.axes.values())), "predictions") as advance:
@@ -251,7 +218,7 @@ def predict_drafts(
     if (there := on_disk(str(draft))) is not None:
         drafting = replace(drafting, name=there.stem)
     chances = check_chances([acceptance] if isinstance(acceptance, int | float) else acceptance)
-    question = _Question.of([first, drafting], hardware, asked, batch)
+    question = PredictionInputs.of([first, drafting], hardware, asked, batch)
     cells, machine, folder = question.cells(), question.hardware, question.folder
     rows, refused = list[dict[str, float]](), list[str]()
     for plain, alone in zip(cells[::2], cells[1::2], strict=True):
@@ -261,17 +228,19 @@ def predict_drafts(
             if not question.swept:
                 raise
             refused.append(f"{words_of('ranks', plain.deployment.ranks)}, batch {plain.workload.batch}: {error}")
-    heading = f"{_heading(machine, cells)}; drafts of {drafting.name}"
+    heading = f"{heading_of(machine, cells)}; drafts of {drafting.name}"
     said: dict[str, Any] = {"heading": heading, "refused": list(dict.fromkeys(refused))}
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
     run = DraftRun(pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), record=said | {"model": name})
-    return run if folder is None else replace(run, record=_record(name, machine, cells, said)).save(folder)
+    return run if folder is None else replace(run, record=record_of(name, machine, cells, said)).save(folder)
 
 
-def _axes(sweep: str | Mapping[str, int | Sequence[int]] | None) -> dict[str, list[int]]:
-    if isinstance(sweep, str):
-        return parse_sweep(sweep)
-    axes = {name: [values] if isinstance(values, int) else [*values] for name, values in (sweep or {}).items()}
+def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]] | None) -> dict[str, list[int]]:
+    if not sweep:
+        return {}
+    if not isinstance(sweep, Mapping):
+        return parse_sweep(",".join(as_list(sweep)))
+    axes = {name: [values] if isinstance(values, int) else [*values] for name, values in sweep.items()}
     for name, values in axes.items():
         if name not in AXES:
             raise ValueError(f"there is no {name!r} to sweep; {did_you_mean(name, AXES)}")

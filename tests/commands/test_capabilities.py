@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.streamed import load_streamed
+from surgeon.commands.capabilities import ADAPTER_RANK, FACTORS, LENGTH, PAIRS, TRACKS, Capabilities, answer
 from surgeon.exports.export import plan_export, write_export
 from surgeon.findings.check import NO, PARTLY, YES, Verdict
 from surgeon.language.operations.declare import VARIANTS
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.library.capabilities import ADAPTER_RANK, FACTORS, LENGTH, PAIRS, TRACKS, Capabilities, answer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.opened import open_model

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from surgeon.commands.command import command, option
 from surgeon.words import WIDTH, first_few
 
 if TYPE_CHECKING:
@@ -20,21 +19,17 @@ _LONGEST_VALUE = 40  # characters of a value of config.json
 _NAMED = 12  # tensors that a line names
 
 
+@command(lambda call: call())
 def show(
-    what: Annotated[
-        str, typer.Argument(metavar="DIR|RECIPE", help="A checkpoint folder, a hub name, demo, or a recipe (YAML).")
-    ],
+    what: Annotated[str, option("A checkpoint folder, a hub name, demo, or a recipe (YAML).", metavar="DIR|RECIPE")],
     other: Annotated[
-        str | None, typer.Argument(metavar="[OTHER]", help="A second one: say in what the two differ.")
+        str | None, option("A second one: say in what the two differ.", metavar="[OTHER]", argument=True)
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Draw the program too, as a PNG file under this name.")
+        Path | None, option("Draw the program too, as a PNG file under this name.", "--output", "-o")
     ] = None,
     verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Read all files of an exported checkpoint, and say which are not as they were written."
-        ),
+        bool, option("Read all files of an exported checkpoint, and say which are not as they were written.")
     ] = False,
 ) -> None:
     """Say what a checkpoint or a recipe is: its model, its program, what that costs, and how it was proven.

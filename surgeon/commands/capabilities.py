@@ -6,11 +6,11 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,23 +20,28 @@ from surgeon.analysis.cells import SCANNED, select, selected_cells
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
+from surgeon.checkpoint.config import CONFIG, find_config
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.forms.fused import FUSED
-from surgeon.checkpoint.random_weights import RandomFactors
+from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
+from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
+from surgeon.commands.drafts import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
+from surgeon.findings.outline import outline_text
 from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.library.running import draft_program
 from surgeon.memory import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.models.families.positions import rotated_layers, windowed_layers
-from surgeon.opened import Model
+from surgeon.models.weights.quantised import rules_of
+from surgeon.named import on_disk
+from surgeon.opened import Model, open_model
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
@@ -403,3 +408,67 @@ def _refuse(refusal: Exception) -> str:
 def _with_number(name: str) -> str:
     """A variant's name with a number behind it, where it takes one."""
     return name if VARIANTS[name].argument is None else f"{name.partition(':')[0]}:{LENGTH}"
+
+
+def with_shapes(model: str | Path | Model) -> Model:
+    """A model with the shapes of its tensors, by the headers of its files, or without these by its class."""
+    if isinstance(model, Model) and model.files is not None:
+        return model
+    name = model.name if isinstance(model, Model) else str(model)
+    folder = on_disk(name)
+    if not isinstance(model, Model) and (name == DEMO or (folder is not None and any(folder.glob("*.safetensors*")))):
+        return open_model(name)
+    if isinstance(model, Model) and (folder is None or folder.is_dir()):
+        return Model(name, RandomCheckpoint(Path(name), config=model.config), model.config, model.own)
+    path = find_config(name)
+    if "model_type" not in read_json(path):
+        raise ValueError(f"{path} has no model_type, so that it says of no architecture; give the {CONFIG} of a model")
+    known = model if isinstance(model, Model) else open_model(name, weights=False)
+    return Model(name, RandomCheckpoint(path), known.config, known.own)
+
+
+def facts_of(model: Model) -> dict[str, str]:
+    """What the model is, by label."""
+    shapes = model.shapes
+    stored = str(model.dtype).removeprefix("torch.")
+    rope = model.family.rope(model.config) if model.family.rotary else None
+    digits = 1 if model.parameters < 1e7 else 0
+    facts = {
+        "model": f"{model.label}: {shapes.family.name}, {plural(shapes.layers, 'layer')} {shapes.hidden} wide, "
+        f"{plural(shapes.heads, 'head')} of {shapes.head_dim} over {plural(shapes.kv_heads, 'KV head')}, "
+        f"{shapes.neurons} neurons, vocabulary {shapes.vocabulary}, {'tied to' if shapes.tied else 'with'} the head",
+        "weights": f"{model.parameters / 1e6:,.{digits}f}M parameters, {show_size(model.size)}, {stored}",
+        "positions": f"{model.positions:,}, {_listed(rope) if rope else 'learned'}",
+    }
+    if windows := [window for window in shapes.windows if window is not None]:
+        facts["windows"] = f"of {max(windows):,} tokens in {len(windows)} of {plural(shapes.layers, 'layer')}"
+    if (mixture := shapes.family.mixture) is not None:
+        of = f"{getattr(model.config, mixture.count)} in a layer"
+        facts["experts"] = f"{of}, {mixture.routing(model.config).top_k} of them for each token"
+    if model.wrapped is not None:
+        facts["inside"] = f"{model.wrapped.wrapper.name}, of which the rest stays as it is"
+    if quantised := model.checkpoint.config.get(QUANTIZATION):
+        facts["quantised"] = _quantised(quantised)
+    if model.own is not None:
+        facts["program"] = outline_text(model.own, shapes.layers, shapes.family.steps_per_layer)
+    return facts
+
+
+def _quantised(said: Any) -> str:
+    """How weights are stored, and what becomes of them."""
+    try:
+        schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(said))
+    except ValueError as refusal:
+        return f"not supported: {refusal}"
+    return f"{', '.join(schemes)}; dequantised as they are read, which takes the memory said here"
+
+
+def _listed(entries: Mapping[str, Any]) -> str:
+    """Entries of a configuration, lists of numbers by their length."""
+    said = []
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            said.append(f"{name}: {_listed(value)}")
+        else:
+            said.append(f"{name} {f'{len(value)} numbers' if isinstance(value, list) else value}")
+    return ", ".join(said)
