@@ -114,9 +114,9 @@ def bench(
     from surgeon.benchmarks.measure import RankBench
     from surgeon.benchmarks.plans import Needs, plan_candidates
     from surgeon.benchmarks.tables import bench_record, bench_table, compression_record
+    from surgeon.commands.opening import as_list, as_range
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload
-    from surgeon.library.opening import as_list, as_range
     from surgeon.opened import EditedModel, Model
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress

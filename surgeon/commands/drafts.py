@@ -6,9 +6,9 @@ from pathlib import Path
 
 from surgeon.checkpoint.drafts import DRAFT_FILE, HealedDraft
 from surgeon.checkpoint.random_weights import RandomCheckpoint
+from surgeon.commands.opening import has_weights_of_its_model
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
-from surgeon.library.opening import has_weights_of_its_model
 from surgeon.named import is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.service_options import CODA, LOOKUP

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.analysis.subject import Subject
+from surgeon.commands.opening import check_counts, warn
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import SearchRun
-from surgeon.library.opening import check_counts, warn
 from surgeon.library.search_result import SearchResult, end_search
 from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings
 from surgeon.memory import free_bytes
