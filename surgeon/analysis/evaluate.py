@@ -24,7 +24,8 @@ from surgeon.named import split_values
 from surgeon.opened import EditedModel
 from surgeon.processes.files import write_json
 from surgeon.quality.data import Windows
-from surgeon.quality.text import OWN, TextQuality, logits_of, text_quality
+from surgeon.quality.summary import Quality
+from surgeon.quality.text import OWN, logits_of, text_quality
 from surgeon.words import hanging, plural
 
 if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import
@@ -42,7 +43,7 @@ class Evaluation:
         files: what was written of tasks.
     """
 
-    text: TextQuality | None = None
+    text: Quality | None = None
     tasks: dict[str, Any] | None = None
     files: tuple[Path, ...] = ()
 
@@ -81,7 +82,7 @@ def factors_of(candidate: EditedModel, output: Path | None) -> Iterator[EditedMo
 
 def on_text(
     candidate: EditedModel, original: EditedModel | None, windows: Windows, device: str, output: Path | None
-) -> TextQuality:
+) -> Quality:
     """Perplexity, and divergence and acceptance where there is something to compare with; text.json.
 
     A program over a model's own weights is judged as its draft by the model's keys and values of earlier tokens.
@@ -110,7 +111,7 @@ def on_text(
             warnings.warn(f"acceptance is judged by the program's own keys and values: {error}", stacklevel=1)
 
     found = text_quality(model, windows.ids, compared, draft=draft)
-    if found.greedy_acceptance is not None and draft is None:
+    if found.knows("greedy_acceptance") and draft is None:
         found = replace(found, acceptance_keys=OWN)
     if output is not None:
         more = windows.record() | {"window": windows.ids.shape[1]} | found.to_json()

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
-from surgeon.analysis.factors.allocation import Curve, curves_of
+from surgeon.analysis.factors.allocation import curves_of
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_layers, choose_weights, find_matrices
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
-from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
+from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown
@@ -62,17 +62,6 @@ class SpectrumRequest:
         return vars(self) | {"layers": show_range(self.layers), "weights": list(self.weights), "ranks": ranks}
 
 
-@dataclass(frozen=True, repr=False)
-class MeasuredSpectrum(Spectrum):
-    """A spectrum just found.
-
-    Attributes:
-        curves: what ranks are shared out by.
-    """
-
-    curves: tuple[Curve, ...] = ()
-
-
 def request(
     config: Any,
     *,
@@ -92,9 +81,7 @@ def request(
     return SpectrumRequest(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
 
 
-def spectrum(
-    subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0
-) -> MeasuredSpectrum:
+def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0) -> Spectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
     What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
@@ -190,7 +177,8 @@ class _Work:
                         if truncation not in journal.damage:
                             values = truncate(self.matrices.read(matrix), found.left, truncation.rank)
                             with self.matrices.replaced(matrix, values):
-                                journal.add_damage(truncation, WindowQuality(*reference.quality(measured)))
+                                nll, divergence = reference.quality(measured)
+                                journal.add_damage(truncation, {"nll": nll, "divergence": divergence})
                             ran(len(nodes) - measured.place)
                 if damages:
                     measured.step()
@@ -247,9 +235,7 @@ def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whiteni
     return {matrix: factors[source] for matrix, source in sources.items()}
 
 
-def _write(
-    folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]
-) -> MeasuredSpectrum:
+def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]) -> Spectrum:
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
     matrices = spectrum_table(spectra)
     values = values_table(spectra)
@@ -261,6 +247,6 @@ def _write(
     value = perplexity(base)
     record = record | work.wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
     curves = curves_of(spectra, measured, work.wanted.method)
-    found = MeasuredSpectrum(matrices, damage, values, value, curves, record=record)
+    found = Spectrum(matrices, damage, values, value, curves, record=record)
     files = (*found.write(folder), folder / found.RECORD)
     return replace(found, files=files)

@@ -112,7 +112,9 @@ class MeasuredDrafts:
         return cls(median(ratios), min(ratios), max(ratios), accepted, new / (new - right))
 
     def __str__(self) -> str:
-        accepted = f"{self.accepted:.0%} of drafted tokens accepted" if self.accepted >= 0 else "nothing drafted"
+        accepted = "nothing drafted"
+        if self.accepted >= 0:
+            accepted = f"{self.accepted:.0%} of drafted tokens accepted"
         return f"{self.speedup:.3g}x ({self.low:.3g}x to {self.high:.3g}x over the rounds), {accepted}"
 
 

@@ -19,7 +19,10 @@ from surgeon.runtime.plan.placement import Group
 EMBEDDING = "embedding"
 HEAD = "head"
 JOIN = "join"
-COMPUTING, STARTING, WAITING = "computing", "starting", "waiting"  # spans of passes that are recorded
+# Spans of passes that are recorded.
+COMPUTING = "computing"
+STARTING = "starting"
+WAITING = "waiting"
 
 
 @dataclass(slots=True)

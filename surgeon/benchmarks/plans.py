@@ -32,7 +32,9 @@ class Needs:
 
     def plan(self, model: str | Path | Model, program: Program | str | None = None, halves: HalvesMode = "off") -> Plan:
         """A checkpoint's plan, as `make_plan` makes it."""
-        text = None if program is None else str(program)
+        text = None
+        if program is not None:
+            text = str(program)
         lowrank = self.ways.get("kv") == "lowrank"
         ways: Ways = {**self.ways, "kv": "auto"} if lowrank else self.ways
         plan = make_plan(model, self.ranks, self.tokens, text, self.device, halves=halves, **ways)

@@ -145,13 +145,13 @@ class TimedEngine(RankEngine):
         super().__init__(plan, timed, rank.device, rank.engines.values())
         if self.graphs is not None:
             self.graphs = watched(self.graphs, self.recorder)
-            self.ways = ways_through(self, self.coda)
+            self.ways = ways_through(self)
 
     def mark(self, marking: bool) -> None:
         """Say whether passes are marked where that takes time; with marks and without they are recorded anew."""
         if self.recorder.clock.deferred and marking != self.recorder.marking:
             self.recorder.marking = marking
-            self.ways = ways_through(self, self.coda)
+            self.ways = ways_through(self)
             self.forget_cache()
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:

@@ -26,7 +26,7 @@ from surgeon.commands.options import (
 from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
-    from surgeon.benchmarks.benchmark import Benchmark
+    from surgeon.findings.bench import Benchmark
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
     from surgeon.runtime.plan.specification import Ways
@@ -109,18 +109,20 @@ def bench(
         FileNotFoundError, ValueError: if one of them cannot be used or cannot run so, or there can be no trace.
         RankFailed: if a rank fails.
     """
-    from surgeon.benchmarks.benchmark import Benchmark, check_trace, write_trace
-    from surgeon.benchmarks.compression_cost import measure_compression, windows_of
+    from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
     from surgeon.benchmarks.measure import RankBench
     from surgeon.benchmarks.plans import Needs, plan_candidates
-    from surgeon.benchmarks.tables import bench_record, bench_table, compression_record
+    from surgeon.benchmarks.tables import bench_record, bench_table
+    from surgeon.benchmarks.timelines import check_trace, write_trace
     from surgeon.commands.opening import as_list, as_range
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload
+    from surgeon.findings.bench import Benchmark
     from surgeon.opened import EditedModel, Model
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
     from surgeon.provenance import provenance
+    from surgeon.quality.summary import mean_divergence
     from surgeon.runtime.kernels.used import kernels_used
     from surgeon.runtime.worker.options import RankOptions
     from surgeon.runtime.worker.ranks import Ranks as RunningRanks
@@ -142,15 +144,18 @@ def bench(
     if output is not None:
         make_folder(Path(output))
     kind = None if on.ranks == 1 else on.compression
-    sending = {name: plan for name, plan in plans.items() if kind is not None and name not in unconnected}
-    windows = windows_of(sending, data, prompt + new, COMPARED_TOKENS, seed)
+    windows = {
+        name: windows_to_compare(plan, data, prompt + new, COMPARED_TOKENS, seed)
+        for name, plan in plans.items()
+        if kind is not None and name not in unconnected
+    }
     with RunningRanks(on) as running:
         measured = RankBench.load(running, plans, unconnected)
         with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
             results = measured.measure(loads, rounds, advance)
         traces = () if trace is None else write_trace(measured, loads[0], Path(trace))
-        costs = {
-            name: measure_compression(running, plans[name], texts, kind, name)
+        divergence = {
+            name: divergence_of_compressed(running, plans[name], texts, kind, name)
             for name, texts in windows.items()
             if kind is not None
         }
@@ -161,10 +166,14 @@ def bench(
     settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
     settings["kernels"] = ", ".join(used)
     settings |= {"experts": measured.experts} if measured.experts else {}
-    if costs:
-        settings["compression"] = compression_record(costs, data or RANDOM)
+    if divergence:
+        predicted = min(sum(len(window) - 1 for window in texts) for texts in windows.values())
+        settings |= {"compression": kind, "compared": data or RANDOM, "predicted": predicted}
+        settings["divergence"] = {name: mean_divergence(values) for name, values in divergence.items()}
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
-    found = Benchmark(bench_table(results), results, costs, traces, record=settings | {"model": name}, files=traces)
+    found = Benchmark(
+        bench_table(results, divergence), results, traces, record=settings | {"model": name}, files=traces
+    )
     if output is None:
         return found
     record = provenance(name, candidates[0].model.hash, **settings, results=bench_record(results))

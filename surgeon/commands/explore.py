@@ -15,7 +15,7 @@ from surgeon.commands.options import DATA_HELP, Memory, ModelName, Output, Separ
 from surgeon.words import hanging
 
 if TYPE_CHECKING:
-    from surgeon.commands.exploring import Exploration
+    from surgeon.findings.explore import Exploration
 
 
 def _show(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from surgeon.commands.calibrate import calibrate
 from surgeon.commands.check import RANKS, check
 from surgeon.commands.next_steps import NextSteps
 from surgeon.commands.predict import predict
-from surgeon.commands.predictions import Predictions
 from surgeon.commands.report import ReportPage, report
 from surgeon.commands.scan import scan
 from surgeon.commands.similarity import similarity
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import hardware_of, load_hardware
 from surgeon.findings.check import NO, Check
-from surgeon.findings.explore import BUSY, ExploreRun
+from surgeon.findings.explore import BUSY, Exploration
+from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import RunResult
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchRun
@@ -113,27 +113,6 @@ def rounds_for(model: Model, data: str, separator: str | None) -> list[ExploreRo
     return plan_rounds(model.num_layers, window_for(model.config, None), there)
 
 
-@dataclass(frozen=True, repr=False)
-class Exploration(ExploreRun):
-    """What an exploration has found.
-
-    Attributes:
-        checked: what would work with the model.
-        scan, similarity, search: what the passes have found; None where one cannot be done or had no time, which
-            `left_out` says.
-        predictions: what the program at the knee would cost, on the hardware found and on what was asked for.
-        page: all of it.
-    """
-
-    _: KW_ONLY
-    checked: Check
-    scan: Scan | None
-    similarity: Similarity | None
-    search: SearchRun | None
-    predictions: Sequence[Predictions]
-    page: ReportPage
-
-
 @dataclass
 class Exploring:
     """An exploration under way.
@@ -175,9 +154,9 @@ class Exploring:
         self.record |= {"done": [], "free": 1.0}
         self._watch_other_work()
         self.drawing = min(_DRAWING / self.record["free"], _DRAWN * 60 * float(self.record["minutes"]))
-        if not (self.folder / ExploreRun.RECORD).is_file():
+        if not (self.folder / Exploration.RECORD).is_file():
             return
-        earlier = ExploreRun.read(self.folder, self.model.hash)
+        earlier = Exploration.read(self.folder, self.model.hash)
         for name in ("data", "separator"):
             if earlier.record.get(name) != self.record[name]:
                 raise ValueError(
@@ -291,12 +270,12 @@ class Exploring:
         self.steps[name] = did, self.steps.get(name, ("", 0.0))[1] + time.monotonic() - start
         self._run().write(self.folder)
 
-    def _run(self) -> ExploreRun:
+    def _run(self) -> Exploration:
         """What there is, as of now."""
         rows = [(name, did, round(seconds, 1)) for name, (did, seconds) in self.steps.items()]
         left_out = [f"{name}: {why}" for name, why in self.left_out.items()]
         record = self.record | {"spent": round(self.spent, 1), "left_out": left_out}
-        return ExploreRun(pd.DataFrame(rows, columns=["step", "did", "seconds"]), record=record)
+        return Exploration(pd.DataFrame(rows, columns=["step", "did", "seconds"]), record=record)
 
     def _measure_machine(self) -> None:
         """Measure this machine, unless its figures are known, where there is time for it."""

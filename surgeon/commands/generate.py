@@ -90,11 +90,9 @@ def _show(
 
     if call.keywords["pipeline"]:
         ranks = _pipeline_ranks(ranks, stretches)
-    elif stretches is not None or "in_flight" in call.keywords:
-        name = "ranks" if stretches is not None else "in-flight"
+    elif stretches is not None:
         raise ValueError(
-            f"--{name} is of --pipeline, whose ranks have layers of their own; --tp says how many ranks share every "
-            "layer"
+            "--ranks is of --pipeline, whose ranks have layers of their own; --tp says how many ranks share every layer"
         )
     print(call(prompts=texts, ranks=ranks(), on_event=show), file=sys.stderr)
 
@@ -160,19 +158,10 @@ def generate(
         option(
             "Have each of --ranks hold a stretch of the layers, in place of a share of every layer: only streams go "
             "from one to the next. While one computes, those before it go on with other texts, or with what the coda "
-            "of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the last one verifies: "
-            "the same texts. At the end it says whether that was faster than one rank with all layers."
+            "of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the others verify: "
+            "the same texts. For models that do not fit one machine; it was not faster than one rank."
         ),
     ] = False,
-    in_flight: Annotated[
-        int | None,
-        option(
-            "How many tokens may be on their way through the ranks of --pipeline, of several texts or drafted by the "
-            "coda; 1 drafts none. Default: --ranks where fewer texts are computed together and there is a coda, else "
-            "1.",
-            least=1,
-        ),
-    ] = None,
     ranks: Ranks = 1,
     program: ProgramText = None,
     dtype: Dtype = "auto",
@@ -243,7 +232,6 @@ def generate(
             max_tokens=max(map(len, tokens)) + max_new_tokens,
             max_waiting=len(tokens),
             pipeline=pipeline,
-            in_flight=in_flight,
         )
         with Service(opened, options, opened.tokenizer, started) as service:
             if service.capacity.texts(service.capacity.longest) < options.max_batch:

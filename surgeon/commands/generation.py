@@ -96,21 +96,17 @@ class Generation:
         return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
 
     def _pipeline(self) -> list[str]:
-        """Which nodes each rank had, what was in flight, and whether that paid."""
-        plan, usages, first = self.plan, [text.usage for text in self.texts], self.figures[0]
+        """Which nodes each rank had, and what was in flight."""
+        plan = self.plan
+        usages = [text.usage for text in self.texts]
         spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *plan.stretches)))
-        drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
+        drafted = sum(usage.drafted for usage in usages)
+        accepted = sum(usage.accepted for usage in usages)
         drafts = f"{accepted} of {drafted} tokens of the coda's were right ({accepted / max(1, drafted):.0%})"
-        lines = [
+        return [
             f"nodes    {spans}, a stretch on each rank",
             f"drafts   {drafts if drafted else 'none: one token of each text in flight'}",
         ]
-        if not first.decode.new:
-            return lines
-        taken, alone = first.decode.seconds / first.decode.new, sum(each.alone for each in self.figures)
-        verdict = f"{alone / taken:.2f} times as fast" + ("" if taken < alone else "; a pipeline does not pay here")
-        times = f"{1e3 * taken:.2f} ms per token, {1e3 * alone:.2f} on one rank that has all stretches"
-        return [*lines, f"time     {times}: {verdict}"]
 
     def _drafts(self) -> list[str]:
         """How many drafted tokens were right, and what a token takes then."""
@@ -120,8 +116,7 @@ class Generation:
             return ["drafts   none: the texts were too short, or it would not have paid"]
         phases = first.drafting, first.decode
         calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
-        of = "the draft" if self.plan.coda is None else "the first rack and its coda"
-        passes = f"{first.drafting.passes} passes of {of} beside {first.decode.passes} of the model"
+        passes = f"{first.drafting.passes} passes of the draft beside {first.decode.passes} of the model"
         new = sum(usage.new for usage in usages)
         per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
         return [

@@ -23,7 +23,7 @@ from surgeon.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from surgeon.findings.training import HealRun
+    from surgeon.findings.heal import HealRun
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
     from surgeon.training.distill.distiller import Distillation
@@ -300,13 +300,6 @@ def heal(
         ),
     ] = None,
     keep_adapter: Annotated[bool, option("Write DIR/base and DIR/adapter in place of a merged checkpoint.")] = False,
-    as_draft: Annotated[
-        bool,
-        option(
-            "Heal a draft for its original: on the keys and values that it will read, with norms or adapters of its "
-            "own, and write nothing else. --draft of generate and serve takes the folder. Needs --distill."
-        ),
-    ] = False,
     teacher: Annotated[
         str | Path | Model | None,
         option("The original, where it is not the model that the recipe or program is for.", kind=str),
@@ -347,22 +340,18 @@ def heal(
     """
     from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.exports.adapters import export_with_adapter
-    from surgeon.exports.drafts import export_draft
     from surgeon.exports.export import DTYPES
     from surgeon.exports.in_memory import check_form
     from surgeon.exports.plan import check_storage
     from surgeon.exports.staging import check_target
-    from surgeon.findings.draft_card import draft_card
-    from surgeon.findings.training import HealRun
+    from surgeon.findings.heal import HealRun
     from surgeon.quality.data import window_for
     from surgeon.training.announce import announce, say, say_proof, say_stages
     from surgeon.training.arguments import join_processes
     from surgeon.training.conversations import in_template, load_texts
     from surgeon.training.heal import (
         check_adapter,
-        check_draft,
         check_shapes,
-        draft_settings,
         identity_of,
         open_to_heal,
         program_to_heal,
@@ -375,8 +364,6 @@ def heal(
     from surgeon.training.texts import texts_by_weight
 
     how = _settings(settings, racks is not None)
-    if as_draft:
-        how = draft_settings(how, keep_adapter or racks is not None or teacher is not None or dtype is not None)
     target = Path(output)
     check_storage(form, dtype)
     check_target(target, overwrite)
@@ -385,7 +372,7 @@ def heal(
     edited, original = open_to_heal(model, program, teacher)
     runs = program_to_heal(edited)
     cut = None if racks is None else racks.cut(runs)
-    check_shapes(edited, how, cut, None if as_draft or keep_adapter else form)
+    check_shapes(edited, how, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
     texts = load_texts(
         in_template(edited.model.tokenizer, chat_template),
@@ -404,9 +391,7 @@ def heal(
     student = student_of(edited, packed)
     if keep_adapter:
         check_adapter(student, how, runs)
-    if as_draft:
-        check_draft(edited, student, how)
-    elif not keep_adapter and form != "auto":
+    elif form != "auto":
         check_form(student, form)
     found = train_model(
         student,
@@ -425,14 +410,9 @@ def heal(
         return None
     whole = found.whole
     say(*found.lines())
-    say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after}, as_draft)
+    say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after})
     record = record_of(edited, original, texts, how, found)
-    if as_draft:
-        told = training_of(edited, record)
-        trained = told.training | {"recipe": told.recipe}
-        differ = export_draft(whole.model, edited, target, draft_card(edited, trained), trained, overwrite)
-        say(f"proof: on random tokens the logits of what was written differ by {differ:.2g} of the trained model's.")
-    elif keep_adapter:
+    if keep_adapter:
         export_with_adapter(whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None)
     else:
         stored: Any = dtype or next((name for name, own in DTYPES.items() if own == edited.model.dtype), "float32")

@@ -14,9 +14,10 @@ from surgeon.commands.options import Batches, Compress, ProgramText, VariantLaye
 from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
-    from surgeon.commands.predictions import Asked, Predictions
+    from surgeon.commands.predictions import Asked
     from surgeon.cost.deployment import Deployment
     from surgeon.cost.hardware import Hardware
+    from surgeon.findings.prediction import Predictions
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
 
@@ -238,9 +239,10 @@ def predict(
             fit into memory; in a sweep that is said in its cells.
     """
     from surgeon.commands.opening import as_list, as_range
-    from surgeon.commands.predictions import Predictions, Question, experts_of, heading_of, record_of
+    from surgeon.commands.predictions import Question, experts_of, heading_of, record_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.sweep import explain_memory, prediction_table
+    from surgeon.findings.prediction import Predictions
     from surgeon.opened import EditedModel, Model
 
     candidates = open_candidates(model, as_list(compare), program, as_range(layers))

@@ -10,13 +10,11 @@ from typing import Any, TypedDict, Unpack
 
 import pandas as pd
 
-from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.commands.drafts import draft_program
 from surgeon.commands.opening import as_list, as_range
 from surgeon.cost.best import (
     METRICS,
     Allowance,
-    Choice,
     Metric,
     choice_table,
     describe_reaches,
@@ -33,9 +31,9 @@ from surgeon.cost.sweep import SweepCell, parse_sweep
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
-from surgeon.findings.best import BestRun
+from surgeon.findings.best import BestPrograms
 from surgeon.findings.drafts import DRAFT_COLUMNS, DraftRun
-from surgeon.findings.prediction import AXES, PredictRun, words_of
+from surgeon.findings.prediction import AXES, words_of
 from surgeon.language.program import Program
 from surgeon.named import on_disk
 from surgeon.opened import EditedModel, Model
@@ -49,17 +47,6 @@ _SHORT: dict[Metric, str] = {
     "first": "time to the first token",
     "rate": "tokens per second",
 }
-
-
-@dataclass(frozen=True, repr=False)
-class Predictions(PredictRun):
-    """What programs would cost.
-
-    Attributes:
-        cells: by ranks and load, of every program.
-    """
-
-    cells: Sequence[SweepCell] = ()
 
 
 class Asked(TypedDict, total=False):
@@ -162,22 +149,6 @@ def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: d
     return provenance(name, "", **settings)
 
 
-@dataclass(frozen=True, repr=False)
-class BestPrograms(BestRun):
-    """Which of the known programs is fastest where.
-
-    Attributes:
-        choices: one for each link, number of ranks and batch.
-    """
-
-    choices: Sequence[Choice] = ()
-
-    def __str__(self) -> str:
-        return (
-            f"{super().__str__()}\n\nThe batches at which a program pays\n\n{describe_reaches(reaches(self.choices))}"
-        )
-
-
 def best_programs(
     model: str | Path | Model,
     hardware: str | Path | Hardware,
@@ -211,11 +182,12 @@ def best_programs(
         choices = survey(known, machine, deployment, load, question.axes, by, advance)
     name = first.model.label
     heading = f"{name} on {machine.name}: {deployment.dtype}, prompt {load.prompt}, {load.new} new, by {_SHORT[by]}"
-    found = BestPrograms(choice_table(choices), choices, record={"heading": heading})
+    said: dict[str, Any] = {"heading": heading, "reaches": describe_reaches(reaches(choices))}
+    found = BestPrograms(choice_table(choices), choices, record=said)
     if folder is None:
         return found
     programs = {one.name: str(one.program(2)) for one in known}
-    return replace(found, record=provenance(name, "", heading=heading, programs_on_2_ranks=programs)).save(folder)
+    return replace(found, record=provenance(name, "", **said, programs_on_2_ranks=programs)).save(folder)
 
 
 def predict_drafts(
@@ -231,8 +203,7 @@ def predict_drafts(
     """Predict where it pays that an edited program drafts and the model verifies, whose text it stays.
 
     Args:
-        draft: a recipe, a program, a variant of the model by name, or the folder of a draft that was healed for it,
-            whose adapters take no time here.
+        draft: a recipe, a program, or a variant of the model by name.
         acceptance: the chance of a drafted token to be right, given that those before it are; or several.
         model, hardware, program, batch, asked: as `predict` takes them.
 
@@ -242,8 +213,7 @@ def predict_drafts(
             run beside the model; in a sweep the latter is told below the table.
     """
     (first,) = open_candidates(model, program=program)
-    found = draft_program(first.model, draft)
-    drafts = named_draft(str(found.program if isinstance(found, HealedDraft) else found))
+    drafts = named_draft(str(draft_program(first.model, draft)))
     _, drafting = open_candidates(first.model, [drafts], layers=as_range(asked.get("layers")))
     if (there := on_disk(str(draft))) is not None:
         drafting = replace(drafting, name=there.stem)

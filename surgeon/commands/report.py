@@ -76,7 +76,7 @@ def report(
         OSError: if the page cannot be written.
     """
     from surgeon.commands.opening import as_folder
-    from surgeon.findings.explore import ExploreRun
+    from surgeon.findings.explore import Exploration
     from surgeon.findings.page import write_page
     from surgeon.findings.result import RunResult, read_record
 
@@ -84,7 +84,7 @@ def report(
     paths: dict[Path, None] = {}
     for folder in map(as_folder, several):
         paths[folder] = None
-        record = folder / ExploreRun.RECORD
+        record = folder / Exploration.RECORD
         if record.is_file():
             paths.update(dict.fromkeys(folder / name for name in read_record(record).get("passes", ())))
     if not paths:

@@ -20,7 +20,7 @@ from surgeon.cost.room import PLANS
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.batching.halves import LEAST
+from surgeon.runtime.batching.sequence import LEAST_IN_HALF
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.quantised import Packing
 from surgeon.runtime.plan.placement import Group, Part, Work, rank_work, step_parts
@@ -110,7 +110,7 @@ class PredictedRanks:
             graphs: whether it is a captured graph.
         """
         in_halves = self.deployment.halves == "on" and self.plan.ranks > 1
-        halves = forward.in_halves(LEAST) if in_halves else None
+        halves = forward.in_halves(LEAST_IN_HALF) if in_halves else None
         if halves is None:
             return self._forward(forward, [forward], graphs)
         return self._forward(forward, halves, graphs=False)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import comb
+from typing import NamedTuple
 
 from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
-from surgeon.cost.mixtures import ExpertLoad, divided_load, sliced_load
 from surgeon.language.program import Fork, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.latent import Latent
@@ -21,6 +23,61 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of, whole_experts
 from surgeon.runtime.plan.specification import Plan
+
+
+class ExpertLoad(NamedTuple):
+    """What a rank's experts have to do in a pass.
+
+    Attributes:
+        hit: how many of them some token goes to, the mean.
+        pairs: how many tokens all of them get together, the mean.
+    """
+
+    hit: float
+    pairs: float
+
+
+def sliced_load(experts: int, chosen: int, tokens: int) -> ExpertLoad:
+    """On a rank that has every expert, or some neurons of each."""
+    missed = (1 - min(chosen, experts) / experts) ** tokens
+    return ExpertLoad(experts * (1 - missed), float(tokens * min(chosen, experts)))
+
+
+@lru_cache(maxsize=4096)
+def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLoad:
+    """On the rank that most experts are hit on, where ranks have whole ones, about equally many."""
+    whole = sliced_load(experts, chosen, tokens)
+    own = -(-experts // ranks)
+    chosen = min(chosen, experts)
+    if tokens == 1:
+        most = _most_of_one(experts, chosen, ranks)
+    else:
+        hit = whole.hit / experts
+        below = 0.0
+        most = 0.0
+        chances = [comb(own, n) * hit**n * (1 - hit) ** (own - n) for n in range(own + 1)]
+        for chance in chances[:-1]:  # the mean of the highest of some is the sum of the chances that it is above n
+            below += chance
+            most += 1 - below**ranks
+    most = max(most, whole.hit / ranks)
+    return ExpertLoad(most, whole.pairs * most / whole.hit)
+
+
+def _most_of_one(experts: int, chosen: int, ranks: int) -> float:
+    """The mean of the most experts that a rank has of one token's: counts how many ways keep all ranks below it."""
+    sizes = [experts * (rank + 1) // ranks - experts * rank // ranks for rank in range(ranks)]
+    total = comb(experts, chosen)
+    mean = 0.0
+    for limit in range(chosen):
+        ways = [1] + [0] * chosen  # of choosing so many on the ranks so far, at most `limit` on each
+        for size in sizes:
+            ways = [
+                sum(ways[count - here] * comb(size, here) for here in range(min(limit, size, count) + 1))
+                for count in range(chosen + 1)
+            ]
+        mean += 1 - ways[chosen] / total
+    return mean
+
 
 OF_EXPERTS = " of experts"  # of their products' names
 SQUARES_BYTES = 8  # of a token: how large its queries and its keys are, in float32

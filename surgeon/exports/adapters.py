@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.drafts import ADAPTER_FILE, WRAPPED
 from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import from_files, open_stored
 from surgeon.checkpoint.read import Checkpoint
@@ -35,6 +34,8 @@ from surgeon.opened import EditedModel
 
 BASE = "base"
 ADAPTER = "adapter"
+ADAPTER_FILE = "adapter_model.safetensors"
+WRAPPED = "base_model.model."  # before the names of the model's own modules, as peft writes them
 _MERGE = "leave keep_adapter out, so that the adapter is merged into the weights"
 Names = dict[str, list[str]]  # of modules: as the written model calls those that one in memory becomes
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.belongings import CODAS, TEMPLATES
-from surgeon.checkpoint.drafts import ADAPTER_CONFIG, DRAFT_FILE, HealedDraft
 from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import sync_tree
 from surgeon.processes.folders import publish, scratch
@@ -75,17 +74,16 @@ def check_target(target: Path, overwrite: bool) -> None:
 def why_kept(folder: Path) -> str | None:
     """Why a folder must not be replaced, as the end of a sentence about it; nothing if it is a checkpoint and no more.
 
-    It is one if it has the surgeon.json of an export, or a config.json with a model's type beside safetensors weights;
-    and so is a healed draft.
+    It is one if it has the surgeon.json of an export, or a config.json with a model's type beside safetensors weights.
     """
     report = _object(folder / "surgeon.json")
     config = _object(folder / "config.json")
     exported = all(isinstance(report.get(key), str) for key in ("surgeon", "form", "program"))
     is_model = isinstance(config.get("model_type"), str) and any(folder.glob("*.safetensors"))
-    if not exported and not is_model and not HealedDraft.is_at(folder):
+    if not exported and not is_model:
         return "is no checkpoint: it has no surgeon.json of an export, and no config.json with a model_type and weights"
     listed = report.get("files") if exported else None
-    known = set(listed) if isinstance(listed, dict) else {DRAFT_FILE, ADAPTER_CONFIG}
+    known = set(listed) if isinstance(listed, dict) else set()
     others = sorted(path.name for path in folder.iterdir() if not _belongs(path, known))
     if others:
         return f"holds what is no part of a checkpoint ({first_few(others, MOST_NAMED)})"

@@ -3,7 +3,7 @@
 So it can be trained with the tools for stock models, edited and exported again. What was folded stays so: of a pair the
 norm's gain is 1, and its shift is in the biases behind it, which the architecture must have a place for.
 
-The inverse of `surgeon.checkpoint.forms.fused_tensors`: heads take turns, one KV group of each layer at a time, and
+The inverse of `surgeon.checkpoint.forms.fused`: heads take turns, one KV group of each layer at a time, and
 neurons lie one layer after the other; q, k, v, gate and up have them in rows, o and down in columns.
 """
 

@@ -1,33 +1,35 @@
-"""What a bench has found: times of programs on ranks, as tables for a terminal and as a picture."""
+"""Bench: times of programs on ranks, as tables for a terminal and as a picture."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from surgeon.findings.drawing import bars, finish
+from surgeon.findings.drawing import Chart, Picture, bars
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.memory import show_size
 from surgeon.words import aligned, hanging, three_digits, times
 
 COLUMNS = ("first_token_ms", "prefill_ms", "decode_ms", "per_token_ms", "tokens_per_second")
 RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
-_COMPUTE, _WAITING = "#33638d", "#f0a04b"
 
 
 @dataclass(frozen=True, repr=False)
-class BenchSpeeds(RunResult):
+class Benchmark(RunResult):
     """The result of `bench`.
 
     Attributes:
         speeds: one row per program and batch, as in `bench.csv`: medians over the rounds, of ratios too (each against
-            the first program, of its round).
+            the first program, of its round); of compressed reductions `divergence` from exact ones, nats per token.
+        results: by load, of every program; of a bench just made.
+        traces: files with timelines, if there are any.
     """
 
     COMMAND = "bench"
@@ -35,6 +37,8 @@ class BenchSpeeds(RunResult):
     TABLES: ClassVar = {"speeds": TableFile("bench.csv", ("batch", *COLUMNS, *RATIOS), ("program",))}
 
     speeds: pd.DataFrame
+    results: Sequence[Any] = ()
+    traces: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         """Tables of at most 80 columns."""
@@ -54,8 +58,14 @@ class BenchSpeeds(RunResult):
         if table["program"].nunique() > 1:
             parts += ["", f"Times as fast as {table['program'].iloc[0]} to the first token and per token"]
             parts.append(self._ratios())
-        if self.record.get("compression"):
-            parts += ["", describe_compression(self.record["compression"])]
+        if "divergence" in table:
+            lines = [["program", "divergence", "95% interval"]]
+            for _, row in table.drop_duplicates("program").dropna(subset=["divergence"]).iterrows():
+                ends = "-"
+                if not math.isnan(row["divergence_high"]):
+                    ends = f"{row['divergence_low']:.3g} to {row['divergence_high']:.3g}"
+                lines.append([row["program"], f"{row['divergence']:.3g}", ends])
+            parts += ["", f"What {self.record['compression']} changes in predictions, nats per token", aligned(lines)]
         return "\n".join(parts)
 
     def _latency(self) -> str:
@@ -72,8 +82,11 @@ class BenchSpeeds(RunResult):
             for phase in ("prefill", "decode"):
                 if f"{phase}_compute_ms" not in row:
                     continue
-                compute, waiting = row[f"{phase}_compute_ms"], row[f"{phase}_waiting_ms"]
-                share = "" if math.isnan(waiting) else f"{waiting / (compute + waiting):.0%}"
+                compute = row[f"{phase}_compute_ms"]
+                waiting = row[f"{phase}_waiting_ms"]
+                share = ""
+                if not math.isnan(waiting):
+                    share = f"{waiting / (compute + waiting):.0%}"
                 calls = row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"]
                 counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
                 begin = [row["program"], str(row["batch"])] if phase == "prefill" else ["", ""]
@@ -85,59 +98,42 @@ class BenchSpeeds(RunResult):
         for _, row in self.speeds.iterrows():
             first, token, rate = (times(row[name]) for name in RATIOS)
             low, high = (row[f"per_token_speedup_{end}"] for end in ("low", "high"))
-            extent = "" if low == high or math.isnan(low) else f"{low:.2f}-{high:.2f}"
+            extent = ""
+            if not (low == high or math.isnan(low)):
+                extent = f"{low:.2f}-{high:.2f}"
             begin = [row["program"], str(row["batch"]), f"{row['effective_depth']:g}", str(row["sync_points"])]
             lines.append([*begin, first, token, extent, rate])
         return aligned(lines)
 
-    def pictures(self) -> dict[str, Figure]:
+    @property
+    def picture_title(self) -> str:
+        return self.heading
+
+    def pictures(self) -> dict[str, Picture]:
         """`bench`: a decoding pass of every program, one panel per batch, what it computes and what it waits.
 
         Without decoding passes it is of the pass with the prompts.
         """
-        table = self.speeds
-        phase = "decode" if "decode_compute_ms" in table else "prefill"
-        batches = list(table["batch"].unique())
-        rows = int(table["program"].nunique())
-        figure = Figure(figsize=(1.6 + 3.6 * len(batches), 1.3 + 0.42 * rows), layout="constrained", dpi=160)
-        panels = np.atleast_1d(figure.subplots(1, len(batches), sharey=True, squeeze=True))
-        for panel, batch in zip(panels, batches, strict=True):
-            _draw(panel, table[table["batch"] == batch], phase)
-            panel.set_title(f"batch {batch}", fontsize=10)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-        figure.suptitle(self.heading, fontsize=11)
-        return {"bench": figure}
+        phase = "prefill"
+        if "decode_compute_ms" in self.speeds:
+            phase = "decode"
+        return {
+            "bench": Picture([_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)])
+        }
 
 
-def _draw(axes: Axes, table: pd.DataFrame, phase: str) -> None:
+def _chart(title: str, table: pd.DataFrame, phase: str) -> Chart:
     compute = table[f"{phase}_compute_ms"].to_numpy()
     waiting = table[f"{phase}_waiting_ms"].to_numpy()
     if np.isnan(waiting).all():  # GPUs: the process does not see what they wait for
-        compute, waiting = table["per_token_ms" if phase == "decode" else "prefill_ms"].to_numpy(), np.zeros(len(table))
+        compute = table["per_token_ms" if phase == "decode" else "prefill_ms"].to_numpy()
+        waiting = np.zeros(len(table))
     speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
     rates = zip(table["tokens_per_second"], speedups, strict=True)
-    parts = [("compute", _COMPUTE, compute), ("waiting for collectives", _WAITING, waiting)]
-    bars(axes, table["program"], parts, [f"{three_digits(rate)} tok/s, {speedup:.2f}x" for rate, speedup in rates])
-    axes.set_xlabel(f"ms of one {phase} pass", fontsize=9)
-    finish(axes, grid=False)
+    notes = [f"{three_digits(rate)} tok/s, {speedup:.2f}x" for rate, speedup in rates]
 
+    def draw(axes: Axes) -> None:
+        parts = [("compute", 0, compute), ("waiting for collectives", 1, waiting)]
+        bars(axes, list(table["program"]), parts, notes)
 
-def describe_compression(costs: list[dict[str, Any]]) -> str:
-    """What sending activations as integers does to predictions, a line for each program, at most 80 columns wide.
-
-    Args:
-        costs: as in the record of a bench; at least one.
-    """
-    lines = [["program", "divergence", "95% interval", "perplexity", "if exact", "bytes"]]
-    lines.append(["", "nats/token", "", "", "", "of exact"])
-    for cost in costs:
-        low, high, divergence = cost["divergence_low"], cost["divergence_high"], cost["divergence"]
-        between = "-" if high is None else f"{max(0.0, low):.3g} to {high:.3g}"
-        sent = f"{cost['bytes'] / cost['exact_bytes']:.0%}" if cost["exact_bytes"] else "-"
-        numbers = (math.inf if value is None else value for value in (cost["perplexity"], cost["exact_perplexity"]))
-        shown = f"{math.inf if divergence is None else divergence:.3g}"
-        lines.append([cost["program"], shown, between, *(f"{value:.4g}" for value in numbers), sent])
-    first = costs[0]
-    heading = f"What {first['compression']} changes in predictions of {first['predicted']} tokens ({first['text']})"
-    return f"{heading}\n{aligned(lines)}"
+    return Chart(title, draw, f"ms of one {phase} pass", height=70.0 + 26.0 * len(table))

@@ -1,14 +1,10 @@
-"""What a section of the page is made of: paragraphs, tables, charts, maps and texts, independent of how they look."""
+"""Blocks of a section of the page, independent of how they look; those that are drawn are in `drawing` and `maps`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from matplotlib.figure import Figure
-
-from surgeon.findings.drawing import Chart
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True)
@@ -50,52 +46,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Legend:
-    """The colours of maps, and what they say."""
-
-    figure: Figure
-    title: str
-
-
-@dataclass(frozen=True)
-class Map:
-    """A heatmap whose cells can be read one by one.
-
-    Attributes:
-        cells: what the script needs to show a cell's values, as JSON values.
-        table: the same numbers, for readers without a pointer.
-        described: read out for those who do not see it; the title where there is nothing more to say.
-    """
-
-    kind: ClassVar[str] = "map"
-    figure: Figure
-    title: str
-    caption: str
-    cells: dict[str, Any]
-    table: Table | None = None
-    legend: Legend | None = None
-    described: str = ""
-    wide: bool = False
-
-
-@dataclass(frozen=True)
-class Gallery:
-    """Charts or maps side by side, under one legend.
-
-    Attributes:
-        many: of cells; the drawings get more room each.
-        wide: they are flat maps, wider than high.
-    """
-
-    kind: ClassVar[str] = "gallery"
-    items: Sequence[Chart | Map]
-    caption: str = ""
-    legend: Legend | None = None
-    many: bool = False
-    wide: bool = False
-
-
-@dataclass(frozen=True)
 class Code:
     """A text as it stands in a file, or a command."""
 
@@ -105,7 +55,10 @@ class Code:
     note: str = ""
 
 
-Block = Paragraph | Heading | Table | Chart | Map | Gallery | Code
+class Block(Protocol):
+    """Anything that a section shows."""
+
+    kind: ClassVar[str]
 
 
 @dataclass(frozen=True)

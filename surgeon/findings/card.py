@@ -44,7 +44,8 @@ def open_edited(folder: Path) -> Surgery:
 
 def identity_of(found: Surgery) -> Identity:
     """What measurements of an exported checkpoint must be of; its weights are read."""
-    own, source_hash = found.stored.checkpoint.model_hash(), found.report["source"].get("model_hash")
+    own = found.stored.checkpoint.model_hash()
+    source_hash = found.report["source"].get("model_hash")
     dense = Program.dense(found.num_layers, found.steps_per_layer)
     trained = found.training is not None
     return Identity(found.name, own, found.stored.program, source_hash, found.program, dense, trained)
@@ -58,7 +59,8 @@ def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inh
     """
     from huggingface_hub import ModelCard
 
-    found, measured = open_edited(folder), measured or Measured()
+    found = open_edited(folder)
+    measured = measured or Measured()
     inherited = inherited_by(found)
     card = ModelCard.from_template(
         _metadata(found, name, inherited, measured),
@@ -118,7 +120,8 @@ def _metadata(found: Surgery, name: str, inherited: Inherited, measured: Measure
 
     carried = dict(inherited.metadata)
     tags = carried.pop("tags", [])
-    tags = [tags] if isinstance(tags, str) else tags
+    if isinstance(tags, str):
+        tags = [tags]
     original = hub_name(found.original or "")  # of a folder only the last part is kept
     results = [
         EvalResult(
@@ -146,11 +149,14 @@ def _metadata(found: Surgery, name: str, inherited: Inherited, measured: Measure
 
 def _laid_out(text: str) -> str:
     """Its paragraphs in lines that people can read in an editor, with one empty line between them."""
-    lines, in_code = [], False
+    lines = []
+    in_code = False
     for line in re.sub(r"\n{3,}", "\n\n", text.strip("\n")).split("\n"):
         in_code ^= line.startswith("```")
         as_it_is = in_code or line.startswith(("```", "|", "#"))
-        indent = "  " if line.startswith("- ") else ""
+        indent = ""
+        if line.startswith("- "):
+            indent = "  "
         filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **sections.WHOLE)
         lines.append(line if as_it_is else filled)
     return "\n" + "\n".join(lines) + "\n\n"

@@ -23,6 +23,7 @@ from surgeon.language.recipe import operations_in
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import indivisible
 from surgeon.named import hub_name
+from surgeon.quality.summary import Quality
 from surgeon.words import plural
 
 PROGRAM_WIDTH = 80
@@ -45,11 +46,13 @@ Table = tuple[list[str], list[list[str]]]
 
 def surgery(found: Surgery) -> dict[str, Any]:
     """What was done, over which program, and what is proven of it."""
-    report, program = found.report, found.program
+    report = found.report
+    program = found.program
     dense = Program.dense(found.num_layers, found.steps_per_layer)
     syncs = [str(each.sync_points(2)) for each in (program, dense)]
     before = report.get("source", {}).get("parameters")
-    by, layers = f"surgeon {report.get('surgeon', '')}", plural(found.num_layers, "layer")
+    by = f"surgeon {report.get('surgeon', '')}"
+    layers = plural(found.num_layers, "layer")
     how = trained_how(found.training, found.from_scratch)
     kind = found.stored.family.name
     what_it_is = f"This is {_base(found.original)} ({kind}, {layers}) after surgery with {by}, {how}."
@@ -78,14 +81,17 @@ def surgery(found: Surgery) -> dict[str, Any]:
 def _operations(text: Any) -> tuple[AppliedOperation, ...]:
     """The operations of a recipe or a configuration, if there is one that can be read."""
     try:
-        return operations_in(text) if isinstance(text, str) else ()
+        if isinstance(text, str):
+            return operations_in(text)
+        return ()
     except ValueError:
         return ()
 
 
 def _legend(program: Program) -> str:
     """What the signs mean that occur in the program."""
-    steps, sublayers = list(steps_of(program.nodes)), list(program.sublayers())
+    steps = list(steps_of(program.nodes))
+    sublayers = list(program.sublayers())
     signs = {
         "`A4` and `F4` are the attention and the feed-forward of layer 4": True,
         "`[A4 A5]` read the same input, and their outputs are added together": any(len(s.sublayers) > 1 for s in steps),
@@ -108,7 +114,9 @@ def _legend(program: Program) -> str:
 def _differ(proof: dict[str, Any]) -> str:
     if not proof["exact"] and not proof["written"]:
         return "The logits are equal, number by number."
-    stored = f", and by {proof['written']:.2g} as stored in {proof['dtype']}" if proof["dtype"] != "float32" else ""
+    stored = ""
+    if proof["dtype"] != "float32":
+        stored = f", and by {proof['written']:.2g} as stored in {proof['dtype']}"
     return f"The logits differ by {proof['exact']:.2g} of the largest one in float32{stored}."
 
 
@@ -124,8 +132,11 @@ def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> 
     while "earlier" in training:
         training = training["earlier"]
         said.insert(0, _how(training))
-    parts = [f"trained from scratch: {said.pop(0)}"] if from_scratch else []
-    parts += [f"then trained further (healed): {'; then again: '.join(said)}"] if said else []
+    parts = []
+    if from_scratch:
+        parts = [f"trained from scratch: {said.pop(0)}"]
+    if said:
+        parts += [f"then trained further (healed): {'; then again: '.join(said)}"]
     return "; ".join(parts)
 
 
@@ -140,27 +151,29 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
     if training is None or not found:
         return {"stages": None}
     columns = [stage for stage in COLUMNS if stage in found]
-    rows = [[label, *(quality_cell(found[stage], metric) for stage in columns)] for metric, label in METRICS.items()]
+    qualities = [Quality.from_json(found[stage]) for stage in columns]
+    rows = [
+        [label, *(one.words(metric, 4, 3) if one.knows(metric) else "" for one in qualities)]
+        for metric, label in METRICS.items()
+    ]
     head = ["", *(COLUMNS[stage].format(name=name) for stage in columns)]
-    text, its_hash = training.get("held_out"), training.get("held_out_hash")
-    of = f" of {one_line(text)}" if isinstance(text, str) else ""
-    of += f" (SHA-256 `{its_hash}`)" if isinstance(its_hash, str) else ""
+    text = training.get("held_out")
+    its_hash = training.get("held_out_hash")
+    of = ""
+    if isinstance(text, str):
+        of = f" of {one_line(text)}"
+    if isinstance(its_hash, str):
+        of += f" (SHA-256 `{its_hash}`)"
     tokens = next(iter(found.values()))["tokens"]
     return {"stages": (head, [row for row in rows if any(row[1:])]), "held_out": {"tokens": tokens, "of": of}}
-
-
-def quality_cell(quality: dict[str, Any], metric: str) -> str:
-    """A number with its interval; nothing where there is none."""
-    value, ends = quality.get(metric), quality.get(f"{metric}_interval")
-    if value is None:
-        return ""
-    return f"{value:.4g}" + ("" if ends is None or None in ends else f" ({ends[0]:.3g} to {ends[1]:.3g})")
 
 
 def quality(scores: tuple[CardScore, ...], name: str) -> Table:
     """One row for each number, the unedited model's beside it where it was measured in the same way."""
     found = {(one.key, one.metric, one.edited): one for one in scores}
-    columns = 3 if any(not one.edited for one in scores) else 2
+    columns = 2
+    if any(not one.edited for one in scores):
+        columns = 3
     rows = []
     for key, metric in dict.fromkeys((one.key, one.metric) for one in scores):
         pair = [found.get((key, metric, edited)) for edited in (True, False)]
@@ -172,15 +185,23 @@ def quality(scores: tuple[CardScore, ...], name: str) -> Table:
 def speed(bench: Bench, name: str) -> Table:
     """One row for each program and batch, and how much faster the checkpoint is."""
     head = ["program", "batch", "first token, ms", "per token, ms", "tokens/s", f"{name} is faster by"]
-    columns = len(head) if len({one.program for one in bench.speeds}) > 1 else -1
+    columns = -1
+    if len({one.program for one in bench.speeds}) > 1:
+        columns = len(head)
     return head[:columns], [_row(one, bench, name)[:columns] for one in bench.speeds]
 
 
 def _row(one: Speed, bench: Bench, name: str) -> list[str]:
     own = next((s for s in bench.speeds if s.edited and s.batch == one.batch), None)
-    program = f"**{name}**" if one is own else one.program
-    per_token = "" if one.per_token is None else f"{one.per_token * MS:.3g}"
-    times = "" if own is None or one is own else f"{own.times(one):.2f} times"
+    program = one.program
+    if one is own:
+        program = f"**{name}**"
+    per_token = ""
+    if one.per_token is not None:
+        per_token = f"{one.per_token * MS:.3g}"
+    times = ""
+    if not (own is None or one is own):
+        times = f"{own.times(one):.2f} times"
     return [program, str(one.batch), f"{one.first_token * MS:.3g}", per_token, f"{one.rate:.3g}", times]
 
 
@@ -212,7 +233,8 @@ def _divides(found: Surgery) -> bool:
     """
     if all(sublayer.width is None for sublayer in found.program.sublayers()):
         return True
-    weights, copies = found.stored.weights, found.form is not None and not found.form.widths_differ
+    weights = found.stored.weights
+    copies = found.form is not None and not found.form.widths_differ
     slices = (
         Sublayer(one.kind, (layer,), (0, RANKS)) for one in found.stored.program.sublayers() for layer in one.layers
     )
@@ -246,7 +268,9 @@ def _quoted(name: str) -> str:
 def _base(model: str | None) -> str:
     if (on_hub := hub_name(model or "")) is not None:
         return f"[{model}]({on_hub.address})"
-    return "surgeon's demo model" if model == DEMO else f"`{model}`"
+    if model == DEMO:
+        return "surgeon's demo model"
+    return f"`{model}`"
 
 
 def one_line(text: str) -> str:

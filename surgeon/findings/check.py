@@ -13,8 +13,12 @@ from surgeon.findings.result import RunResult, TableFile
 from surgeon.memory import show_size
 from surgeon.words import hanging
 
-AREA, WORKS = 10, 4  # columns
-YES, NO, PARTLY = "yes", "no", "part"
+# Columns.
+AREA = 10
+WORKS = 4
+YES = "yes"
+NO = "no"
+PARTLY = "part"
 AREAS = ("load", "scan", "search", "export", "ranks", "vllm", "train")
 _WORDS = ("area", "what", "works", "why")
 
@@ -63,7 +67,9 @@ class Check(RunResult):
     def refused(self) -> str | None:
         """Why nothing can be done with the model; None if something can."""
         reason = self.record.get("refused")
-        return None if reason is None else str(reason)
+        if reason is None:
+            return None
+        return str(reason)
 
     @property
     def described(self) -> dict[str, str]:
@@ -84,7 +90,9 @@ class Check(RunResult):
 
     def __str__(self) -> str:
         """At most 80 columns; what has the same answer stands together."""
-        refused = [] if self.refused is None else [("refused", self.refused)]
+        refused = []
+        if self.refused is not None:
+            refused = [("refused", self.refused)]
         lines = [hanging(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]]
         before = ""
         for one, what in self._grouped():

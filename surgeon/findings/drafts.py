@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from surgeon.findings.drawing import Chart, Picture
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.words import aligned, hanging, three_digits
 
@@ -53,48 +53,52 @@ class DraftRun(RunResult):
         refused = [hanging("refused: ", reason) for reason in self.refused]
         return "\n".join([hanging("", self.heading), "", aligned(lines, ()), *refused])
 
-    def pictures(self) -> dict[str, Figure]:
+    @property
+    def picture_title(self) -> str:
+        return self.heading
+
+    def pictures(self) -> dict[str, Picture]:
         """`drafts`: a map for each acceptance, and one of the draft alone; none where all was refused."""
-        return {} if self.speeds.empty else {"drafts": draw_drafts({"drafts": self.speeds}, self.heading)}
+        if self.speeds.empty:
+            return {}
+        return {"drafts": drafts_picture({"": self.speeds})}
 
 
-def draw_drafts(found: dict[str, pd.DataFrame], title: str) -> Figure:
-    """A row of maps for each draft, by its name: ranks down, batches across, of the first prompt and number of tokens.
-
-    A cell has how many times as fast texts are as without drafts, and below it how many tokens are drafted. The last
-    map is of the draft alone, which is lossy. Cells that were refused stay empty.
-    """
-    chances = sorted({chance for speeds in found.values() for chance in speeds["acceptance"]})
-    axes = {name: sorted({value for speeds in found.values() for value in speeds[name]}) for name in ("ranks", "batch")}
-    width, height = 0.7 + 0.36 * len(axes["batch"]), 0.7 + 0.31 * len(axes["ranks"])
-    size = (0.4 + max(2.1, width) * (len(chances) + 1), 0.5 + height * len(found))
-    figure = Figure(figsize=size, layout="constrained", dpi=150)
-    rows = figure.subplots(len(found), len(chances) + 1, squeeze=False, sharex=True, sharey=True)
-    for row, (name, speeds) in zip(rows, found.items(), strict=True):
+def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
+    """Maps of each draft by its name: ranks down, batches across, of the first prompt and number of tokens."""
+    panels = []
+    for name, speeds in found.items():
         drawn = speeds[(speeds[["prompt", "new"]] == speeds[["prompt", "new"]].iloc[0]).all(axis="columns")]
-        for panel, chance in zip(row, chances, strict=False):
-            _fill(panel, drawn[drawn["acceptance"] == chance], axes, "speedup", ahead=True)
-            panel.set_title(f"{name}, {chance:g} accepted", fontsize=9)
-        _fill(row[-1], drawn.drop_duplicates(["ranks", "batch"]), axes, "alone_speedup")
-        row[-1].set_title(f"{name} alone (lossy)", fontsize=9)
-        row[0].set_ylabel("ranks", fontsize=9)
-    for panel in rows[-1]:
-        panel.set_xlabel("batch", fontsize=9)
-    figure.suptitle(title, fontsize=11)
-    return figure
-
-
-def _fill(panel: Axes, cells: pd.DataFrame, axes: dict[str, list[int]], column: str, ahead: bool = False) -> None:
-    wide = cells.pivot(index="ranks", columns="batch", values=column).reindex(
-        index=axes["ranks"], columns=axes["batch"]
+        for chance, cells in drawn.groupby("acceptance"):
+            panels.append(_panel(f"{name} {chance:g} accepted".strip(), cells, "speedup", ahead=True))
+        alone = drawn.drop_duplicates(["ranks", "batch"])
+        panels.append(_panel(f"{name} alone (lossy)".strip(), alone, "alone_speedup", ahead=False))
+    caption = (
+        "How many times as fast texts are as without drafts, and below it how many tokens are drafted. The draft alone "
+        "is lossy. Cells that were refused stay empty."
     )
-    panel.imshow(wide.to_numpy(), cmap="YlGnBu", vmin=1.0, vmax=_DARKEST, aspect="auto")
-    panel.set_xticks(range(len(axes["batch"])), labels=[f"{value:g}" for value in axes["batch"]], fontsize=8)
-    panel.set_yticks(range(len(axes["ranks"])), labels=[f"{value:g}" for value in axes["ranks"]], fontsize=8)
-    panel.tick_params(length=0)
-    for _, cell in cells.iterrows():
-        text = "off" if ahead and not cell["ahead"] else f"{cell[column]:.2f}"
-        text += f"\n+{cell['ahead']:.0f}" if ahead and cell["ahead"] else ""
-        colour = "white" if cell[column] > (1 + 2 * _DARKEST) / 3 else "#333333"
-        place = axes["batch"].index(cell["batch"]), axes["ranks"].index(cell["ranks"])
-        panel.text(*place, text, ha="center", va="center", fontsize=6.5, color=colour)
+    return Picture(panels, caption)
+
+
+def _panel(title: str, cells: pd.DataFrame, column: str, ahead: bool) -> Chart:
+    wide = cells.pivot(index="ranks", columns="batch", values=column)
+
+    def draw(axes: Axes) -> None:
+        axes.imshow(wide.to_numpy(), cmap="YlGnBu", vmin=1.0, vmax=_DARKEST, aspect="auto")
+        axes.set_xticks(range(wide.shape[1]), labels=[f"{value:g}" for value in wide.columns])
+        axes.set_yticks(range(wide.shape[0]), labels=[f"{value:g}" for value in wide.index])
+        axes.grid(visible=False)
+        for _, cell in cells.iterrows():
+            text = f"{cell[column]:.2f}"
+            if ahead and not cell["ahead"]:
+                text = "off"
+            elif ahead:
+                text += f"\n+{cell['ahead']:.0f}"
+            colour = "#333333"
+            if cell[column] > (1 + 2 * _DARKEST) / 3:
+                colour = "white"
+            x = list(wide.columns).index(cell["batch"])
+            y = list(wide.index).index(cell["ranks"])
+            axes.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
+
+    return Chart(title, draw, "batch", "ranks", height=60.0 + 34.0 * len(wide))

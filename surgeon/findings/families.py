@@ -14,7 +14,9 @@ from surgeon.findings.result import RunResult, TableFile
 from surgeon.words import aligned
 
 AREAS = ("scan", "search", "export", "ranks", "vllm")
-PAIRS, FACTORS = "lp", "lowrank"  # maps
+# Maps.
+PAIRS = "lp"
+FACTORS = "lowrank"
 HEAD = ("family", "model_type", "scan", "search", "ranks", "pairs", "on vLLM", "low rank")
 PAGE = """\
 # Models
@@ -61,7 +63,9 @@ class FamilyRow(NamedTuple):
         vllm = (said.get(("vllm", what), "") for what in (PAIRS, FACTORS))
         runs = (("itself" if how.startswith("Unmodified") else "plugin") if how else "no" for how in vllm)
         in_forms = re.findall(r"(\w+) form", forms)
-        pairs = "either" if briefly and len(in_forms) > 1 else " or ".join(in_forms) or "no"
+        pairs = "either"
+        if not (briefly and len(in_forms) > 1):
+            pairs = " or ".join(in_forms) or "no"
         return [self.name, self.model_type, scan, search, ranks, pairs, *runs]
 
     @property
@@ -83,7 +87,9 @@ def _in_words(verdicts: Sequence[Verdict], briefly: bool) -> str:
         return "all"
     if briefly:
         return f"{len(verdicts) - len(lacking)}/{len(verdicts)}"
-    return f"not {', '.join(lacking)}" if len(lacking) < len(verdicts) else "none"
+    if len(lacking) < len(verdicts):
+        return f"not {', '.join(lacking)}"
+    return "none"
 
 
 @dataclass(frozen=True, repr=False)

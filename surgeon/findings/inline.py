@@ -13,6 +13,7 @@ from xml.etree.ElementTree import Element
 import matplotlib
 from markupsafe import Markup, escape
 from matplotlib.artist import Artist
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -139,9 +140,11 @@ def legend_keys(figure: Figure) -> list[tuple[Figure, str]]:
     return [(_legend_sample(handle), text.get_text()) for handle, text in own if handle is not None]
 
 
-def _legend_sample(handle: Artist) -> Figure:
+def _legend_sample(handle: Artist | BarContainer) -> Figure:
     """A sample of how a line or an area is drawn, for a legend."""
     figure = Figure(figsize=(26 / POINTS, 14 / POINTS))
+    if isinstance(handle, BarContainer):
+        handle = handle.patches[0]
     if isinstance(handle, Line2D):
         sample = Line2D([0.0, 0.5, 1.0], [0.5] * 3, markevery=[1])
         for name in ("color", "linestyle", "linewidth", "marker", "markersize"):

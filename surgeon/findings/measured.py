@@ -17,11 +17,16 @@ from surgeon.findings.result import SHORT_HASH, read_record
 from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
 from surgeon.named import is_path, on_disk, public
+from surgeon.quality.summary import Quality
 from surgeon.words import in_words, plural
 
-TEXT_FILE, BENCH_FILE, SEARCH_FILE, TASK_FILES = "text.json", "bench.json", "search.json", "results_*.json"
+TEXT_FILE = "text.json"
+BENCH_FILE = "bench.json"
+SEARCH_FILE = "search.json"
+TASK_FILES = "results_*.json"
 PATTERNS = (TEXT_FILE, TASK_FILES, BENCH_FILE, SEARCH_FILE)
-PERPLEXITY, DIVERGENCE = "perplexity", "divergence"
+PERPLEXITY = "perplexity"
+DIVERGENCE = "divergence"
 
 
 class MeasuredElsewhere(ValueError):
@@ -209,31 +214,37 @@ def _kind(file: Path, record: dict[str, Any]) -> str:
 def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
     edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
     against = record.get("against")
-    yield from _on_text(record, record, edited, "the original" if against is None else public(against))
+    yield from _on_text(
+        record, Quality.from_json(record), edited, "the original" if against is None else public(against)
+    )
 
 
 def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
     best = record["best"]
     if not identity.is_edited(file, record["model_hash"], Program.parse(best["program"])):
         return
-    original, held, text, seen = record["original"], record.get("held_out"), record, ""
+    original = record["original"]
+    held = record.get("held_out")
+    text = record
+    seen = ""
     if held is not None:
         # The best of many trials is best in part by luck on the text that it was chosen on: only other text is fair.
         finalists = {one["trial"]: one for one in (held["searched"], *held["runners_up"])}
         chosen = record.get("healing", held)["winner"]
-        best, original = finalists[chosen]["unseen"], held["original"]
-        text, seen = {"data": held["data"], "data_hash": held["data_hash"]}, " that the search did not see"
+        best = finalists[chosen]["unseen"]
+        original = held["original"]
+        text = {"data": held["data"], "data_hash": held["data_hash"]}
+        seen = " that the search did not see"
     for values, edited in ((best, True), (original, False)):
-        ends = {name: (values[f"{name}_low"], values[f"{name}_high"]) for name in (DIVERGENCE,)}
-        intervals = {f"{name}_interval": None if None in pair else pair for name, pair in ends.items()}
-        yield from _on_text(text, values | intervals, edited, "the original", seen)
+        yield from _on_text(text, Quality.from_json(values), edited, "the original", seen)
     if record.get("draft"):
         yield from _as_draft(record)
 
 
 def _as_draft(record: dict[str, Any]) -> Iterator[CardScore]:
     """What a search for drafts promises of its winner, and what was measured of it."""
-    draft, where = record["draft"], f"{record['objective'].partition('@')[2] or 'the machine of the search'}"
+    draft = record["draft"]
+    where = f"{record['objective'].partition('@')[2] or 'the machine of the search'}"
     predicted = draft["predicted"].get("held_out") or draft["predicted"]["searched"]
     on = f"{where}, {record['ranks']} ranks, {plural(record['batch'], 'text')} at a time"
     name = "speedup as a lossless draft of the original"
@@ -246,31 +257,35 @@ def _as_draft(record: dict[str, Any]) -> Iterator[CardScore]:
 
 
 def _on_text(
-    record: dict[str, Any], values: dict[str, Any], edited: bool, against: str, which: str = ""
+    record: dict[str, Any], quality: Quality, edited: bool, against: str, which: str = ""
 ) -> Iterator[CardScore]:
     """Numbers on a text; an unedited model's divergence from itself says nothing."""
-    source, tokens = str(record["data"]), int(values["tokens"])
-    on, key = f"{public(source)}, {tokens:,} tokens{which}", f"{record['data_hash']} {tokens}"
+    source = str(record["data"])
+    on = f"{public(source)}, {quality.tokens:,} tokens{which}"
+    key = f"{record['data_hash']} {quality.tokens}"
     metrics = {PERPLEXITY: PERPLEXITY}
     if edited:
-        metrics[f"divergence from {against}, nats per token"] = DIVERGENCE
-    for metric, name in metrics.items():
-        if values.get(name) is not None:
-            value, ends = float(values[name]), values.get(f"{name}_interval")
-            shown = f"{value:.4g}" + ("" if ends is None else f" ({ends[0]:.3g} to {ends[1]:.3g})")
-            yield CardScore(edited, metric, on, key, value, shown, dataset=_dataset(source))
+        metrics[DIVERGENCE] = f"divergence from {against}, nats per token"
+    for name, metric in metrics.items():
+        if quality.knows(name):
+            shown = quality.words(name, 4, 3)
+            yield CardScore(edited, metric, on, key, getattr(quality, name), shown, dataset=_dataset(source))
 
 
 def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
     own = record[PROVENANCE_KEY]
     edited = identity.is_edited(file, own["model_hash"], Program.parse(own["program"]))
     for one in scores(record):
-        shots = "" if one.shots is None else f"{one.shots}-shot, "
+        shots = ""
+        if one.shots is not None:
+            shots = f"{one.shots}-shot, "
         shown = f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}")
         task = public(one.task)
         on = f"{task}, {shots}{one.rows:,} rows"
         path = record.get("configs", {}).get(one.task, {}).get("dataset_path")
-        dataset = None if path is None else _dataset(str(path))
+        dataset = None
+        if path is not None:
+            dataset = _dataset(str(path))
         yield CardScore(edited, one.name, on, on, one.value, shown, task, dataset, one.shots)
 
 
@@ -285,17 +300,22 @@ def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[B
     if len({len(one["rounds"]) for one in results}) > 1:
         raise ValueError("its programs were not measured in the same rounds")
     lengths = f"prompts of {first['prompt']} tokens, {first['new']} new tokens"
-    rounds = "1 round" if record["rounds"] == 1 else f"{record['rounds']} rounds"
+    rounds = "1 round"
+    if record["rounds"] != 1:
+        rounds = f"{record['rounds']} rounds"
     place = f"{record['place']}, {first['dtype']}, {lengths}, medians of {rounds}"
     names = {one["program"] for one, is_own in zip(results, own, strict=True) if is_own}
-    costs = [
-        f"Reductions are sent as {one['compression']} here, which makes predictions differ by "
-        f"{float(one['divergence']):.2g} nats per token (on {int(one['predicted']):,} tokens)."
-        for one in record.get("compression", [])
-        if one["program"] in names
-    ]
+    if isinstance(record.get("compression"), list):
+        raise ValueError("what compressed reductions change is a column of a bench now")
+    differ = [record["divergence"][name] for name in names if name in record.get("divergence", {})]
+    cost = None
+    if differ:
+        cost = (
+            f"Reductions are sent as {record['compression']} here, which makes predictions differ by "
+            f"{float(differ[0]):.2g} nats per token (on {int(record['predicted']):,} tokens)."
+        )
     speeds = tuple(_speed(one, is_own) for one, is_own in zip(results, own, strict=True))
-    yield Bench(place, speeds, costs[0] if costs else None)
+    yield Bench(place, speeds, cost)
 
 
 def _is_own(file: Path, record: dict[str, Any], one: dict[str, Any], identity: Identity) -> bool:
@@ -333,7 +353,9 @@ _READERS: dict[str, Callable[[Path, dict[str, Any], Identity], Iterator[CardScor
 def _dataset(source: str) -> str | None:
     """The data's name, unless they are the demo's or come from a file."""
     name = source.partition(":")[0]
-    return None if name == "demo" or is_path(source) or Path(name).suffix or on_disk(name) is not None else source
+    if name == "demo" or is_path(source) or Path(name).suffix or on_disk(name) is not None:
+        return None
+    return source
 
 
 def _short(model_hash: str) -> str:
@@ -342,4 +364,6 @@ def _short(model_hash: str) -> str:
 
 def _cut(program: Program, most: int = 80) -> str:
     text = str(program)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    if len(text) <= most:
+        return text
+    return text[: most - 3] + "..."

@@ -56,8 +56,12 @@ class LeftOut:
         """Which they are: "4-6" for whole layers, "A4" for an attention only."""
         layers = sorted({sublayer.layers[0] for sublayer in self.sublayers})
         kinds = {sublayer.kind for sublayer in self.sublayers}
-        what = "".join(sorted(kinds)) if len(kinds) == 1 else ""
-        return f"{what}{layers[0]}" if len(layers) == 1 else f"{what}{layers[0]}-{layers[-1]}"
+        what = ""
+        if len(kinds) == 1:
+            what = "".join(sorted(kinds))
+        if len(layers) == 1:
+            return f"{what}{layers[0]}"
+        return f"{what}{layers[0]}-{layers[-1]}"
 
 
 Item = Step | Fork | Same | LayersInOrder | LeftOut
@@ -127,7 +131,8 @@ def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
 
 def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:
     """How many layers of the same sizes begin here, without one between them that is left out."""
-    layers, sizes = 0, _sizes(nodes[at : at + steps_per_layer])
+    layers = 0
+    sizes = _sizes(nodes[at : at + steps_per_layer])
     while True:
         start = at + layers * steps_per_layer
         end = start + steps_per_layer

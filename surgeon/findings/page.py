@@ -1,13 +1,14 @@
 """`surgeon report`: one HTML page from the folders that other commands wrote, whole in itself.
 
-The page needs no network and no other file. What a section shows comes from `surgeon.findings.sections`, how it looks
-from the templates in `html/`.
+The page needs no network and no other file. A section is that of a result, how it looks comes from the templates in
+`html/`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,38 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from surgeon.findings.blocks import Block, Finding
+from surgeon.findings.explore import Exploration
 from surgeon.findings.exported import ExportRun
+from surgeon.findings.heal import HealRun
 from surgeon.findings.inline import inline_svg, legend_keys
-from surgeon.findings.result import SHORT_HASH, named
-from surgeon.findings.runs import Run, read_runs
-from surgeon.findings.sections import KINDS
+from surgeon.findings.prediction import Predictions
+from surgeon.findings.result import SHORT_HASH, RunResult, named, read_record
+from surgeon.findings.scan import Scan
+from surgeon.findings.scratch import ScratchRun
+from surgeon.findings.search import SearchRun
+from surgeon.findings.sensitivity import Sensitivity
+from surgeon.findings.similarity import Similarity
+from surgeon.findings.spectrum import Spectrum
+from surgeon.findings.tasks import TaskRun
 from surgeon.named import public
 from surgeon.processes.files import make_folder, write_text
 from surgeon.version import __version__
 from surgeon.words import listed
+
+# In the order of the page.
+KINDS: tuple[type[RunResult], ...] = (
+    Exploration,
+    Scan,
+    Similarity,
+    Sensitivity,
+    Spectrum,
+    SearchRun,
+    HealRun,
+    ScratchRun,
+    ExportRun,
+    TaskRun,
+    Predictions,
+)
 
 TEMPLATES = Path(__file__).parent / "html"
 _LONGEST_VALUE = 600  # characters of a value in the provenance, before it is cut short
@@ -33,15 +57,16 @@ _FIRST = ("command", "model", "model_hash", "data", "data_hash", "seed")
 
 @dataclass(frozen=True)
 class Section:
-    """What the page shows of one run.
+    """The page's part of one run.
 
     Attributes:
         anchor: to link to.
+        name: of the run.
         provenance: names and values of its record.
     """
 
-    run: Run[Any]
     anchor: str
+    name: str
     title: str
     blocks: Sequence[Block]
     provenance: Sequence[tuple[str, str]]
@@ -113,21 +138,21 @@ def render(chapters: Sequence[Chapter]) -> str:
 
 def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
     """One for each model of these runs, in the order in which they were named; errors as in `write_page`."""
-    unique: dict[Path, Run[Any]] = {}
+    unique: dict[Path, RunResult] = {}
     for path in paths:
-        for run in read_runs(path, KINDS):
-            unique.setdefault(run.file.resolve(), run)
+        for run in read_runs(path):
+            unique.setdefault(run.files[0].resolve(), run)
     runs = list(unique.values())
     # Records without a hash go by the model's name, and never into a chapter of a model that is known.
     exported: dict[Path, str] = {}
-    groups: dict[str, list[Run[Any]]] = {}
     for run in runs:
-        if run.kind.result is ExportRun:
-            with named(run.file, run.kind.result.COMMAND):
-                exported[run.folder.resolve()] = _key(run)
+        if isinstance(run, ExportRun):
+            with _named(run):
+                exported[run.files[0].parent.resolve()] = _key(run)
+    groups: dict[str, list[RunResult]] = {}
     for run in runs:
         # What was measured on an exported checkpoint belongs to the model it was made of.
-        with named(run.file, run.kind.result.COMMAND):
+        with _named(run):
             groups.setdefault(exported.get(Path(run.model).resolve(), _key(run)), []).append(run)
     return [
         _chapter(number, "" if key.startswith("name ") else key, group)
@@ -135,56 +160,87 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
     ]
 
 
-def _key(run: Run[Any]) -> str:
+def read_runs(path: Path) -> list[RunResult]:
+    """Read everything that a folder holds, or the one run whose record the path is.
+
+    Raises:
+        FileNotFoundError: if there is no such folder, or a file of a run is missing.
+        ValueError: if the folder holds no known record, or a file is damaged.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"no folder {path}; give folders that surgeon commands wrote")
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    runs = [
+        kind.read(file)
+        for kind in KINDS
+        for file in files
+        if file.match(kind.RECORD) and kind.is_ours(read_record(file))
+    ]
+    if not runs:
+        looked_for = ", ".join(dict.fromkeys(kind.RECORD for kind in KINDS))
+        raise ValueError(f"{path} holds no run of a surgeon command; looked for {looked_for}")
+    return runs
+
+
+def _named(run: RunResult) -> AbstractContextManager[None]:
+    return named(run.files[0], run.COMMAND)
+
+
+def _key(run: RunResult) -> str:
     return run.model_hash or f"name {run.model}"
 
 
-def _chapter(number: int, model_hash: str, runs: Sequence[Run[Any]]) -> Chapter:
+def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter:
     anchor = f"model-{number}"
-    ordered = sorted(runs, key=lambda run: KINDS.index(run.kind))
+    ordered = sorted(runs, key=lambda run: KINDS.index(type(run)))
     sections = [_section(f"{anchor}-{place}", run, ordered) for place, run in enumerate(ordered, start=1)]
     summary: list[Finding] = []
     missing: list[str] = []
     for run in ordered:
         name = _name_if_several(run, runs)
-        with named(run.file, run.kind.result.COMMAND):
-            summary += [_named(finding, name) for finding in run.kind.findings(run)]
-            missing += [f"{name}: {line}" if name else line for line in run.kind.missing(run)]
-    present = {run.kind.result.COMMAND for run in runs}
-    if any(run.kind.of_surgery for run in runs):
-        missing += [kind.without for kind in KINDS if kind.without and kind.result.COMMAND not in present]
+        with _named(run):
+            if name:
+                summary += [
+                    replace(one, lead=f"{one.lead} ({name})", label=f"{one.label} ({name})") for one in run.summary()
+                ]
+                missing += [f"{name}: {line}" for line in run.missing()]
+            else:
+                summary += run.summary()
+                missing += run.missing()
+    present = {run.COMMAND for run in runs}
+    if any(run.OF_SURGERY for run in runs):
+        missing += [kind.WITHOUT for kind in KINDS if kind.WITHOUT and kind.COMMAND not in present]
     of_original = [run for run in ordered if run.model_hash == model_hash] or ordered
     names = listed(dict.fromkeys(public(run.model) for run in of_original))
     return Chapter(names, model_hash[:SHORT_HASH], anchor, summary, list(dict.fromkeys(missing)), sections)
 
 
-def _name_if_several(run: Run[Any], runs: Sequence[Run[Any]]) -> str:
-    return run.name if sum(other.kind is run.kind for other in runs) > 1 else ""
+def _name_if_several(run: RunResult, runs: Sequence[RunResult]) -> str:
+    if sum(type(other) is type(run) for other in runs) > 1:
+        return run.name
+    return ""
 
 
-def _named(finding: Finding, run: str) -> Finding:
-    """The finding with its run's name, where there are several."""
-    return replace(finding, lead=f"{finding.lead} ({run})", label=f"{finding.label} ({run})") if run else finding
-
-
-def _section(anchor: str, run: Run[Any], runs: Sequence[Run[Any]]) -> Section:
+def _section(anchor: str, run: RunResult, runs: Sequence[RunResult]) -> Section:
     name = _name_if_several(run, runs)
-    title = f"{run.kind.title}: {name}" if name else run.kind.title
-    of_kind = [other for other in runs if other.kind is run.kind]
-    with named(run.file, run.kind.result.COMMAND):
-        blocks = list(run.kind.show(run))
-        if run is of_kind[-1]:
-            blocks += run.kind.together(of_kind)
-        return Section(run, anchor, title, blocks, _provenance(run))
-
-
-def _provenance(run: Run[Any]) -> list[tuple[str, str]]:
-    """Names and values of the record, what everyone looks for first."""
-    record = run.found.provenance(run.record)
+    of_kind = [other for other in runs if type(other) is type(run)]
+    record = run.provenance(run.record)
     names = [name for name in _FIRST if name in record] + [name for name in record if name not in _FIRST]
-    return [("file", str(run.file)), *((name, _value(record[name])) for name in names)]
+    with _named(run):
+        blocks = list(run.section())
+        if run is of_kind[-1]:
+            blocks += run.together(of_kind)
+        for block in blocks:
+            for panel in getattr(block, "items", [block]):
+                getattr(panel, "figure", None)  # drawn here, so that an error names the run
+    provenance = [("file", str(run.files[0])), *((each, _value(record[each])) for each in names)]
+    return Section(anchor, run.name, f"{run.TITLE}: {name}" if name else run.TITLE, blocks, provenance)
 
 
 def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
+    text = str(value)
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"

@@ -1,42 +1,45 @@
-"""What was predicted of programs on described hardware, as tables for a terminal and as pictures."""
+"""Prediction: what programs would cost on described hardware, as tables for a terminal, charts and a section."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from surgeon.findings.drawing import bars, finish
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.memory import show_size
-from surgeon.words import aligned, hanging, plural, three_digits, times
+from surgeon.words import NO_VALUE, TIMES, aligned, hanging, number, plural, three_digits, times
 
 AXES = ("ranks", "batch", "prompt", "new")
 PARTS = ("compute", "launches", "exposed")  # of a pass's time
 SPEEDUPS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
 TOO_LARGE = "does not fit into memory"  # why a cell of a sweep is refused that has a prediction
 _SPEEDS = ("first_token_ms", "per_token_ms", "tokens_per_second")
-_PARTS = (("compute", "#33638d"), ("launches, gaps", "#b8c4ce"), ("waiting for collectives", "#f0a04b"))
-_LINES = ("#33638d", "#f0a04b", "#4aa36c", "#c8553d", "#7b5ea7", "#8a8a8a", "#c9a227", "#2aa1b3")
-_MOST_PANELS = 8
+_PARTS = (("compute", 0), ("launches, gaps", 7), ("waiting for collectives", 1))  # words and colour
+_MOST_CHARTS = 8
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, repr=False)
-class PredictRun(RunResult):
+class Predictions(RunResult):
     """The result of `predict`.
 
     Attributes:
         speeds: one row per program, ranks and load, as in `predict.csv`; speedups are over the first program on the
             same ranks for the same load.
+        cells: by ranks and load, of every program; of predictions just made.
     """
 
     COMMAND = "predict"
     RECORD = "predict.json"
+    TITLE = "Predictions"
     TABLES: ClassVar = {
         "speeds": TableFile(
             "predict.csv",
@@ -46,6 +49,7 @@ class PredictRun(RunResult):
     }
 
     speeds: pd.DataFrame
+    cells: Sequence[Any] = ()
 
     @property
     def swept(self) -> bool:
@@ -72,7 +76,8 @@ class PredictRun(RunResult):
 
     def _sweep(self) -> str:
         """A line for each cell, and what its marks stand for."""
-        table, axes = self.speeds, swept_axes(self.speeds)
+        table = self.speeds
+        axes = swept_axes(self.speeds)
         lines = [["program", *axes, "first", "per token", "tokens/s", "speedup", "comm.", "memory"]]
         lines.append(["", *("" for _ in axes), "ms", "ms", "", "", "", ""])
         for _, row in table.iterrows():
@@ -93,7 +98,9 @@ class PredictRun(RunResult):
         lines = [["program", "batch", "first token", "per token", "tokens/s", "comm.", "memory", "fits"]]
         lines.append(["", "", "ms", "ms", "", "", "", ""])
         for _, row in self.speeds.iterrows():
-            fits = "yes" if row["fits"] else "no"
+            fits = "no"
+            if row["fits"]:
+                fits = "yes"
             begin = [row["program"], str(row["batch"])]
             lines.append([*begin, *_speeds(row), _share(row), show_size(row["needed_bytes"]), fits])
         return aligned(lines)
@@ -113,67 +120,36 @@ class PredictRun(RunResult):
                 lines.append([*begin, phase, *spent, *counts])
         return aligned(lines)
 
-    def pictures(self) -> dict[str, Figure]:
-        """`predict`: where the time of every program's passes goes, or of a sweep its speeds."""
-        figure = self._draw_sweep() if self.swept else self._draw_passes()
-        figure.suptitle(self.heading, fontsize=11)
-        return {"predict": figure}
+    @property
+    def picture_title(self) -> str:
+        return self.heading
 
-    def _draw_passes(self) -> Figure:
-        """Both passes of every program, by what their time goes to; a row for each batch."""
+    def section(self) -> Iterator[Block]:
         table = self.speeds
-        phases = [phase for phase in ("prefill", "decode") if table[f"{phase}_compute_ms"].notna().any()]
-        batches = list(table["batch"].unique())
-        programs = int(table["program"].nunique())
-        size = (1.8 + 4.2 * len(phases), 1.2 + (0.7 + 0.36 * programs) * len(batches))
-        figure = Figure(figsize=size, layout="constrained", dpi=160)
-        panels = figure.subplots(len(batches), len(phases), squeeze=False, sharey="row")
-        for row, batch in zip(panels, batches, strict=True):
-            for panel, phase in zip(row, phases, strict=True):
-                own = table[table["batch"] == batch]
-                spent = [own[f"{phase}_{part}_ms"].to_numpy() for part in PARTS]
-                speedups = own["per_token_speedup" if phase == "decode" else "first_token_speedup"]
-                ends = zip(sum(spent), speedups, strict=True)
-                parts = [(*part, values) for part, values in zip(_PARTS, spent, strict=True)]
-                notes = [f"{three_digits(end)} ms, {speedup:.2f}x" for end, speedup in ends]
-                bars(panel, own["program"], parts, notes, room=1.55)
-                finish(panel, grid=False)
-                panel.set_xlabel(f"ms of one {phase} pass", fontsize=9)
-                panel.set_title(f"{phase}, batch {batch}", fontsize=10)
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-        return figure
+        first = table["program"].iloc[0]
+        yield Paragraph(
+            f"What programs would cost on {self.record.get('hardware', 'hardware that has no name')}, from its figures "
+            f"and the model's shapes: nothing was run. Speedups are over {first} on the same ranks for the same load."
+        )
+        charts = []
+        if not self.record.get("swept"):
+            charts += _passes(table)
+        if table[[*AXES]].nunique().max() > 1:
+            charts += _lines(table)
+        if charts:  # none where nothing can be shared out
+            yield Picture(charts, name="predict")
+        yield _cells(table)
 
-    def _draw_sweep(self) -> Figure:
-        """Tokens per second by batch, a panel for each number of ranks; speedups below.
-
-        What does not fit into memory is hollow. Other axes have the place of those that are not swept; where more than
-        two are, the picture is of the first value of the others.
-        """
-        along, panels_of, table = drawn_axes(self.speeds)
-        values = list(table[panels_of].unique())[:_MOST_PANELS]
-        several = table["program"].nunique() > 1
-        figure = Figure(figsize=(1.4 + 2.5 * len(values), 5.4 if several else 3.4), layout="constrained", dpi=160)
-        rows = figure.subplots(1 + several, len(values), squeeze=False, sharex=True, sharey="row")
-        for number, value in enumerate(values):
-            own = table[table[panels_of] == value]
-            _draw_lines(rows[0][number], own, along, "tokens_per_second")
-            rows[0][number].set_title(words_of(panels_of, int(value)), fontsize=10)
-            if table["tokens_per_second"].notna().any():  # nothing at all has no logarithm
-                rows[0][number].set_yscale("log")
-            if several:
-                _draw_lines(rows[1][number], own, along, "tokens_per_second_speedup")
-            rows[-1][number].set_xlabel(along, fontsize=9)
-        rows[0][0].set_ylabel("tokens/s", fontsize=9)
-        if several:
-            rows[1][0].set_ylabel(f"times {table['program'].iloc[0]}", fontsize=9)
-        handles, labels = rows[0][0].get_legend_handles_labels()
-        if not table["fits"].all():
-            handles.append(Line2D([], [], marker="o", ms=3.6, ls="", color="#444444", markerfacecolor="white"))
-            labels.append(TOO_LARGE)
-        ncols = min(6, len(labels))
-        figure.legend(handles, labels, loc="outside lower center", ncols=ncols, fontsize=8, frameon=False)
-        return figure
+    def summary(self) -> Iterator[Finding]:
+        table = self.speeds
+        fitting = table[(table["fits"] == 1) & (table["program"] != table["program"].iloc[0])]
+        hardware = self.record.get("hardware", "hardware")
+        if fitting["tokens_per_second_speedup"].notna().any():
+            best = fitting.loc[fitting["tokens_per_second_speedup"].idxmax()]
+            where = f"{plural(int(best['ranks']), 'rank')} with batch {int(best['batch'])}"
+            speedup = f"{number(float(best['tokens_per_second_speedup']), 3)}{TIMES}"
+            text = f"On {hardware}, {best['program']} should win most on {where}: {speedup} the tokens per second."
+            yield Finding("Predicted", text, speedup, f"predicted on {hardware}")
 
 
 def _speeds(row: Any) -> list[str]:
@@ -201,19 +177,91 @@ def words_of(axis: str, value: int) -> str:
     """A value of an axis: 8 ranks, batch 16, prompt 1024, 512 new."""
     if axis == "ranks":
         return plural(value, "rank")
-    return f"{value} new" if axis == "new" else f"{axis} {value}"
+    if axis == "new":
+        return f"{value} new"
+    return f"{axis} {value}"
 
 
-def _draw_lines(axes: Axes, table: pd.DataFrame, along: str, column: str) -> None:
-    for number, (name, own) in enumerate(table.groupby("program", sort=False)):
-        colour = _LINES[number % len(_LINES)]
-        axes.plot(own[along], own[column], "-", lw=1.4, color=colour, label=str(name))
-        for fits, face in ((1, colour), (0, "white")):
-            some = own[own["fits"] == fits]
-            axes.plot(some[along], some[column], "o", ms=3.6, color=colour, markerfacecolor=face)
-    axes.set_xscale("log", base=2)
-    ticks = sorted(table[along].unique())
-    ticks = ticks[:: max(1, len(ticks) // 5)]
-    axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
-    axes.minorticks_off()
-    finish(axes)
+def _passes(table: pd.DataFrame) -> list[Chart]:
+    """Both passes of every program, by what their time goes to."""
+    return [_pass(table, phase) for phase in ("prefill", "decode") if table[f"{phase}_compute_ms"].notna().any()]
+
+
+def _pass(table: pd.DataFrame, phase: str) -> Chart:
+    names = [str(program) for program in table["program"]]
+    if table["batch"].nunique() > 1:
+        names = [f"{program}, {batch}" for program, batch in zip(names, table["batch"], strict=True)]
+    spent = [table[f"{phase}_{part}_ms"].to_numpy() for part in PARTS]
+    speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
+    notes = [
+        f"{three_digits(end)} ms, {speedup:.2f}x" for end, speedup in zip(np.sum(spent, axis=0), speedups, strict=True)
+    ]
+
+    def draw(axes: Axes) -> None:
+        bars(axes, names, [(*part, own) for part, own in zip(_PARTS, spent, strict=True)], notes)
+
+    height = 70.0 + 26.0 * len(table)
+    return Chart(f"One {phase} pass", draw, "ms", "", "Where its time goes.", height=height, left=150.0)
+
+
+def _lines(table: pd.DataFrame) -> Iterator[Chart]:
+    """Tokens per second along an axis of a sweep, a chart for each value of another; speedups where there are several.
+
+    Where more than two axes are swept, the charts are of the first value of the others.
+    """
+    several = table["program"].nunique() > 1
+    column = "tokens_per_second"
+    if several:
+        column = "tokens_per_second_speedup"
+    title = "new tokens per second"
+    if several:
+        title = f"tokens/s, times {table['program'].iloc[0]}"
+    along, by, table = drawn_axes(table)
+    for value in list(table[by].unique())[:_MOST_CHARTS]:
+        own = table[(table[by] == value) & table[column].notna()]
+        if len(own):
+            yield _line_chart(own, column, along, title, words_of(by, int(value)))
+
+
+def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) -> Chart:
+    def draw(axes: Axes) -> None:
+        ticks = sorted(set(own[along]))
+        shown = ticks[:: max(1, math.ceil(len(ticks) / 8))]
+        axes.set_xscale("log")
+        axes.set_xlim(ticks[0] / 1.1, max(ticks[-1], ticks[0] * 2) * 1.1)
+        axes.set_xticks(shown, labels=[str(int(tick)) for tick in shown])
+        axes.minorticks_off()
+        scale(axes, "y", own[column].tolist(), log=not column.endswith("speedup"))
+        for style, (program, rows) in enumerate(own.groupby("program", sort=False)):
+            tips = [_tip(row, along, column) for _, row in rows.iterrows()]
+            points(axes, rows[along], rows[column], tips, style, str(program))
+
+    return Chart(title, draw, along, y, described=f"{y}, {title}")
+
+
+def _tip(row: pd.Series[float], along: str, column: str) -> str:
+    room = ", does not fit into memory"
+    if row["fits"]:
+        room = ""
+    return f"{row['program']}, {along} {int(row[along])}: {number(row[column], 3)}{room}"
+
+
+def _cells(table: pd.DataFrame) -> Table:
+    axes = swept_axes(table)
+    head = ["program", *axes, "first token, ms", "per token, ms", "tokens/s", "speedup", "waiting", "GiB"]
+    rows = []
+    for _, row in table.iterrows():
+        begin = [str(row["program"]), *(str(int(row[name])) for name in axes)]
+        if math.isnan(row["first_token_ms"]):
+            rows.append([*begin, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, "cannot be shared"])
+            continue
+        numbers = [number(row[name], 3) for name in ("first_token_ms", "per_token_ms", "tokens_per_second")]
+        speedup = number(row["tokens_per_second_speedup"], 3)
+        waiting = f"{row['communication_share']:.0%}"
+        memory = number(row["needed_bytes"] / _GIB, 3) + ("" if row["fits"] else ": too much")
+        rows.append([*begin, *numbers, speedup, waiting, memory])
+    note = (
+        "Waiting: the part of the time in which ranks wait for collectives. GiB: of the rank that needs most; there "
+        f"are {number(float(table['there_bytes'].max()) / _GIB, 3)} for it."
+    )
+    return Table("Every prediction", head, rows, note, folded=len(rows) > 24)

@@ -25,13 +25,27 @@ from surgeon.language.program import Fork, Node, Program, Step, steps_of
 from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
 from surgeon.processes.files import whole_file
 
-_ATTENTION, _FEED_FORWARD = "#3b75af", "#e8842c"
+_ATTENTION = "#3b75af"
+_FEED_FORWARD = "#e8842c"
 _PALE = {_ATTENTION: "#dbe6f1", _FEED_FORWARD: "#fbe7d5"}
-_STREAM, _LATE, _LEFT_OUT, _UNCHANGED, _LOW_RANK = "#333333", "#7b3fa0", "#c0392b", "#eeeeee", "#cfe5cd"
+_STREAM = "#333333"
+_LATE = "#7b3fa0"
+_LEFT_OUT = "#c0392b"
+_UNCHANGED = "#eeeeee"
+_LOW_RANK = "#cfe5cd"
 _ROW_WIDTH = 12.0  # in steps; a wider fork makes rows wider
-_STEP, _LATE_STEP, _STRETCH, _GAP = 1.0, 0.72, 1.7, 0.75  # widths
-_BOX_HEIGHT, _BOX_GAP, _ABOVE, _STRETCH_HEIGHT = 0.34, 0.08, 0.28, 0.62
-_RANK_HEIGHT, _RANK_FONT = 0.115, 6.2  # of a line that says ranks
+# Widths.
+_STEP = 1.0
+_LATE_STEP = 0.72
+_STRETCH = 1.7
+_GAP = 0.75
+_BOX_HEIGHT = 0.34
+_BOX_GAP = 0.08
+_ABOVE = 0.28
+_STRETCH_HEIGHT = 0.62
+# Of a line that says ranks.
+_RANK_HEIGHT = 0.115
+_RANK_FONT = 6.2
 _INCHES = 0.95  # per unit
 
 
@@ -93,7 +107,9 @@ def _width(item: Item) -> float:
     if isinstance(item, Same):
         return _STEP
     if isinstance(item, Step):
-        return _LATE_STEP if item.late else _STEP
+        if item.late:
+            return _LATE_STEP
+        return _STEP
     if isinstance(item, LayersInOrder):
         return _STRETCH
     if isinstance(item, LeftOut):
@@ -121,7 +137,9 @@ def _stretch_height(item: LayersInOrder) -> float:
 
 
 def _size_lines(item: LayersInOrder) -> list[str]:
-    return sizes_text(dict(item.sizes)).split("; ") if item.sizes else []
+    if item.sizes:
+        return sizes_text(dict(item.sizes)).split("; ")
+    return []
 
 
 def _lane(branch: Sequence[Node]) -> float:
@@ -131,7 +149,9 @@ def _lane(branch: Sequence[Node]) -> float:
 
 def _height(row: Sequence[Item], above: bool) -> float:
     sides = _sides(row)
-    wanted = 1 if above else -1
+    wanted = -1
+    if above:
+        wanted = 1
     reached = [_stack(item) for item, side in zip(row, sides, strict=True) if side == wanted]
     reached += [_stretch_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
     return max(reached, default=0.1) + 0.1
@@ -171,7 +191,9 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
             plus = end - 0.1
             _draw_fork(axes, item, (x + 0.1, plus), y)
         elif isinstance(item, LayersInOrder):
-            fill = _LOW_RANK if item.sizes else _UNCHANGED
+            fill = _UNCHANGED
+            if item.sizes:
+                fill = _LOW_RANK
             below = _size_lines(item)
             span = (x + 0.12, end - 0.12)
             _box(axes, span, y, _stretch_height(item), fill, f"{item.text}\n{item.how}", "#444444", below)
@@ -186,7 +208,9 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
 
 def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side: int, pale: bool) -> None:
     read, plus = span
-    color = _LATE if step.late else _STREAM
+    color = _STREAM
+    if step.late:
+        color = _LATE
     # The first one on top, on either side of the stream.
     outwards = step.sublayers[::-side]
     rooms = [_box_height(one) + _BOX_GAP for one in outwards]
@@ -196,9 +220,12 @@ def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side
     left, right = (read + 0.1, plus - 0.1) if not step.late else (max(read + 0.1, plus - 0.68), plus - 0.1)
     for sublayer, center in zip(outwards, centers, strict=True):
         axes.plot([read, plus], [center, center], color=color, linewidth=1.1, zorder=1)
-        strong = _ATTENTION if sublayer.kind == ATTENTION else _FEED_FORWARD
+        strong = _FEED_FORWARD
+        if sublayer.kind == ATTENTION:
+            strong = _ATTENTION
         fill, text = (_PALE[strong], "#333333") if pale else (strong, "white")
-        name, sizes = str(replace(sublayer, ranks=(), width=None)), [f"{what} {size}" for what, size in sublayer.sizes]
+        name = str(replace(sublayer, ranks=(), width=None))
+        sizes = [f"{what} {size}" for what, size in sublayer.sizes]
         _box(axes, (left, right), center, _box_height(sublayer), fill, name, text, sizes)
     _plus(axes, plus, y)
 
@@ -237,7 +264,9 @@ def _box(
         zorder=2,
     )
     axes.add_patch(shape)
-    size = 8.0 if len(text) <= 5 or "\n" in text else max(4.0, 46 / len(text))
+    size = 8.0
+    if not (len(text) <= 5 or "\n" in text):
+        size = max(4.0, 46 / len(text))
     small = len(below) * _RANK_HEIGHT
     place: dict[str, Any] = {"x": (left + right) / 2, "ha": "center", "va": "center", "color": color, "zorder": 3}
     axes.text(y=y + small / 2, s=text, fontsize=size, **place)

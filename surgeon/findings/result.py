@@ -1,10 +1,10 @@
-"""What passes have found: a JSON record with tables beside it, which are written and read here and nowhere else."""
+"""The base of findings: a JSON record with tables beside it, read and written here alone; its pictures and section."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,9 @@ from surgeon.words import MOST_LAYERS, plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from surgeon.findings.blocks import Block, Finding
+    from surgeon.findings.drawing import Picture
 
 SHORT_HASH = 12
 
@@ -130,19 +133,22 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """What one run of one command has found; classes of it have a field for each of `TABLES` and `TEXTS`.
+    """The result of a run of a command; classes of it have a field for each of `TABLES` and `TEXTS`.
 
     A table that is not there has no rows. `print` shows what there is to say on a terminal, where there is something.
 
     Attributes:
         record: provenance, settings and counts, as in the JSON file.
-        files: what there is to look at, pictures among them.
+        files: what there is to look at, pictures among them; of a result that was read, its record.
     """
 
     COMMAND: ClassVar[str]  # that writes it
     RECORD: ClassVar[str]  # name of the JSON file, or a pattern of it
     TABLES: ClassVar[Mapping[str, TableFile]] = {}  # by field, the one that `table` returns first
     TEXTS: ClassVar[Mapping[str, str]] = {}  # names of other files that may be there, by field
+    TITLE: ClassVar[str] = ""  # of its section
+    WITHOUT: ClassVar[str] = ""  # what a page cannot say that has no such result
+    OF_SURGERY: ClassVar[bool] = True  # whether it is of a model that is operated on
 
     _: KW_ONLY
     record: dict[str, Any] = field(default_factory=dict)
@@ -173,7 +179,9 @@ class RunResult:
             )
         model, its_hash = cls.model_of(record)
         if model_hash is not None and its_hash != model_hash:
-            a = "an" if cls.COMMAND[0] in "aeio" else "a"
+            a = "a"
+            if cls.COMMAND[0] in "aeio":
+                a = "an"
             raise ValueError(
                 f"{folder} holds {a} {cls.COMMAND} of another model: {model} with the hash {its_hash[:SHORT_HASH]}, "
                 f"while this model has {model_hash[:SHORT_HASH]}; give a folder made with the same model"
@@ -215,10 +223,26 @@ class RunResult:
         return True
 
     @property
+    def model(self) -> str:
+        """As the user named it."""
+        return self.model_of(self.record)[0]
+
+    @property
+    def model_hash(self) -> str:
+        """Of the model that was operated on; empty where the record has none."""
+        return self.model_of(self.record)[1]
+
+    @property
     def label(self) -> str:
         """The model's name in titles."""
-        model, _ = self.model_of(self.record)
-        return public(model) or Path(model).resolve().name
+        return public(self.model) or Path(self.model).resolve().name
+
+    @property
+    def name(self) -> str:
+        """What the page calls it: its folder."""
+        if not self.files:
+            return self.label
+        return self.files[0].parent.resolve().name
 
     @property
     def heading(self) -> str:
@@ -236,9 +260,33 @@ class RunResult:
         """The main table, as in its CSV file; no rows where there is none."""
         return next((getattr(self, name) for name in self.TABLES), pd.DataFrame())
 
-    def pictures(self) -> dict[str, Figure]:
+    def section(self) -> Iterable[Block]:
+        """Its part of the page; pictures with a name are files, too."""
+        return ()
+
+    def summary(self) -> Iterable[Finding]:
+        """What it has to say in the page's summary."""
+        return ()
+
+    def missing(self) -> Iterable[str]:
+        """What it leaves out."""
+        return ()
+
+    @classmethod
+    def together(cls, runs: Sequence[Self]) -> Iterable[Block]:  # noqa: ARG003
+        """What the page shows once of several runs of a model, at the end of the last one's section."""
+        return ()
+
+    @property
+    def picture_title(self) -> str:
+        """Above every picture of a file."""
+        return self.label
+
+    def pictures(self) -> dict[str, Picture]:
         """Every picture that there is to make, by the name of its file without ending; the main one first."""
-        return {}
+        from surgeon.findings.drawing import pictures_in  # who reads results alone does without matplotlib
+
+        return dict(pictures_in(self.section()))
 
     def plot(self, name: str = "") -> Figure:
         """One of `pictures`, the first by default: a matplotlib figure, to be shown or saved as PNG, SVG or PDF.
@@ -246,26 +294,31 @@ class RunResult:
         Raises:
             ValueError: if there is no such picture.
         """
+        from surgeon.findings.drawing import sheet
+
         found = self.pictures()
         if not found:
             raise ValueError(f"there are no pictures of this {self.COMMAND}")
         name = name or next(iter(found))
         if name not in found:
             raise ValueError(f"there is no picture {name!r} of this {self.COMMAND}; {did_you_mean(name, found)}")
-        return found[name]
+        return sheet(found[name], self.picture_title)
 
     def draw(self, folder: Path) -> list[Path]:
         """Write every picture as a PNG file; returns the files."""
-        from surgeon.findings.drawing import save  # who reads results alone does without matplotlib
+        from surgeon.findings.drawing import save, sheet
 
-        return [save(figure, folder / f"{name}.png") for name, figure in self.pictures().items()]
+        title = self.picture_title
+        return [save(sheet(one, title), folder / f"{name}.png") for name, one in self.pictures().items()]
 
     def save(self, folder: Path) -> Self:
         """Write the tables, the record and every picture; returns the same, which knows these files."""
         return replace(self, files=(*self.files, *self.write(folder), folder / self.RECORD, *self.draw(folder)))
 
     def __repr__(self) -> str:
-        where = f", in {self.files[0].parent}" if self.files else ""
+        where = ""
+        if self.files:
+            where = f", in {self.files[0].parent}"
         return f"<{type(self).__name__} of {self.label}: {plural(len(self.table()), 'row')}{where}>"
 
     def _repr_html_(self) -> str:

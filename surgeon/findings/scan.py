@@ -1,4 +1,4 @@
-"""What a scan has found: its cells, its heatmaps and its curves.
+"""Scan: what every stretch of layers tolerates, as cells, heatmaps, curves and in words.
 
 Heatmaps are drawn like figure 4 of the Layer Parallelism paper, first layer down, last layer across; those over the
 values of a parameter have the layers down and these values across. Curves are those of its figure 7: perplexity against
@@ -7,41 +7,49 @@ where a stretch ends, one line per length.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap, Normalize, to_hex
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from surgeon.findings.drawing import ORDERED, SOFT, finish, points, rule, scale
-from surgeon.findings.maps import (
-    CAP,
-    MARKED,
-    colour_bar,
-    damage,
-    damage_scale,
-    draw_map,
-    label_map,
-    largest_shown,
-    map_side,
-    ratio_of,
-)
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.drawing import Picture
+from surgeon.findings.maps import CAP
 from surgeon.findings.result import RunResult, TableFile, base_of
+from surgeon.findings.scan_charts import charts, reach_table
+from surgeon.findings.scan_maps import ScanMaps
+from surgeon.findings.tolerance import (
+    PAIRS,
+    PAIRS_OF_STREAMS,
+    TOLERANCES,
+    ScanTable,
+    longest_within,
+    named_across,
+    never_to_touch,
+    single_layers,
+    title_of,
+)
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.words import allowance
+from surgeon.words import (
+    allowance,
+    change,
+    interval,
+    interval_heads,
+    layer_list,
+    listed,
+    number,
+    plural,
+    stretch,
+    with_intervals,
+)
 
-MOST_LINES = 16
-_PANELS_IN_A_ROW = 5
-_ENDS, _KNOWN = ("first", "last"), {"operation": HEATMAPS}
+_NAMED = 3  # layers that the summary names as the cheapest and as the dearest
+_LIMIT = TOLERANCES[-1]
+_ENDS = ("first", "last")
+_KNOWN = {"operation": HEATMAPS}
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,6 +76,8 @@ class Scan(RunResult):
 
     COMMAND = "scan"
     RECORD = "scan.json"
+    TITLE = "Scan"
+    WITHOUT = "No scan: what stretches of layers tolerate is not known (surgeon scan)."
     TABLES: ClassVar = {
         "cells": TableFile(
             "cells.csv", ("perplexity", "divergence", "tokens"), ("operation",), _ENDS, _KNOWN, missing=""
@@ -92,205 +102,262 @@ class Scan(RunResult):
     def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
         return {"base_perplexity": base_of(record, file, cls.COMMAND)}
 
-    def pictures(self) -> dict[str, Figure]:
-        """`heatmaps`, of all operations over stretches; `heatmap-<operation>` and `curves-<operation>` of each.
+    @cached_property
+    def touched(self) -> ScanTable:
+        """The cells, ready to be asked."""
+        return ScanTable.of(self.cells, self.base_perplexity, self.record)
+
+    @property
+    def picture_title(self) -> str:
+        return f"{self.label}, base perplexity {self.base_perplexity:.4g}"
+
+    @property
+    def _maps(self) -> ScanMaps:
+        return ScanMaps(self.cells, self.touched, self.permutations, self.experts, self.loads, self.cap)
+
+    def pictures(self) -> dict[str, Picture]:
+        """`heatmaps`, of all operations over stretches; `heatmap-<operation>` of each, and what the section has.
 
         A map of its own has a scale of its own, so that small damage can be told apart; side by side they share one.
         """
-        names = list(self.cells["operation"].unique())
-        over_stretches = [name for name in names if varied_by(name) is None]
-        found = {"heatmaps": self._overview(over_stretches)} if len(over_stretches) > 1 else {}
-        found |= {f"heatmap-{name}": self._heatmap(name) for name in names}
-        found |= {"experts": self._experts()} if len(self.experts) else {}
-        drawn = ((name, self._curves(name)) for name, heatmap in HEATMAPS.items() if heatmap.curves)
-        return found | {f"curves-{name}": figure for name, figure in drawn if figure is not None}
+        found = self._maps.heatmaps
+        return found | self._maps.each | super().pictures()
 
-    def _experts(self) -> Figure:
-        """What each expert gets and gives, layers down and experts across."""
-        figure = Figure(figsize=(9.6, 4.2), layout="constrained", dpi=160)
-        figure.suptitle(f"Experts: {self.label}", fontsize=12)
-        names = {"load": "load: share of tokens", "saliency": "share of the layer's saliency (REAP)"}
-        for panel, (column, title) in zip(figure.subplots(1, len(names)), names.items(), strict=True):
-            values = self.experts.pivot(index="layer", columns="expert", values=column)
-            if column == "saliency":  # of which some layers have many times as much as others
-                values = values.div(values.sum(axis=1), axis=0)
-            colours = Normalize(0.0, float(values.to_numpy().max()) or 1.0)
-            draw_map(panel, values, colours, aspect="auto")
-            label_map(panel, values, 16, 24, 8)
-            panel.set(xlabel="expert", ylabel="layer")
-            panel.set_title(title, fontsize=10)
-            colour_bar(figure, [panel], colours, above=False)
-        return figure
+    def section(self) -> Iterator[Block]:
+        scan = self.touched
+        yield Paragraph(self._what_was_measured())
+        if len(scan.cells):
+            yield self._maps.ribbon()
+            yield reach_table(scan)
+            yield from charts(scan)
+        yield from self._maps.galleries()
+        if len(self.permutations) and (words := _spread_of_orders(self.permutations)):
+            yield Paragraph(words)
 
-    def _of(self, name: str) -> pd.DataFrame:
-        return self.cells[self.cells["operation"] == name]
+    def _what_was_measured(self) -> str:
+        table = self.cells
+        record = self.record
+        tokens = record.get("tokens_predicted") or int(table["tokens"].max())
+        source = record.get("data", "text")
+        text = f"{plural(tokens, 'predicted token')} of {source}"
+        parts = [f"{plural(len(table), 'cell')}, each {_what_a_cell_is(table)}; {text}."]
+        least = int(table["tokens"].min())
+        if least < table["tokens"].max():
+            parts.append(f"Screened: a cell rests on {least:,} to {int(table['tokens'].max()):,} of them.")
+        if record.get("cells_missing"):
+            parts.append(f"The time was over before {plural(record['cells_missing'], 'other cell')}.")
+        if part := _only_part(record, self.touched.num_layers):
+            parts.append(part)
+        parts.append(
+            "Perplexity intervals are 95%, over windows of text: how far another text of the same kind could differ. "
+            "Divergence is KL(original || changed) in nats per token."
+        )
+        return " ".join(parts)
 
-    def _heatmap(self, name: str) -> Figure:
-        values = grid(self._of(name), varied_by(name))
-        size = map_side(max(values.shape))
-        figure = Figure(figsize=(size + 1.0, size), layout="constrained", dpi=160)
-        axes = figure.add_subplot()
-        colours, capped = scale_of([values], self.base_perplexity, self.cap)
-        _draw_heatmap(axes, values, colours, self.base_perplexity, named_across(name), ticks=24)
-        _colour_bar(figure, [axes], colours, capped)
-        axes.set_title(f"{title_of(name)}: {self._of_what}", fontsize=11)
-        return figure
+    def summary(self) -> Iterator[Finding]:
+        scan = self.touched
+        yield self._base()
+        pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(scan.of_operation(name))), None)
+        if pairs is not None and not scan.edited:  # which is about effective depths
+            yield _pairs(scan, pairs)
+        if len(single_layers(scan)) > 1:
+            yield _removal(scan)
+        if len(scan.cells):
+            yield _untouchable(scan)
 
-    @property
-    def _of_what(self) -> str:
-        return f"{self.label}, base perplexity {self.base_perplexity:.4g}"
+    def _base(self) -> Finding:
+        scan = self.touched
+        known = self.record.get("base_interval")
+        ends = ""
+        if isinstance(known, list) and len(known) == 2:
+            ends = f", 95% interval {interval(*known)}"
+        tokens = self.record.get("tokens_predicted") or int(self.cells["tokens"].max())
+        what = "unedited model"
+        if scan.edited:
+            what = "model as it runs"
+        text = (
+            f"The {what} has {scan.num_layers} layers and a perplexity of {number(scan.base)}{ends}, over "
+            f"{plural(tokens, 'token')} of {self.record.get('data', 'the text')}."
+        )
+        return Finding("As it is", text, number(scan.base), f"perplexity, unedited, {scan.num_layers} layers")
 
-    def _overview(self, names: Sequence[str]) -> Figure:
-        """The maps of some operations side by side, in as few rows as fit, under one colour scale."""
-        same = grid(self.cells[self.cells["operation"].isin(names)])
-        grids = {name: grid(self._of(name)).reindex_like(same) for name in names}
-        rows = math.ceil(len(grids) / _PANELS_IN_A_ROW)
-        columns = math.ceil(len(grids) / rows)
-        figure = Figure(figsize=(2.3 * columns + 0.9, 2.5 * rows + 0.5), layout="constrained", dpi=200)
-        colours, capped = scale_of(list(grids.values()), self.base_perplexity, self.cap)
-        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-        for place, (panel, (name, values)) in enumerate(zip(panels, grids.items(), strict=False)):
-            _draw_heatmap(panel, values, colours, self.base_perplexity, None, ticks=8)
-            panel.set_title(f"({chr(ord('a') + place)}) {title_of(name)}", fontsize=11)
-            if place % columns:
-                panel.set_ylabel("")
-            if place + columns < len(grids):
-                panel.set_xlabel("")
-            else:
-                panel.tick_params(labelbottom=True)
-        for panel in panels[len(grids) :]:
-            panel.set_visible(False)
-        _colour_bar(figure, list(panels), colours, capped)
-        figure.suptitle(self._of_what, fontsize=12)
-        return figure
-
-    def _curves(self, name: str) -> Figure | None:
-        """Perplexity over the last layer of a stretch; the colour of a line is the number of layers."""
-        cells = self._of(name)
-        length = cells["last"] - cells["first"] + 1
-        # Layers that fill no group stay as they were, so that other lengths say nothing new.
-        cells = cells.assign(length=length)[length % HEATMAPS[name].group == 0]
-        if cells.empty:
-            return None
-        figure = Figure(figsize=(7.2, 4.4), layout="constrained", dpi=160)
-        axes = figure.add_subplot(title=f"{title_of(name)}: {self._of_what}")
-        axes.title.set_fontsize(11)
-        end = largest_shown(cells["perplexity"], self.base_perplexity, self.cap)
-        hues = draw_lengths(axes, cells, self.base_perplexity, end)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
-        axes.set_xlabel("last layer of the stretch (end index)", fontsize=9)
-        axes.set_ylabel("perplexity (dashed: base)", fontsize=9)
-        finish(axes)
-        beyond = int((cells["perplexity"] > end).sum())
-        if beyond:
-            text = f"{beyond} of {len(cells)} stretches lie above (hollow)"
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-            where: Any = {"ha": "right", "va": "top", "transform": axes.transAxes, "bbox": box, "zorder": 5}
-            axes.text(0.99, 0.95, text, fontsize=8, color=SOFT, **where)
-        lengths = BoundaryNorm(np.arange(len(hues) + 1) - 0.5, len(hues))
-        bar = figure.colorbar(ScalarMappable(lengths, ListedColormap([*hues.values()])), ax=axes, pad=0.02)
-        bar.set_ticks(list(range(len(hues))), labels=[str(length) for length in hues])
-        bar.minorticks_off()
-        bar.ax.tick_params(labelsize=8, length=0)
-        bar.set_label("layers in the stretch (Δ)", fontsize=9)
-        return figure
+    def missing(self) -> Iterator[str]:
+        scanned = set(self.cells["operation"])
+        # Maps whose columns follow from the model are not of every model.
+        absent = [title_of(name) for name, one in HEATMAPS.items() if name not in scanned and not callable(one.values)]
+        if absent:
+            yield f"Not scanned, so nothing is said about it: {listed(absent)} (surgeon scan --operation)."
+        if part := _only_part(self.record, self.touched.num_layers):
+            yield f"The scan has not every stretch: {part[:1].lower() + part[1:]}"
 
 
-def title_of(operation: str) -> str:
-    """As pictures name an operation."""
-    return HEATMAPS[operation].title if operation in HEATMAPS else operation
+def _what_a_cell_is(table: pd.DataFrame) -> str:
+    varied = dict.fromkeys(named_across(str(name)) for name in table["operation"].unique())
+    return listed(("a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied), "or")
 
 
-def varied_by(operation: str) -> str | None:
-    """The parameter whose values are the columns of an operation's map, if these are not last layers."""
-    return HEATMAPS[operation].varied if operation in HEATMAPS else None
+def _only_part(record: dict[str, Any], num_layers: int) -> str:
+    """Which stretches were left out on purpose."""
+    if record.get("earlier"):
+        return ""
+    parts = []
+    layers, every, longest = (record.get(name) for name in ("layers", "every", "max_length"))
+    if isinstance(layers, str) and layers != f"0:{num_layers}":
+        first, _, end = layers.partition(":")
+        parts.append(f"only layers {first} to {int(end) - 1} were scanned" if end.isdecimal() else "")
+    if isinstance(every, int) and every > 1:
+        parts.append(f"stretches begin every {every} layers only, and their lengths are multiples of {every}")
+    if isinstance(longest, int) and longest < num_layers and not parts:
+        parts.append(f"stretches have at most {longest} layers")
+    text = "; ".join(filter(None, parts))
+    if text:
+        return text[:1].upper() + text[1:] + "."
+    return ""
 
 
-def named_across(operation: str) -> str | None:
-    """What pictures call the values of that parameter."""
-    return HEATMAPS[operation].across or varied_by(operation) if operation in HEATMAPS else None
+def _spread_of_orders(orders: pd.DataFrame) -> str:
+    spread = orders.groupby(["operation", "first", "last"])["perplexity"].agg(["min", "max", "count"])
+    spread = spread[spread["count"] > 1]
+    if spread.empty:
+        return ""
+    ratio = float((spread["max"] / spread["min"]).median())
+    count = int(spread["count"].max())
+    random = listed(map(title_of, dict.fromkeys(orders["operation"])), "or")
+    return (
+        f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's perplexity "
+        f"is more than {number(ratio, 3)} times the best one's."
+    )
 
 
-def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
-    """Perplexity by first layer (index) and last layer (columns); NaN where there is no such stretch.
-
-    Layers between those of the stretches that were measured are left out where all stretches leave them out.
-
-    Args:
-        varied: the column whose values are the columns instead, in their order there.
-    """
-    across = varied or "last"
-    values = cells.drop_duplicates(["first", across]).pivot(index="first", columns=across, values="perplexity")
-    columns = cells[varied].unique() if varied else _evenly(cells["last"])
-    return values.reindex(index=_evenly(cells["first"]), columns=columns)
-
-
-def _evenly(layers: pd.Series[int]) -> range:
-    """The layers there are, and those that are missing for them to be evenly spaced."""
-    present = sorted(set(layers))
-    return range(present[0], present[-1] + 1, math.gcd(*(b - a for a, b in pairwise(present))) or 1)
-
-
-def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tuple[Normalize, bool]:
-    """The scale of these maps, from the base perplexity to the largest that is shown, and whether some lie beyond."""
-    cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids]))
-    end = largest_shown(cells, base, cap)
-    return damage_scale(base, end), bool((cells > end).any())
-
-
-def _draw_heatmap(
-    axes: Axes, values: pd.DataFrame, colours: Normalize, base: float, across: str | None, ticks: int
-) -> None:
-    """A map with names of its axes and a line around the cells within `MARKED`."""
-    draw_map(axes, values, colours, base * MARKED, "equal" if across is None else "auto")
-    label_map(axes, values, ticks, ticks, 8)
-    axes.set_xlabel("last layer $e$" if across is None else across, fontsize=9)
-    axes.set_ylabel("first layer $s$" if across is None else "layer", fontsize=9)
+def _pairs(scan: ScanTable, operation: str) -> Finding:
+    """How many layers can run as pairs."""
+    name = "two by two"
+    if operation == PAIRS:
+        name = "as LP pairs"
+    reached = _by_stretch(scan, operation)
+    text = " ".join(_pairs_sentence(scan, operation, allowed, cell) for allowed, cell in reached)
+    if operation == PAIRS_OF_STREAMS:
+        text += " This is 2-Parallel, each layer with a stream of its own; LP pairs themselves were not scanned."
+    rows = [
+        [
+            listed(map(allowance, allowed)),
+            stretch(int(cell["first"]), int(cell["last"])),
+            f"{scan.depth(operation, int(cell['changed'])):g}",
+            change(cell["ratio"]),
+            *with_intervals(cell),
+        ]
+        for allowed, cell in reached
+        if cell is not None
+    ]
+    head = ["allowed", "longest stretch", "depth", "change", *interval_heads(scan.cells)]
+    table = None
+    if rows:
+        table = Table(f"The longest stretches {name}", head, rows, left=frozenset({1}))
+    middle = longest_within(scan, operation, TOLERANCES[1])
+    depth = None
+    if middle is not None:
+        depth = scan.depth(operation, int(middle["changed"]))
+    figure = "no pairs"
+    if depth is not None:
+        figure = f"{depth:g} of {scan.num_layers}"
+    label = f"effective depth with layers run {name}, within {allowance(TOLERANCES[1])} of the perplexity"
+    return Finding(f"Running layers {name}", text, figure, label, table)
 
 
-def _colour_bar(figure: Figure, axes: list[Axes], colours: Normalize, capped: bool) -> None:
-    base, end = float(colours.vmin or 0), float(colours.vmax or 0)
-    bar = colour_bar(figure, axes, colours, capped, shrink=0.85, pad=0.02)
-    ticks = [base * float(ratio_of(damage(end / base) * part / 4)) for part in range(5)]
-    bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
-    bar.minorticks_off()
-    beyond = f"; pale: beyond {end / base:.3g} times the base" if capped else ""
-    bar.set_label(f"perplexity\nline: {allowance(MARKED)}{beyond}", fontsize=8)
+def _by_stretch(scan: ScanTable, operation: str) -> list[tuple[list[float], pd.Series[Any] | None]]:
+    """The longest stretch for each tolerance, tolerances with the same one together."""
+    found: list[tuple[list[float], pd.Series[Any] | None]] = []
+    for tolerance in TOLERANCES:
+        cell = longest_within(scan, operation, tolerance)
+        before = None
+        if found:
+            before = found[-1][1]
+        same = bool(found) and (
+            before is cell or (before is not None and cell is not None and before.name == cell.name)
+        )
+        if same:
+            found[-1][0].append(tolerance)
+        else:
+            found.append(([tolerance], cell))
+    return found
 
 
-def draw_lengths(
-    axes: Axes,
-    cells: pd.DataFrame,
-    base: float,
-    end: float,
-    names: Any = None,
-    tips: Any = None,
-    most: int = MOST_LINES,
-) -> dict[int, str]:
-    """A line for each length of a stretch, or evenly chosen ones, and the base, dashed.
+def _pairs_sentence(scan: ScanTable, operation: str, allowed: list[float], cell: pd.Series[Any] | None) -> str:
+    if cell is None:
+        return f"No stretch stays within {listed(map(allowance, allowed), 'or')} of the unedited perplexity."
+    depth = scan.depth(operation, int(cell["changed"]))
+    assert depth is not None, "pairs save half their layers in every family"
+    further = ""
+    if allowed[1:]:
+        further = f"; allowing {listed(map(allowance, allowed[1:]), 'or')} reaches no further"
+    return (
+        f"Within {allowance(allowed[0])} of the perplexity: {stretch(int(cell['first']), int(cell['last']))}, for an "
+        f"effective depth of {depth:g} of {scan.num_layers}{further}."
+    )
 
-    Args:
-        cells: with `length`, `last` and `perplexity`.
-        end: where the vertical axis ends; what lies beyond is hollow, on the edge.
-        names: of a length, for a legend.
-        tips: what is said of each of some cells.
 
-    Returns:
-        The colour of each length.
-    """
-    lengths = sorted(int(length) for length in cells["length"].unique())
-    if len(lengths) > most:
-        lengths = [lengths[place] for place in np.linspace(0, len(lengths) - 1, most).round().astype(int)]
-    places = [place * (len(ORDERED) - 1) / max(1, len(lengths) - 1) for place in range(len(lengths))]
-    if len(lengths) <= len(ORDERED):  # each has one of the named colours, which the page has in light and dark
-        hues = [ORDERED[round(place)] for place in places]
-    else:
-        blend = LinearSegmentedColormap.from_list("ordered", ORDERED)
-        hues = [to_hex(blend(place / (len(ORDERED) - 1))) for place in places]
-    scale(axes, "y", [base, *cells["perplexity"][cells["length"].isin(lengths)]], log=True, end=end)
-    rule(axes, base)
-    for length, hue in zip(lengths, hues, strict=True):
-        line = cells[cells["length"] == length].sort_values("last")
-        said = () if tips is None else tips(line)
-        points(axes, line["last"], line["perplexity"], said, label=names(length) if names else "", colour=hue)
-    return dict(zip(lengths, hues, strict=True))
+def _removal(scan: ScanTable) -> Finding:
+    """Which single layers cost least and most to leave out."""
+    cells = single_layers(scan)
+    count = min(_NAMED, len(cells) // 2)
+    least = cells.head(count)
+    most = cells.tail(count).iloc[::-1]
+
+    def named(rows: pd.DataFrame) -> str:
+        return listed(f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows())
+
+    text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
+    rows = [
+        [f"{word}: layer {int(row['first'])}", change(row["ratio"]), *with_intervals(row)]
+        for word, some in (("least", least), ("most", most))
+        for _, row in some.iterrows()
+    ]
+    head = ["left out", "change", *interval_heads(cells)]
+    cheapest = cells.iloc[0]
+    label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
+    figure = change(cheapest["ratio"])
+    return Finding("Removing one layer", text, figure, label, Table("Cheapest and dearest layers", head, rows))
+
+
+def _untouchable(scan: ScanTable) -> Finding:
+    """Layers that no change, or none of some kinds, spares."""
+    kinds: dict[int, list[str]] = {}
+    for name in scan.operations:
+        for layer in never_to_touch(scan, name, _LIMIT):
+            kinds.setdefault(layer, []).append(title_of(name))
+    by_kinds: dict[tuple[str, ...], list[int]] = {}
+    for layer, names in sorted(kinds.items()):
+        by_kinds.setdefault(tuple(names), []).append(layer)
+    sentences = [_untouchable_sentence(layers, names, len(scan.operations)) for names, layers in by_kinds.items()]
+    if not kinds:
+        every = (
+            f"Every layer is part of some change of every scanned kind within {allowance(_LIMIT)} of the perplexity."
+        )
+        return Finding("Layers never to touch", every, "no layer", "is never to be touched")
+    # A layer that allows none of the ways to a shorter model that most people ask for first is to be left alone.
+    verbs = {name: heatmap.verb for name, heatmap in HEATMAPS.items() if heatmap.verb}
+    tried = [name for name in scan.operations if name in verbs] or scan.operations
+    alone = sorted(layer for layer, names in kinds.items() if {title_of(name) for name in tried} <= set(names))
+    how = listed((verbs.get(name, title_of(name)) for name in tried), "or")
+    it = "them"
+    if len(alone) == 1:
+        it = "it"
+    what = "no measured change"
+    if set(tried) & set(verbs):
+        what = f"no measured way to {how} {it}"
+    figure = "no layer"
+    if alone:
+        figure = f"{'layer' if len(alone) == 1 else 'layers'} {layer_list(alone)}"
+    label = f"{'is' if len(alone) < 2 else 'are'} never to be touched: {what} within {allowance(_LIMIT)}"
+    return Finding("Layers never to touch", " ".join(sentences), figure, label)
+
+
+def _untouchable_sentence(layers: list[int], names: tuple[str, ...], operations: int) -> str:
+    it = "one of them"
+    if len(layers) == 1:
+        it = "it"
+    which = f"{'Layer' if len(layers) == 1 else 'Layers'} {layer_list(layers)}"
+    change_words = "measured change"
+    if len(names) != operations:
+        change_words = listed(names, "or")
+    return f"{which}: no {change_words} that includes {it} stays within {allowance(_LIMIT)} of the perplexity."

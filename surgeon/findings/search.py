@@ -1,42 +1,47 @@
-"""What a search has found: its trials, what edits do alone, its front, and quality against what was looked along."""
+"""Search: its trials, what edits do alone, its front, what the best programs share, the winner on held-out text."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from surgeon.findings.drawing import COLOURS, SOFT, Chart, chart, finish, layers_across, points, scale
-from surgeon.findings.maps import colour_bar, draw_map, label_map
+from surgeon.findings.blocks import Block, Code, Finding, Heading, Paragraph, Table
+from surgeon.findings.drawing import Drawing, Picture
+from surgeon.findings.maps import WIDE, Legend, Map, map_cells
+from surgeon.findings.program import program_figure
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.findings.trials import BY, DRAFT_TIME, MOST_DIVERGENCE, SOURCES, TrialTable
+from surgeon.findings.search_charts import edit_charts, front_charts, history_chart, objectives_of, quality_chart
+from surgeon.findings.trials import BY, DRAFT_TIME, TrialTable
+from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
-from surgeon.words import MOST_LAYERS, TIMES, cost, known, number, plural
+from surgeon.words import (
+    MOST_LAYERS,
+    cost,
+    first_few,
+    in_words,
+    interval,
+    interval_heads,
+    known,
+    number,
+    plural,
+    with_intervals,
+)
 
-UNITS = {
-    "divergence": "divergence (nats per token)",
-    "perplexity": "perplexity",
-    "depth": "effective depth (layers)",
-    DRAFT_TIME: "time of a token with drafts (parts of that without)",
-}
-_COSTS = {"depth": "effective depth"}
-_ENGINEERED = {"latency": "s", "params": "", "weight_bytes": "B", "size": "B", "kv_bytes": "B", "wire_bytes": "B"}
-_STOPPED, _OTHER, _KNEE = 7, 6, 6  # styles
-_ABOVE = 30.0  # times the least: where the axis ends
-_STRIP = 0.3  # of an inch, the height of a space's strip
-_APART = (0.035, 0.035)  # of a panel: numbers nearer than this cover each other
+_SHOWN = 10  # rows in a table
+_EDITS_NAMED = 12
 _LATER = ("level", "edits", "whole", "within", "program")  # columns that earlier versions did not write
+_EARLIER = (
+    "This search was made by an earlier version of surgeon, whose table of trials says less; run surgeon search again, "
+    "with another output folder, to see what it found."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,6 +59,8 @@ class SearchRun(RunResult):
 
     COMMAND = "search"
     RECORD = "search.json"
+    TITLE = "Search"
+    WITHOUT = "No search: whether scattered edits do better than one stretch is not known (surgeon search)."
     TABLES: ClassVar = {
         "trials": TableFile("trials.csv", ("trial", "depth", "perplexity", "divergence"), ("source",), missing=""),
         "terms": TableFile(
@@ -101,270 +108,317 @@ class SearchRun(RunResult):
             raise ValueError(f"edits of {layers} layers are more than any model has")
         return layers
 
-    def pictures(self) -> dict[str, Figure]:
-        """`search`, every trial, the best so far and what good ones change; `quality-against-COST`; `front`."""
-        found = {"search": self._history()}
-        for along, points_ in self.by_cost.items():
-            found["quality-against-" + re.sub(r"[^\w.-]+", "-", along)] = self._quality(along, points_)
-        return found | ({"front": self._front()} if len(self.front) else {})
+    def pictures(self) -> dict[str, Picture]:
+        """`search`, every trial and the best so far; `quality-against-COST`; `front`; `layers`."""
+        found = super().pictures()
+        if len(self.front):
+            found["front"] = Picture(list(front_charts(self.front, self.trial_table)))
+        return found
 
     @property
     def by_cost(self) -> dict[str, pd.DataFrame]:
         """`quality` of each cost that was looked along."""
-        return (
-            {str(along): rows for along, rows in self.quality.groupby("along", sort=False)} if len(self.quality) else {}
-        )
+        if len(self.quality):
+            return {str(along): rows for along, rows in self.quality.groupby("along", sort=False)}
+        return {}
 
-    def _history(self) -> Figure:
-        trials, shares = self.trial_table, self.trial_table.shares(self.layers)
-        strips = 0.75 + _STRIP * max(1, len(shares))
-        figure = Figure(figsize=(9.0, 4.8 + strips), layout="constrained", dpi=150)
-        above, below = figure.subplots(2, 1, height_ratios=[4.2, strips])
-        beyond = draw_history(above, trials)
-        if beyond:
-            text = f"{beyond} of {len(trials)} trials lie above (hollow, on the edge)"
-            above.text(0.01, 0.98, text, va="top", fontsize=8, color=SOFT, transform=above.transAxes)
-        above.set_xlabel("trials, in the order they were asked for")
-        above.xaxis.set_major_locator(MaxNLocator(integer=True))
-        above.set_xlim(0.3, len(trials) + 0.7)
-        figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
-        finish(above)
-        if len(shares):
-            scale_ = Normalize(0, 1)
-            draw_map(below, shares, scale_, aspect="auto")
-            label_map(below, shares, 32, len(shares), 8)
-            below.set_xlabel("layer")
-            below.spines[:].set_visible(False)
-            of_each = " of each level" if trials.has_levels else ""
-            text = f"share of the best tenth of trials{of_each} ({len(trials.good)}) that change the layer"
-            below.set_title(text, fontsize=9, loc="left")
-            colour_bar(figure, [below], scale_, False, ticks=[0, 0.5, 1], pad=0.01, aspect=8)
+    def section(self) -> Iterator[Block]:
+        if self.is_earlier:
+            yield Paragraph(_EARLIER)
+            return
+        trials = self.trial_table
+        held = self.record.get("held_out")
+        if held and held["overturned"]:
+            yield Paragraph(held["sentences"][-1] + ".")
+        charts = [history_chart(trials), *(quality_chart(along, rows) for along, rows in self.by_cost.items())]
+        if len(self.front):
+            by_divergence = objectives_of(self.front)[0] == "divergence"
+            charts += front_charts(self.front, trials, without=self.by_cost if by_divergence else ())
+        yield Picture(charts)
+        yield from self._winner()
+        if held:
+            yield _on_held_out_text(held)
+        if self.record.get("healing"):
+            yield _healed(self.record["healing"])
+        if len(self.front):
+            yield _front_table(self.front, trials)
         else:
-            below.axis("off")
-        figure.suptitle(f"{self.label}: the search", fontsize=11)
-        return figure
+            yield _best_trials(trials)
+        if any(trials.choices):
+            yield _layers_touched(trials, self.layers)
+        if len(self.terms):
+            yield Heading("What single edits do")
+            yield Picture(edit_charts(self.terms))
+        yield from _what_goes_with_edits(trials, self.terms)
+        if self.record.get("using"):
+            yield _taken(self.record["using"])
 
-    def _front(self) -> Figure:
-        """The first objective against each of the others, one panel for each."""
-        first, *others = objectives_of(self.front)
-        figure = Figure(figsize=(6.4 * max(1, len(others)), 4.6), layout="constrained", dpi=150)
-        for axes, name in zip(figure.subplots(1, max(1, len(others)), squeeze=False)[0], others, strict=False):
-            above, every = draw_front(axes, self.front, self.trial_table, name)
-            finish(axes)
-            axes.legend(frameon=False, fontsize=8)
-            _number(axes, list(zip(self.front[name], self.front[first], strict=True)))
-            if above:
-                text = f"{above} of {every} trials lie above"
-                axes.text(0.0, 1.01, text, fontsize=8, color=SOFT, transform=axes.transAxes)
-        figure.suptitle(self.label, fontsize=11)
-        return figure
+    def _winner(self) -> Iterator[Block]:
+        """The program that won, drawn, and its recipe."""
+        best = self.record.get("best")
+        record = self.record
+        if best and record.get("num_layers") and record.get("steps_per_layer"):
+            title = f"The winner, trial {best['trial']}"
+            program = Program.parse(best["program"])
+            figure = program_figure(program, int(record["num_layers"]), int(record["steps_per_layer"]))
+            yield Drawing(figure, title, f"{best['why']}.", f"{title}: {program}")
+        if self.recipe_text:
+            yield Code("The recipe that was found (recipe.yaml)", self.recipe_text)
 
-    def _quality(self, along: str, quality: pd.DataFrame) -> Figure:
-        """The least divergence at every cost with its 95% interval, and each curve's knee.
+    def summary(self) -> Iterator[Finding]:
+        best = self.record.get("best")
+        if self.is_earlier or not best:
+            return
+        trials = self.trial_table
+        held = self.record.get("held_out")
+        texts = [self._what_won(best, held)]
+        figure = _value(best, "perplexity")
+        label = f"perplexity of the best of {plural(len(trials), 'trial')}"
+        if held:
+            figure = _value(self._finalist(held)["unseen"], "perplexity")
+            label = "perplexity of the search's winner, held-out text"
+            texts.append(_told_apart(held))
+        if self.record.get("work"):
+            texts.append(f"Single edits and trials ran {self.record['work']['sentence']}.")
+        yield Finding("Search", " ".join(filter(None, texts)), figure, label)
+        if held and held["overturned"]:
+            yield Finding("The search is overturned", held["sentences"][-1] + ".")
+        if self.record.get("draft"):
+            yield Finding("As a draft", f"{'; '.join(self.record['draft']['sentences'])}.")
+        if self.record.get("healing"):
+            yield Finding("Healing", self.record["healing"]["sentences"][-1] + ".")
+        knees = self.record.get("knees") or []
+        if knees:
+            title = "Where quality ends"
+            if "depth" in self.by_cost:
+                title = "How deep it really is"
+            yield Finding(title, f"By {'; '.join(knees)}.")
 
-        On the left as it is, up to `MOST_DIVERGENCE`, which is how a knee is told; on the right on a logarithmic scale.
-        """
-        curves = {str(space): rows for space, rows in quality.groupby("space", sort=False)}
-        figure = Figure(figsize=(11, 5.2 + 0.14 * len(curves)), layout="constrained", dpi=150)
-        panels = figure.subplot_mosaic("LR;KR", sharex=True, height_ratios=[5, 0.5 + 0.35 * len(curves)])
-        linear, logarithmic, knees = panels["L"], panels["R"], panels["K"]
-        draw_quality(linear, quality, log=False)
-        draw_quality(logarithmic, quality)
-        for row, (colour, (_, points_)) in enumerate(zip(COLOURS * len(curves), curves.items(), strict=False)):
-            _draw_knee(knees, points_, row, colour)
-        linear.set_ylabel("divergence from the original (nats/token)")
-        linear.legend(frameon=False, fontsize=8)
-        logarithmic.set_title("the same, logarithmic", fontsize=9, loc="left")
-        knees.set(ylim=(len(curves) - 0.5, -0.5))
-        _dearest_left(knees, along, quality["cost"])
-        knees.set_yticks(range(len(curves)), labels=list(curves), fontsize=8)
-        knees.set_title("knee, with its 95% interval by resampling windows", fontsize=9, loc="left")
-        for axes in (logarithmic, knees):
-            _label_cost(axes.xaxis, along)
-        for axes in (linear, logarithmic, knees):
-            finish(axes)
-        what = "how deep it really is" if along == "depth" else f"quality against {along}"
-        figure.suptitle(f"{self.label}: {what}", fontsize=11)
-        return figure
-
-
-def draw_history(axes: Axes, trials: TrialTable) -> int:
-    """Draw every trial in the order they were asked for, and the best so far.
-
-    Returns:
-        How many lie above the axis.
-    """
-    values = [value for value in trials.relative if 0 < value < math.inf]
-    scale(axes, "y", values, log=True, end=_ABOVE * min(values, default=1.0))
-    axes.set_ylabel(f"{trials.by}, {TIMES} the best of its level" if trials.has_levels else UNITS[trials.by])
-    styles = {words: place for place, words in enumerate(SOURCES.values())}
-    sources = np.array(trials.sources)
-    kinds = sorted({*trials.sources}, key=lambda words: (styles.get(words, _OTHER), words))
-    shown = [(words, styles.get(words, _OTHER), trials.whole & (sources == words)) for words in kinds]
-    for words, style, own in [*shown, ("stopped early: an estimate", _STOPPED, ~trials.whole)]:
-        rows = np.flatnonzero(own).tolist()
-        if rows:
-            tips = [trials.tip(row) for row in rows]
-            points(axes, np.array(rows) + 1, trials.relative[rows], tips, style, words, line=False)
-    best = trials.best_so_far
-    name = "best so far, mean of all levels" if trials.has_levels else "best so far"
-    steps: Any = {"color": COLOURS[1], "lw": 1.8, "drawstyle": "steps-post", "label": name, "zorder": 1}
-    axes.plot(np.arange(1, len(trials) + 1), np.where(best > 0, best, np.nan), **steps)
-    return int((trials.relative > axes.get_ylim()[1]).sum())
-
-
-def history_chart(trials: TrialTable) -> Chart:
-    """Every trial in the order they were asked for, and the best so far."""
-    figure, axes = chart("trials asked for", "")
-    layers_across(axes, 1, max(2, len(trials)))
-    above, stopped = draw_history(axes, trials), int((~trials.whole).sum())
-    caption = f"{plural(len(trials), 'trial')}, {stopped} of them stopped early." if stopped else ""
-    return Chart(figure, "How the search went", f"{caption}{_beyond(above)}".strip())
-
-
-def _beyond(above: int, noun: str = "trial") -> str:
-    return f" {plural(above, noun)} above the upper edge (hollow, on it)." if above else ""
-
-
-def draw_quality(axes: Axes, quality: pd.DataFrame, log: bool = True) -> None:
-    """Draw the least divergence at every level of a cost, a line for each space, and where the knees are."""
-    quality = quality[quality["divergence"] > 0] if log else quality
-    scale(axes, "y", quality["divergence"].tolist(), log, zero=not log, end=MOST_DIVERGENCE)
-
-    def tip(row: Any) -> str:
-        value = f"divergence {known(row, 'divergence')}"
-        return f"{row['space']}, {row['along']} {cost(row['cost'])}: {value}; {row['edits'] or 'no edits'}"
-
-    for place, (space, rows) in enumerate(quality.groupby("space", sort=False)):
-        low, high = (
-            rows[f"divergence_{end}"].where((rows["divergence_low"] > 0) | (not log)) for end in ("low", "high")
+    def _what_won(self, best: dict[str, Any], held: dict[str, Any] | None) -> str:
+        trials = self.trial_table
+        rows = trials.table[trials.table["trial"] == best["trial"]]
+        if rows.empty:
+            raise ValueError(
+                f"{self.files[0].parent / 'trials.csv'} has no trial {best['trial']}, which its record calls the best"
+            )
+        trial = rows.iloc[0]
+        why = best["why"]
+        edits = first_few((trial["edits"] or "no edits").split("; "), _EDITS_NAMED)
+        said = (
+            f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({why[:1].lower() + why[1:]}), "
+            f"at depth {trial['depth']:g}: {edits}. Its divergence is {known(best, 'divergence')} on the text of the "
+            "search"
         )
-        tips = [tip(row) for _, row in rows.iterrows()]
-        points(axes, rows["cost"], rows["divergence"], tips, place, str(space), ends=(low, high))
-    knees = quality[quality["knee"].astype(str) == "True"]
-    if len(knees):
-        tips = [f"knee: {tip(row)}" for _, row in knees.iterrows()]
-        points(axes, knees["cost"], knees["divergence"], tips, _KNEE, "knee", line=False)
+        original = self.record.get("original") if held is None else held["original"]
+        against = ""
+        if original is not None:
+            against = f" and the original's {_value(original, 'perplexity')}"
+        if held is None:
+            return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
+        unseen = self._finalist(held)["unseen"]
+        said += f" and {known(unseen, 'divergence')} on held-out text"
+        return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
+
+    def _finalist(self, held: dict[str, Any]) -> dict[str, Any]:
+        """The winner on held-out text, as it is before any healing."""
+        chosen = self.record.get("healing", held)["winner"]
+        found: dict[str, Any] = next(one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen)
+        return found
 
 
-def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
-    """Quality against a cost: the front of each space alone and of all together."""
-    figure, axes = chart("", UNITS["divergence"])
-    draw_quality(axes, quality)
-    _dearest_left(axes, along, quality["cost"][quality["divergence"] > 0])
-    _label_cost(axes.xaxis, along)
-    of_each = " of each space alone and of all together" if quality["space"].nunique() > 1 else ""
-    caption = f"The best program{of_each} at each {along} or better, with 95% intervals, on the text of the search."
-    above = int((quality["divergence"] > axes.get_ylim()[1]).sum())
-    return Chart(figure, f"The front: divergence against {_COSTS.get(along, along)}", caption + _beyond(above, "point"))
-
-
-def _dearest_left(axes: Axes, along: str, costs: pd.Series[Any]) -> None:
-    """The x axis, from the unedited model's cost on the left to less of it on the right."""
-    ends = [costs.min(), costs.max()] if len(costs) else [0.0, 1.0]
-    if along == "depth":
-        layers_across(axes, math.floor(ends[0]), math.ceil(ends[1]))
-    else:
-        room = 0.02 * (ends[1] - ends[0]) or 0.02 * abs(ends[1]) or 1.0
-        scale(axes, "x", [ends[0] - room, ends[1] + room])
-    if along.partition("@")[0] != "speedup":
-        axes.set_xlim(*reversed(axes.get_xlim()))
-
-
-def _label_cost(axis: Axis, name: str) -> None:
-    aspect = name.partition("@")[0]
-    axis.set_label_text(UNITS.get(name) or name + (" (per token)" if aspect == "latency" else ""))
-    if aspect in _ENGINEERED:  # times and large numbers as people read them: 600 us, 2.5 M
-        axis.set_major_formatter(EngFormatter(unit=_ENGINEERED[aspect]))
-
-
-def _draw_knee(axes: Axes, curve: pd.DataFrame, row: int, colour: str) -> None:
-    knees = curve[curve["knee"].astype(str) == "True"]
-    if knees.empty:
-        axes.text(float(curve["cost"].iloc[0]), row, " none", fontsize=8, color=colour, va="center")
-        return
-    knee = knees.iloc[0]
-    axes.scatter([knee["cost"]], [row], s=40, color=colour, zorder=3)
-    low, high, share = (float(knee.get(f"knee_{name}", math.nan)) for name in ("low", "high", "share"))
-    axes.plot([low, high], [row, row], color=colour, lw=3, alpha=0.45, solid_capstyle="butt")
-    if share < 0.95:
-        text = f"  in {share:.0%} of the resamples"
-        axes.text(np.nanmin([low, knee["cost"]]), row, text, fontsize=7, color=SOFT, va="center")
-
-
-def draw_front(axes: Axes, front: pd.DataFrame, trials: TrialTable, name: str) -> tuple[int, int]:
-    """Draw the first objective against another one: the front, and the other trials.
-
-    Returns:
-        How many trials lie above the axis, and of how many.
-    """
-    names, table = objectives_of(front), trials.table[trials.whole]
-    first, own = names[0], front.sort_values(name)
-    others = table if {first, name} <= set(table) else table.iloc[:0]  # a task's accuracy is of the best only
-    if len(others):
-        others = others[np.isfinite(others[[name, first]].to_numpy(dtype=float)).all(axis=1)]
-    xs = [x for x in [*own[name], *(others[name] if len(others) else ())] if math.isfinite(x)]
-    room = 0.02 * (max(xs) - min(xs)) or 0.02 * abs(max(xs)) or 1.0
-    scale(axes, "x", [min(xs) - room, max(xs) + room])
-    ys = own[first].tolist()
-    log, least = min(ys) > 0, min((y for y in ys if y > 0), default=1.0)
-    end = max(10 * least, *ys) if log else math.inf
-    scale(axes, "y", [*ys, *(others[first] if log and len(others) else ())], log, end=end)
-    for axis, one in ((axes.xaxis, name), (axes.yaxis, first)):
-        _label_cost(axis, one)
-    if len(others):
-        tips = [f"trial {int(trial)}" for trial in others["trial"]]
-        points(axes, others[name], others[first], tips, _STOPPED, f"trials ({len(others)})", line=False)
-    tips = [
-        f"point {row['point']:g}: {name} {cost(row[name])}, divergence {number(row['divergence'])}, "
-        f"trial {row['trial']:g}: {row['edits'] or 'no edits'}"
-        for _, row in own.iterrows()
+def _on_held_out_text(held: dict[str, Any]) -> Table:
+    """The search's winner and the runners-up on text that the search did not see."""
+    by = held["by"]
+    first = held["searched"]
+    others = held["runners_up"]
+    rows = [[str(first["trial"]), *_both(first, by), "", "the search's winner"]]
+    rows += [
+        [str(one["trial"]), *_both(one, by), _difference(one), f"trial {first['trial']} is {_VERDICTS[one['verdict']]}"]
+        for one in others
     ]
-    points(axes, own[name], own[first], tips, 0, f"front ({len(own)})", line=len(names) == 2)
-    return int((others[first] > axes.get_ylim()[1]).sum()) if len(others) else 0, len(others)
+    marked = frozenset((row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart")
+    together = ""
+    if len(others) > 1:
+        together = f" The {len(others)} intervals hold together with 95%."
+    won = f"trial {held['winner']} is the winner"
+    original = f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
+    note = (
+        f"Differences are of trial {first['trial']} less the other, window by window, {_OF_WHAT[by]}.{together} "
+        f"Where one holds 0, the two are not told apart; {won}. {original}."
+    )
+    head = ["trial", in_words(by), f"{in_words(by)}, held out", "95% interval", "difference", "which says"]
+    caption = f"The best trials on {int(first['unseen']['tokens']):,} tokens that the search did not see"
+    if not others:
+        return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
+    return Table(caption, head, rows, note, left=frozenset({5}), marked=marked)
 
 
-def front_charts(front: pd.DataFrame, trials: TrialTable, without: Collection[str] = ()) -> Iterator[Chart]:
-    """The first objective against each of the others but some."""
-    first, *others = objectives_of(front)
-    for name in (name for name in others if name not in without):
-        figure, axes = chart("", "")
-        above, _ = draw_front(axes, front, trials, name)
-        caption = f"No trial is at least as good as one of the front in everything.{_beyond(above)}"
-        yield Chart(figure, f"The front: {first} against {name}", caption)
+def _healed(healing: dict[str, Any]) -> Table:
+    """The candidates before and after they were trained briefly."""
+    shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
+    rows = [[str(one["trial"]), *(_value(one[when], by) for by, when in shown)] for one in healing["candidates"]]
+    head = ["trial", "divergence", "healed", "perplexity", "healed"]
+    marked = frozenset((row, 0) for row, one in enumerate(healing["candidates"]) if one["trial"] == healing["winner"])
+    note = ". ".join(healing["sentences"]) + ". Numbers are of held-out text; the winner's are marked."
+    return Table("The best trials before and after healing", head, rows, note, marked=marked)
 
 
-def objectives_of(front: pd.DataFrame) -> list[str]:
-    """The columns of front.csv that are its objectives, the first one first."""
-    columns = list(front.columns)
-    return columns[columns.index("point") + 1 : columns.index("trial")] or ["divergence"]
+_OF_WHAT = dict.fromkeys(("divergence", "perplexity"), "in nats per token")
+_OF_WHAT[DRAFT_TIME] = "in parts of the time of a token without drafts"
+_VERDICTS = {"better": "better", "worse": "worse", "not told apart": "not told apart from it"}
 
 
-def _number(axes: Axes, front: list[tuple[float, float]]) -> None:
-    """Numbers as in front.csv, of the points whose numbers do not cover each other."""
-    written: list[tuple[float, float]] = []
-    for place, point in enumerate(front, 1):
-        x, y = axes.transAxes.inverted().transform(axes.transData.transform(point))
-        if all(abs(x - left) > _APART[0] or abs(y - below) > _APART[1] for left, below in written):
-            written.append((x, y))
-            axes.annotate(str(place), point, xytext=(4, 4), textcoords="offset points", fontsize=8, color=COLOURS[0])
+def _both(one: dict[str, Any], by: str) -> list[str]:
+    unseen = one["unseen"]
+    known = interval(unseen.get(f"{by}_low"), unseen.get(f"{by}_high"))
+    return [_value(one["seen"], by), _value(unseen, by), known]
 
 
-def edit_charts(terms: pd.DataFrame) -> list[Chart]:
-    """What every edit does by itself: a panel for each space, a mark for each way of it."""
-    charts = []
-    for space, own in terms.groupby("space", sort=False):
-        figure, axes = chart("first layer of the edit", UNITS["divergence"])
-        layers_across(axes, int(terms["first"].min()), max(int(terms["first"].max()), 1))
-        scale(axes, "y", terms["divergence"].tolist(), log=True)
-        lengths = (own["last"] - own["first"] + 1).astype(int)
-        ways = own["option"].fillna("").astype(str)  # in what they differ besides where they begin
-        if lengths.nunique() > 1:
-            ways = ways.where(ways == "", ways + ", ") + lengths.map(lambda length: plural(length, "layer"))
-        groups = own.groupby(ways.where(ways != "", "whole"), sort=False)
-        for place, (name, rows) in enumerate(groups):
-            tips = [f"{row['edit']}: divergence {number(row['divergence'])}" for _, row in rows.iterrows()]
-            label = str(name) if len(groups) > 1 else ""
-            points(axes, rows["first"], rows["divergence"], tips, place, label, line=len(rows) > 2)
-        charts.append(Chart(figure, f"Each edit alone: {space}"))
-    return charts
+def _value(values: dict[str, Any], by: str) -> str:
+    return number(float("nan") if values[by] is None else float(values[by]))
+
+
+def _difference(one: dict[str, Any]) -> str:
+    if one["low"] is None or one["high"] is None:
+        return f"{number(one['difference'], 3)} (no interval)"
+    return f"{number(one['difference'], 3)} ({interval(one['low'], one['high'], 3)})"
+
+
+def _best_trials(trials: TrialTable) -> Table:
+    """The best trials, or along a cost the best of every level, on the text of the search."""
+    rows = trials.best_of_levels
+    if not trials.has_levels:
+        rows = trials.ranked[:_SHOWN]
+    columns = list(trials.table.columns)
+    costs = columns[columns.index("edits") + 1 : columns.index("divergence")]  # what programs cost
+    if trials.by == DRAFT_TIME:
+        costs += columns[columns.index(DRAFT_TIME) : columns.index("program")]
+        costs += [name for name in columns if name.endswith("_acceptance")]
+    cells = []
+    for row in rows:
+        trial = trials.table.iloc[row]
+        cells.append(
+            [str(int(trial["trial"])), trials.short_edits(row), trials.sources[row],
+             *(cost(trial[name]) for name in costs), number(trial["perplexity"]),
+             *with_intervals(trial, ["divergence"])]
+        )  # fmt: skip
+    head = [
+        "trial",
+        "edits",
+        "from",
+        *map(in_words, costs),
+        "perplexity",
+        *interval_heads(trials.table, ["divergence"]),
+    ]
+    what = "The best trial of every level"
+    if not trials.has_levels:
+        what = f"The best {len(rows)}"
+    caption = f"{what} of {plural(len(trials), 'trial')}, on the text of the search"
+    note = "No trial is within the budget."
+    if rows:
+        note = ""
+    return Table(caption, head, cells, note, left=frozenset({1, 2}))
+
+
+def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
+    names = objectives_of(front)
+    places = {int(trial): row for row, trial in enumerate(trials.table["trial"])}
+    rows = [
+        [f"{row['point']:g}", *(cost(row[name]) for name in names), f"{row['trial']:g}",
+         trials.short_edits(places[int(row["trial"])])]
+        for _, row in front.iterrows()
+    ]  # fmt: skip
+    caption = f"The front: {plural(len(front), 'program')}"
+    kept = []
+    if "within" in front:
+        kept = [row for row, flag in enumerate(front["within"]) if str(flag) == "True"]
+    marked = frozenset((row, 0) for row in kept) if len(kept) < len(front) else frozenset()
+    note = "Each has a recipe in the folder front." + (" Those that keep the budget are marked." if marked else "")
+    return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}), marked=marked)
+
+
+def _layers_touched(trials: TrialTable, layers: int) -> Map:
+    """Which layers the good trials change: a strip for each space."""
+    values = trials.shares(layers)
+    every = [trials.touched(space, layers, range(len(trials))) for space in values.index]
+    down = np.repeat(values.index, layers)
+    across = [*range(layers)] * len(values)
+    shares = pd.DataFrame({"good": values.to_numpy().ravel(), "all": np.ravel(every)})
+    title = "Which layers the good trials change"
+    of_each = ""
+    if trials.has_levels:
+        of_each = "of each level "
+    caption = (
+        f"Share of the best tenth of trials {of_each}({len(trials.good)} of {len(trials)}) "
+        "that have an edit of this space on the layer."
+    )
+    fields = {"good": "of the good trials", "all": "of all trials"}
+    cells = map_cells(values, down, across, shares, fields, "{row}, layer {column}")
+    share = Normalize(0, 1)
+    legend = Legend(share, "Colours: share of the good trials")
+    return Map(title, values, share, ("layer", ""), cells, "shares", caption, "layers", legend, flat=WIDE)
+
+
+def _what_goes_with_edits(trials: TrialTable, terms: pd.DataFrame) -> Iterator[Block]:
+    effects = trials.effects()[:_SHOWN]
+    if not effects:
+        return
+    alone = {}
+    if not terms.empty:
+        alone = dict(zip(terms["edit"], terms["divergence"], strict=True))
+    rows = [
+        [str(one.edit), str(one.trials), number(alone.get(str(one.edit), float("nan"))), number(one.ratio, 3),
+         interval(one.low, one.high, 3)]
+        for one in effects
+    ]  # fmt: skip
+    of_level = ""
+    if trials.has_levels:
+        of_level = " of the same level"
+    note = (
+        f"The ratio is of geometric means of {trials.by}: of trials with the edit to those{of_level} without, with the "
+        "95% interval of Welch's t for each row by itself; shaded where it excludes 1. Trials are those that the "
+        "search chose to run, so that this is what goes with an edit, not what it does."
+    )
+    head = ["edit", "trials with it", "divergence alone", "with it / without", "95% interval"]
+    marked = frozenset((row, 3) for row, one in enumerate(effects) if one.excludes_one)
+    yield Table(f"Importance: what goes with single edits among {len(trials)} trials", head, rows, note, marked=marked)
+
+
+def _taken(using: Sequence[dict[str, Any]]) -> Table:
+    """What the search did not measure itself."""
+    counts = ("edits", "choices", "trials", "foreseen")
+    rows = [
+        [one["pass"], Path(one["folder"]).name, "the search's" if one["same_text"] else "another",
+         *(str(one[name]) for name in counts)]
+        for one in using
+    ]  # fmt: skip
+    note = (
+        "Single edits and trials of the passes were not measured again; choices of several edits taught the "
+        "regression; foreseen edits were measured where they looked best by the pass, and estimated elsewhere."
+    )
+    head = ["pass", "folder", "its text", "single edits", "choices", "trials", "foreseen"]
+    return Table("What was taken from passes", head, rows, note, left=frozenset({0, 1, 2}))
+
+
+def _told_apart(held: dict[str, Any]) -> str:
+    """What held-out text says of the search's winner and the runners-up; better only where an interval excludes 0."""
+    verdicts = [one["verdict"] for one in held["runners_up"]]
+    if not verdicts or held["overturned"]:
+        return ""
+    better = verdicts.count("better")
+    alike = verdicts.count("not told apart")
+    first = held["searched"]["trial"]
+    if not better:
+        return f"On held-out text trial {first} is not told apart from {_of(alike, verdicts)}."
+    rest = ""
+    if alike:
+        rest = f", and not told apart from {alike}"
+    return f"On held-out text trial {first} is better than {_of(better, verdicts)}{rest}."
+
+
+def _of(count: int, verdicts: Sequence[str]) -> str:
+    if len(verdicts) == 1:
+        return "the runner-up"
+    if count == len(verdicts):
+        return f"any of the {count} runners-up"
+    return f"{count} of {len(verdicts)} runners-up"

@@ -1,8 +1,9 @@
-"""What a sensitivity has found: bounds of the error of LP pairs, what it really is, and what it costs."""
+"""Sensitivity: bounds of the error of two neighbouring layers as an LP pair, the error itself, and what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,25 +11,25 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from surgeon.findings.drawing import COLOURS, INK, SOFT, finish
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.drawing import Chart, Picture, layers_across, points, scale
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.words import aligned
+from surgeon.words import aligned, interval_heads, listed, number, plural, with_intervals
 
-BLUE, ORANGE, GREEN, PURPLE, YELLOW = COLOURS[:5]
+# Words and style of each column that is drawn.
 _ERRORS = {
-    "bound": ("bound (equation 12)", INK, "o"),
-    "attention_shift": ("its attention shift", BLUE, ""),
-    "mlp_shift": ("its shift of the first MLP", YELLOW, ""),
-    "next_mlp_shift": ("its shift of the second MLP", ORANGE, ""),
-    "first_order": ("first order", PURPLE, "^"),
-    "error": ("measured error", GREEN, "s"),
+    "bound": ("bound (equation 12)", 0),
+    "attention_shift": ("its attention shift", 5),
+    "mlp_shift": ("its shift of the first MLP", 4),
+    "next_mlp_shift": ("its shift of the second MLP", 6),
+    "first_order": ("first order", 2),
+    "error": ("measured", 1),
 }
 _JACOBIANS = {
-    "attention_jacobian": ("second attention", BLUE, "o"),
-    "mlp_jacobian": ("first MLP", YELLOW, "D"),
-    "next_mlp_jacobian": ("second MLP", ORANGE, "s"),
+    "attention_jacobian": ("second attention", 0),
+    "mlp_jacobian": ("first MLP", 4),
+    "next_mlp_jacobian": ("second MLP", 1),
 }
 # What is compared with damage: as a terminal and as the page names it.
 PREDICTORS = {
@@ -42,6 +43,9 @@ PREDICTORS = {
 }
 DAMAGES = ("error", "divergence", "log_perplexity_ratio")
 RELATIVE = ("relative_bound", "relative_first_order", "relative_error")
+_LINES = dict(zip(RELATIVE, (("bound (equation 12)", 0), ("first order", 2), ("measured", 1)), strict=True))
+_NAMED = 3  # pairs that the summary names
+_WORDS = dict(zip(DAMAGES, ("measured error", "divergence", "log perplexity ratio"), strict=True))
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,6 +65,8 @@ class Sensitivity(RunResult):
 
     COMMAND = "sensitivity"
     RECORD = "sensitivity.json"
+    TITLE = "Sensitivity"
+    WITHOUT = "No sensitivity: the error bound of single pairs is not known (surgeon sensitivity)."
     TABLES: ClassVar = {
         "pairs": TableFile(
             "sensitivity.csv", ("bound", "error", *RELATIVE, "perplexity", "divergence"), (), ("first", "last")
@@ -74,26 +80,48 @@ class Sensitivity(RunResult):
     def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
         return {"correlations": pd.DataFrame(record.get("correlations") or [])}
 
-    def pictures(self) -> dict[str, Figure]:
-        """`sensitivity`, by pair of layers: bound and error, Jacobians, and the damage with that pair in parallel."""
-        table = self.pairs
-        figure = Figure(figsize=(max(7.2, min(12, 0.22 * len(table) + 4)), 7.6), layout="constrained", dpi=150)
-        errors, jacobians, damage = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1.2, 1.2))
-        _lines(errors, table, _ERRORS)
-        errors.set_ylabel("norm over a window's stream")
-        errors.set_title(f"{self.label}: pairs of layers $k$, $k+1$ in parallel (LP)", fontsize=11)
-        _lines(jacobians, table, _JACOBIANS)
-        jacobians.set_ylabel("Jacobian's norm")
-        low, high = (np.clip(table[f"divergence_{end}"], 1e-12, 1e12) for end in ("low", "high"))
-        damage.fill_between(table["first"], low, high, color=SOFT, alpha=0.25, lw=0)
-        damage.plot(table["first"], table["divergence"], color=INK, marker="o", ms=3.5, lw=1.2)
-        damage.set(ylabel="divergence\n(nats/token)", xlabel="first layer of the pair, $k$", yscale="log")
-        positive = table["divergence"][(table["divergence"] > 0) & np.isfinite(table["divergence"])]
-        if len(positive):
-            damage.set_ylim(float(positive.min()) / 2, float(positive.max()) * 2)
-        for axes in (errors, jacobians, damage):
-            finish(axes, layers=True)
-        return {"sensitivity": figure}
+    def section(self) -> Iterator[Block]:
+        table = self.pairs.sort_values("first")
+        yield Paragraph(
+            "Each pair of neighbouring layers alone as an LP pair: the bound on its local error from appendix A of the "
+            "Layer Parallelism paper, its first-order size, what it is, and what it does to the predictions."
+        )
+        relative = "error / norm of the stream"
+        caption = "Relative to the stream after the pair."
+        charts = [_by_pair(table, _LINES, relative, "Error of a pair: bound and measured", caption)]
+        charts.append(_bound_and_damage(table))
+        damage = {"divergence": ("divergence", 0)}
+        charts.append(_by_pair(table, damage, "divergence (nats per token)", "Damage of a pair", ""))
+        if set(_ERRORS) | set(_JACOBIANS) <= set(table):
+            parts = "The bound is the sum of its three shifts; over a window's stream."
+            charts.append(_by_pair(table, _ERRORS, "norm over a window", "What the bound is made of", parts))
+            charts.append(_by_pair(table, _JACOBIANS, "norm", "Jacobians of the sublayers", "Operator norms."))
+        yield Picture(charts, name="sensitivity")
+        if len(self.correlations):
+            yield _correlations(self.correlations)
+        yield _pairs(table)
+
+    def summary(self) -> Iterator[Finding]:
+        table = self.pairs.sort_values("divergence", kind="stable")
+        count = min(_NAMED, len(table) // 2)
+        if count:
+            least = listed(f"{_pair(row)} ({number(row['divergence'], 2)})" for _, row in table.head(count).iterrows())
+            most = listed(
+                f"{_pair(row)} ({number(row['divergence'], 2)})" for _, row in table.tail(count).iloc[::-1].iterrows()
+            )
+            text = (
+                f"As a single LP pair, {least} change the predictions least, {most} most (divergence, nats per token)."
+            )
+            yield Finding("Single pairs", text)
+        held = self.record.get("errors_within_bound")
+        of_all = self.record.get("errors")
+        if isinstance(held, int) and isinstance(of_all, int) and of_all:
+            ratio = float((table["bound"] / table["error"]).median())
+            text = (
+                f"The error stays below the paper's bound in {held} of {plural(of_all, 'measurement')}; the bound is "
+                f"{number(ratio, 2)} times the error in the median."
+            )
+            yield Finding("The bound", text)
 
     def __str__(self) -> str:
         """How well the bound, and the error itself, order the pairs by their damage, in 80 columns."""
@@ -109,14 +137,21 @@ class Sensitivity(RunResult):
             if (predictor, damage) not in known:
                 return ""
             value = rho[damage][predictor]
-            best = "*" if value == rho[damage].max() else " "
-            return "-" if np.isnan(value) else f"{value:.3f}{best} ({p[damage][predictor]:.0e})"
+            best = " "
+            if value == rho[damage].max():
+                best = "*"
+            if np.isnan(value):
+                return "-"
+            return f"{value:.3f}{best} ({p[damage][predictor]:.0e})"
 
         lines = [["", "", "", "log perplexity"], ["by pair", "local error", "divergence", "ratio"]]
         lines += [[words, *(cell(name, damage) for damage in DAMAGES)] for name, (words, _) in PREDICTORS.items()]
         table = self.pairs
-        looseness = float(np.median(table["bound"] / table["error"])) if (table["error"] > 0).all() else np.inf
-        within, every = self.record["errors_within_bound"], self.record["errors"]
+        looseness = np.inf
+        if (table["error"] > 0).all():
+            looseness = float(np.median(table["bound"] / table["error"]))
+        within = self.record["errors_within_bound"]
+        every = self.record["errors"]
         return (
             f"Spearman's rho over {len(table)} pairs of layers (p in brackets; *: the best)\n{aligned(lines)}\n\n"
             f"the error is within its bound in {within} of {every} cases (pairs and windows);\n"
@@ -124,12 +159,68 @@ class Sensitivity(RunResult):
         )
 
 
-def _lines(axes: Axes, table: pd.DataFrame, lines: Mapping[str, tuple[str, str, str]]) -> None:
-    for name, (words, colour, marker) in lines.items():
-        # A term that is 0 (GPT-NeoX has one) has no place on this scale.
-        values = table[name].where((table[name] > 0) & np.isfinite(table[name]))
-        if values.notna().any():
-            style = "-" if marker else ":"
-            axes.plot(table["first"], values, style, color=colour, marker=marker, ms=3.5, lw=1.2, label=words)
-    axes.set_yscale("log")
-    axes.legend(fontsize=7.5, frameon=False, ncols=2 if len(lines) > 3 else 3)
+def _pair(row: Any) -> str:
+    return f"{int(row['first'])}+{int(row['last'])}"
+
+
+def _by_pair(table: pd.DataFrame, lines: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
+    def draw(axes: Axes) -> None:
+        layers_across(axes, int(table["first"].min()), int(table["first"].max()))
+        scale(axes, "y", table[list(lines)].to_numpy(dtype=float).ravel().tolist(), log=True)
+        for column, (words, style) in lines.items():
+            values = table[column].where(table[column] > 0)  # a term that is 0 (GPT-NeoX has one) has no place here
+            tips = [f"pair {_pair(row)}, {words}: {number(row[column])}" for _, row in table.iterrows()]
+            points(axes, table["first"], values, tips, style, words)
+
+    return Chart(title, draw, "first layer of the pair", y, caption)
+
+
+def _bound_and_damage(table: pd.DataFrame) -> Chart:
+    table = table[table["relative_bound"] > 0]
+
+    def draw(axes: Axes) -> None:
+        tips = [
+            f"pair {_pair(row)}: bound {number(row['relative_bound'])}, divergence {number(row['divergence'])}"
+            for _, row in table.iterrows()
+        ]
+        scale(axes, "x", table["relative_bound"].tolist(), log=True)
+        scale(axes, "y", table["divergence"].tolist(), log=True)
+        ends = None
+        if {"divergence_low", "divergence_high"} <= set(table):
+            ends = (table["divergence_low"], table["divergence_high"])
+        points(axes, table["relative_bound"], table["divergence"], tips, line=False, ends=ends)
+
+    caption = "One point for each pair. Bars: 95% intervals."
+    x = "bound / norm of the stream"
+    return Chart("What the bound says of the damage", draw, x, "divergence (nats per token)", caption)
+
+
+def _correlations(found: pd.DataFrame) -> Table:
+    rho = found.pivot_table(index="predictor", columns="damage", values="rho", dropna=False)
+    rho = rho.reindex(
+        index=[name for name in PREDICTORS if name in rho.index], columns=[name for name in _WORDS if name in rho]
+    )
+    rows = [
+        [PREDICTORS[str(name)][1], *("" if math.isnan(value) else number(value, 3) for value in values)]
+        for name, values in rho.iterrows()
+    ]
+    best = np.argwhere((rho == rho.max()).to_numpy())
+    head = ["rank correlation of", *(f"with {_WORDS[str(name)]}" for name in rho)]
+    note = "Spearman's, over all pairs. Marked: the best for each damage."
+    marked = frozenset((int(row), int(column) + 1) for row, column in best)
+    return Table("What orders the pairs as their damage does", head, rows, note, marked=marked)
+
+
+def _pairs(table: pd.DataFrame) -> Table:
+    head = ["pair", "bound", "first order", "measured", "perplexity", *interval_heads(table, ["divergence"])]
+    rows = [
+        [
+            _pair(row),
+            *(number(row[name]) for name in _LINES),
+            number(row["perplexity"]),
+            *with_intervals(row, ["divergence"]),
+        ]
+        for _, row in table.iterrows()
+    ]
+    note = "Bound, first order and measured error are relative to the stream."
+    return Table("Every pair", head, rows, note, folded=True)

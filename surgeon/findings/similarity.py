@@ -1,21 +1,22 @@
-"""What a similarity has found: CKA by layer, angles of stretches, and how well each proxy predicts a scan."""
+"""Similarity: how little each layer depends on the one before it, and which cheap measure predicts damage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 
-from surgeon.findings.drawing import finish, points, scale
-from surgeon.findings.maps import colour_bar, draw_map, label_map, map_side
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.drawing import Chart, Picture, layers_across, points, scale
+from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.words import aligned, number
+from surgeon.findings.tolerance import title_of
+from surgeon.words import MINUS, aligned, layer_list, listed, number
 
 # What is drawn of each column: its words and its style.
 CKA = {
@@ -30,6 +31,9 @@ SIZES = {
     "mlp_size": ("MLP's output / stream", 1),
 }
 _NOT_PRINTED = "_debiased"  # orders stretches almost as the biased one does
+_DAMAGE = "divergence"
+_SHOWN = 5  # proxies in the short table that are there for their average
+_NAMED = 3  # layers that the summary names
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +53,8 @@ class Similarity(RunResult):
 
     COMMAND = "similarity"
     RECORD = "similarity.json"
+    TITLE = "Similarity"
+    WITHOUT = "No similarity: how much layers depend on each other is not known (surgeon similarity)."
     TABLES: ClassVar = {
         "layers": TableFile("similarity.csv", (*CKA, *SIZES), (), ("layer",)),
         "distances": TableFile(
@@ -63,44 +69,44 @@ class Similarity(RunResult):
     distances: pd.DataFrame = field(default_factory=pd.DataFrame)
     proxies: pd.DataFrame = field(default_factory=pd.DataFrame)
 
-    def pictures(self) -> dict[str, Figure]:
-        """`similarity`, by layer, as figure 5 of the Layer Parallelism paper; `distances`, of every stretch."""
-        found = {"similarity": self._by_layer()}
-        return found | ({"distances": self._by_stretch()} if len(self.distances) else {})
+    def section(self) -> Iterator[Block]:
+        yield Paragraph(
+            "CKA compares what a sublayer adds with what it adds when the contribution of the layer before is taken "
+            "out of its input: near 1, the layer hardly needs the one before it (Layer Parallelism, figure 5). Layer 0 "
+            "has no layer before it. Debiased CKA corrects for having few tokens."
+        )
+        influence = "Block influence is 1 minus the mean cosine between the streams before and after the layer."
+        near = "Near 1: the layer hardly needs it."
+        charts = [
+            _chart(self.layers, CKA, "CKA", "CKA with and without the layer before", near),
+            _chart(self.layers, SIZES, "share of the stream", "How much a layer changes the stream", influence),
+        ]
+        yield Picture(charts, name="similarity")
+        if len(self.distances):
+            yield Picture([_distances(self.distances)], name="distances")
+        if len(self.proxies):
+            yield from _proxies(self.proxies)
 
-    def _by_layer(self) -> Figure:
-        layers = self.layers
-        figure = Figure(figsize=(max(6.4, min(12, 0.22 * len(layers) + 3)), 5.4), layout="constrained", dpi=150)
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        draw_measures(above, layers, CKA)
-        draw_measures(below, layers, SIZES, log=True)
-        above.set(ylabel="CKA", title=f"{self.label}: outputs with and without the layer before")
-        above.title.set_fontsize(11)
-        if above.lines:  # a model of one layer has no layer before
-            above.legend(fontsize=8, frameon=False)
-        below.set(xlabel="layer", ylabel="size of the update")
-        keys = below.get_legend_handles_labels()
-        figure.legend(*keys, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-        for axes in (above, below):
-            finish(axes, layers=True)
-        return figure
+    def summary(self) -> Iterator[Finding]:
+        layers = self.layers.dropna(subset=["cka_attention_debiased", "cka_mlp_debiased"])
+        if len(layers) > 1:
+            lower = layers.set_index("layer")[["cka_attention_debiased", "cka_mlp_debiased"]].min(axis=1)
+            order = lower.sort_values(ascending=False, kind="stable")
+            count = min(_NAMED, len(order) // 2)
+            least = order[:count]
+            most = order[-count:]
+            text = (
+                f"Layers {layer_list(least.index)} depend least on the layer before them (debiased CKA of attention "
+                f"and MLP at least {number(float(least.iloc[-1]), 3)}), layers {layer_list(most.index)} most (down to "
+                f"{number(float(most.iloc[-1]), 3)})."
+            )
+            yield Finding("Who needs the layer before", text)
+        if len(self.proxies) and len(rho := _ranked(self.proxies)):
+            yield _best_proxy(rho)
 
-    def _by_stretch(self) -> Figure:
-        """First layer down, last layer across, as a scan's heatmaps."""
-        values, colours, beyond = distance_map(self.distances)
-        side = map_side(len(values))
-        figure = Figure(figsize=(side + 1.0, side), layout="constrained", dpi=150)
-        axes = figure.add_subplot()
-        draw_map(axes, values, colours)
-        label_map(axes, values, 24, 24, 8)
-        axes.set_xlabel("last layer", fontsize=9)
-        axes.set_ylabel("first layer", fontsize=9)
-        what = "angle between the streams\nbefore the first and after the last layer"
-        axes.set_title(f"{self.label}: {what}", fontsize=11)
-        bar = colour_bar(figure, [axes], colours, beyond, shrink=0.85, pad=0.02)
-        pale = f", pale: up to {float(self.distances['angular_distance'].max()):.2f}" if beyond else ""
-        bar.set_label(f"angular distance (0.5: at right angles{pale})", fontsize=9)
-        return figure
+    def missing(self) -> Iterator[str]:
+        if self.proxies.empty:
+            yield "Which cheap measure predicts a scan is not known: surgeon similarity --scan compares them."
 
     def __str__(self) -> str:
         """Which proxy orders each operation's stretches best by divergence, and how well; in 80 columns."""
@@ -112,7 +118,8 @@ class Similarity(RunResult):
             "operation", sort=False
         ):
             length = rows.loc[rows["proxy"] == "length", "rho"].max()
-            (best, rho), (equal, at_equal) = (_best_proxy(rows, name) for name in ("rho", "rho_at_equal_length"))
+            best, rho = _highest(rows, "rho")
+            equal, at_equal = _highest(rows, "rho_at_equal_length")
             lines.append(
                 [str(operation), f"{rows['n'].max()}", best, f"{rho:.3f}", f"{length:.3f}", equal, f"{at_equal:.3f}"]
             )
@@ -124,28 +131,103 @@ class Similarity(RunResult):
         )
 
 
-def draw_measures(axes: Axes, layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], log: bool = False) -> None:
-    """Draw columns of `similarity.csv` by layer: shares of the stream on a logarithmic axis, CKA up to 1."""
-    values = layers[list(measures)].to_numpy(dtype=float).ravel().tolist()
-    scale(axes, "y", values if log else [*values, 1.0], log, zero=not log)
-    for column, (words, style) in measures.items():
-        rows = zip(layers["layer"], layers[column], strict=True)
-        tips = [f"layer {layer}, {words}: {number(value)}" for layer, value in rows]
-        points(axes, layers["layer"], layers[column], tips, style, words)
+def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
+    """Columns of `similarity.csv` by layer: shares of the stream on a logarithmic axis, CKA up to 1."""
+    log = measures is SIZES
+
+    def draw(axes: Axes) -> None:
+        layers_across(axes, int(layers["layer"].min()), int(layers["layer"].max()))
+        values = layers[list(measures)].to_numpy(dtype=float).ravel().tolist()
+        scale(axes, "y", values if log else [*values, 1.0], log, zero=not log)
+        for column, (words, style) in measures.items():
+            rows = zip(layers["layer"], layers[column], strict=True)
+            tips = [f"layer {layer}, {words}: {number(value)}" for layer, value in rows]
+            points(axes, layers["layer"], layers[column], tips, style, words)
+
+    rows = [[str(int(row["layer"])), *(number(row[name]) for name in measures)] for _, row in layers.iterrows()]
+    table = Table(f"{title}: values", ["layer", *(words for words, _ in measures.values())], rows, folded=True)
+    return Chart(title, draw, "layer", y, caption, table=table)
 
 
-def distance_map(distances: pd.DataFrame) -> tuple[pd.DataFrame, Normalize, bool]:
-    """Angular distances by first and last layer, their scale, and whether some lie beyond it."""
-    layers = range(int(distances["last"].max()) + 1)
-    values = distances.pivot_table(index="first", columns="last", values="angular_distance", dropna=False)
+def _distances(table: pd.DataFrame) -> Map:
+    """Angular distance between the streams before and after every stretch."""
+    layers = range(int(table["last"].max()) + 1)
+    values = table.pivot_table(index="first", columns="last", values="angular_distance", dropna=False)
     values = values.reindex(index=layers, columns=layers)
     # Layer 0 turns the embedding almost at a right angle: under one scale with it the others would look alike.
-    rest = values.loc[1:].max().max()
-    end = float(rest if rest > 0 else values.max().max())
-    return values, Normalize(0, end or 1.0), bool((values > end).to_numpy().any())
+    end = float(values.loc[1:].max().max())
+    if not end > 0:
+        end = float(values.max().max())
+    colours = Normalize(0, end or 1.0)
+    legend = Legend(colours, "Colours: angular distance", capped=bool((values > end).to_numpy().any()))
+    fields = {"angular_distance": "angle", "angular_distance_last_token": "angle at the last tokens"}
+    cells = map_cells(values, table["first"], table["last"], table, fields, "layers {row} to {column}", "layer {row}")
+    title = "Angle between the streams before and after a stretch"
+    caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
+    return Map(title, values, colours, ("last layer", "first layer"), cells, caption=caption, legend=legend)
 
 
-def _best_proxy(rows: pd.DataFrame, column: str) -> tuple[str, float]:
+def _ranked(table: pd.DataFrame) -> pd.DataFrame:
+    """Rank correlations with the divergence: a row per proxy and aggregate, a column per operation, the best first."""
+    rows = table[table["damage"] == _DAMAGE]
+    rho = rows.pivot_table(index=["proxy", "aggregate"], columns="operation", values="rho", sort=False)
+    return rho.loc[rho.mean(axis=1).sort_values(ascending=False, kind="stable").index]
+
+
+def _name(key: Any) -> str:
+    proxy, aggregate = key
+    words = str(proxy).replace("_", " ").replace("cka", f"1 {MINUS} CKA,")
+    if aggregate:
+        return f"{words} ({aggregate})"
+    return words
+
+
+def _proxies(table: pd.DataFrame) -> Iterator[Block]:
+    rho = _ranked(table)
+    if rho.empty:
+        return
+    # The best on average, the best of each kind of change, and the length, which all of them have to beat.
+    short = {*rho[~rho.index.get_level_values("proxy").duplicated()].head(_SHOWN).index, *rho.idxmax()}
+    kept = [key for key in rho.index if key in short or _name(key) == "length"]
+    yield _rho_table("Which cheap measure predicts the damage", rho.loc[kept], rho, folded=False)
+    yield _rho_table("Every measure", rho, rho, folded=True)
+
+
+def _rho_table(caption: str, shown: pd.DataFrame, every: pd.DataFrame, folded: bool) -> Table:
+    best = every.max()
+    rows = []
+    marked = set[tuple[int, int]]()
+    for row, (key, values) in enumerate(shown.iterrows()):
+        rows.append([_name(key), number(float(values.mean()), 3), *(number(v, 3) for v in values)])
+        marked.update((row, column) for column, name in enumerate(shown.columns, start=2) if values[name] == best[name])
+    note = (
+        "Spearman's rank correlation of each measure with the divergence of the stretches in the scan; 1 would be the "
+        "same order. The length of the stretch is what any measure has to beat. Marked: the best for each kind of "
+        "change."
+    )
+    head = ["measure", "mean", *map(title_of, shown.columns)]
+    return Table(caption, head, rows, "" if folded else note, folded=folded, marked=frozenset(marked))
+
+
+def _best_proxy(rho: pd.DataFrame) -> Finding:
+    means = rho.mean(axis=1)
+    name = _name(means.index[0])
+    kinds = listed(title_of(name) for name in rho.columns)
+    text = (
+        f"Of the measures that need no scan, {name} orders the stretches most like their measured "
+        f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"
+    )
+    length = [float(mean) for key, mean in means.items() if _name(key) == "length"]
+    text += f"; the mere length of the stretch has {number(length[0], 3)}." if length else "."
+    return Finding(
+        "Which cheap measure agrees best",
+        text,
+        number(float(means.iloc[0]), 3),
+        f"rank correlation of the best cheap measure, {name}",
+    )
+
+
+def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:
     """The name of the proxy with the highest rank correlation, and that."""
     if rows[column].isna().all():
         return "-", math.nan

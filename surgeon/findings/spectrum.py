@@ -1,37 +1,29 @@
-"""What a spectrum has found: singular values of matrices, ranks, and the damage of cutting matrices down."""
+"""Spectrum: singular values of matrices, the rank that each needs, and the damage of cutting it down."""
 
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import ListedColormap, LogNorm, Normalize
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-from surgeon.findings.drawing import finish
-from surgeon.findings.maps import COLOURS, colour_bar, draw_map, label_map
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
+from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
 from surgeon.findings.result import RunResult, TableFile, base_of
-from surgeon.words import aligned
+from surgeon.words import aligned, change, listed, number
 
 METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end
-_PANELS_ACROSS = 4
-_RANKS_ACROSS = 4
-_DECADES = 5  # of damage, below the worst, that have colours of their own
-_MOST_NUMBERS = 40  # layers, beyond which the cells of a map are too low for numbers
-_INCHES_PER_LETTER = 0.09  # of a title
+_RANKS_ACROSS = 4  # in a table of a terminal
 _LEAST_VALUE = 1e-4  # of the largest singular value
-_LINES = ListedColormap(matplotlib.colormaps[COLOURS](np.linspace(0, 0.92, 256)))  # yellow is faint on white
+_LINES = LinearSegmentedColormap.from_list("layers", ORDERED)
 
 
 @dataclass(frozen=True)
@@ -47,11 +39,15 @@ class TargetRank:
     is_share: bool
 
     def __str__(self) -> str:
-        return f"{self.number.numerator}/{self.number.denominator}" if self.is_share else str(self.number)
+        if self.is_share:
+            return f"{self.number.numerator}/{self.number.denominator}"
+        return str(self.number)
 
     def of(self, full_rank: int) -> int:
         """The rank for a matrix with this many singular values; a share is rounded, to at least 1."""
-        return max(1, int(self.number * full_rank + Fraction(1, 2))) if self.is_share else int(self.number)
+        if self.is_share:
+            return max(1, int(self.number * full_rank + Fraction(1, 2)))
+        return int(self.number)
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,10 +59,13 @@ class Spectrum(RunResult):
         damage: one row per truncation, as in `damage.csv`; no rows if none was measured.
         values: every singular value, as in `singular_values.csv`.
         base_perplexity: of the model as it is.
+        curves: what ranks are shared out by; of a spectrum just found.
     """
 
     COMMAND = "spectrum"
     RECORD = "spectrum.json"
+    TITLE = "Spectrum"
+    WITHOUT = "No spectrum: how low the rank of matrices can be is not known (surgeon spectrum)."
     TABLES: ClassVar = {
         "matrices": TableFile(
             "spectrum.csv",
@@ -89,6 +88,7 @@ class Spectrum(RunResult):
     damage: pd.DataFrame = field(default_factory=pd.DataFrame)
     values: pd.DataFrame = field(default_factory=pd.DataFrame)
     base_perplexity: float = math.nan
+    curves: tuple[Any, ...] = ()
 
     @classmethod
     def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -108,106 +108,88 @@ class Spectrum(RunResult):
             if len(part):
                 yield rank, part
 
-    def pictures(self) -> dict[str, Figure]:
+    def section(self) -> Iterator[Block]:
+        yield Paragraph(
+            "The rank that holds 95% of a matrix's energy (the sum of its squared singular values), as a share of its "
+            "full rank. Two factors of rank r have fewer parameters than the matrix only below about half of the full "
+            "rank of a square one."
+        )
+        if len(self.damage):
+            yield self._damage()
+        yield self._ranks()
+
+    def pictures(self) -> dict[str, Picture]:
         """`damage`, if it was measured; `rank95`; `singular-values-plain` and `singular-values-whitened`."""
-        found = {"damage": self._damage()} if len(self.damage) else {}
-        found["rank95"] = self._ranks()
-        if len(self.values):
-            found |= {f"singular-values-{method}": self._values(method) for method in METHODS}
+        found = super().pictures()
+        for method in METHODS if len(self.values) else ():
+            values = self.values[self.values["method"] == method]
+            panels = [_decay(str(weight), own) for weight, own in values.groupby("weight", sort=False)]
+            found[f"singular-values-{method}"] = Picture(panels, f"Singular values ({method}), a line for each layer.")
         return found
 
-    def _damage(self) -> Figure:
-        """Divergence by layer (down) and matrix (across), a panel for each rank, all under one colour scale."""
-        panels = list(self.truncations())
-        weights = list(dict.fromkeys(self.damage["weight"]))
-        across = min(_PANELS_ACROSS, len(panels))
-        down = math.ceil(len(panels) / across)
-        height = _height(self.damage["layer"].nunique())
-        size = (across * max(2.1, 0.42 * len(weights)) + 1.4, down * height + 0.9)
-        figure = Figure(figsize=size, layout="constrained", dpi=160)
-        axes = figure.subplots(down, across, squeeze=False)
-        scale = _damage_scale(self.damage["divergence"])
-        low, high = scale.vmin or 0.0, scale.vmax or 1.0
-        for panel in axes.flat[len(panels) :]:
-            panel.set_axis_off()
-        for place, (rank, part) in enumerate(panels):
-            panel = axes.flat[place]
-            # Infinity and zero, which have no logarithm, would be left blank like cells that were not measured.
-            _map(panel, by_layer(part, "divergence").clip(low / 2, high * 2), scale)
-            kept = part.groupby("weight")["kept"].mean()
-            panel.set_xticks(range(len(weights)), [f"{w}\n{kept[w]:.0%}" for w in weights], fontsize=7)
-            panel.set_title(f"rank {rank} of full" if rank.is_share else f"rank {rank}", fontsize=10)
-            if place % across == 0:
-                panel.set_ylabel("layer", fontsize=9)
-        divergence = self.damage["divergence"]
-        above, below = bool(np.isinf(divergence).any()), bool((divergence < low).any())
-        bar = colour_bar(figure, list(axes.flat), scale, above, below=below, shrink=0.85, pad=0.02)
-        bar.set_label("divergence, nats per token", fontsize=9)
-        method = self.damage["method"].iloc[0]
-        self._title(figure, f"one matrix at a lower rank ({method}); below its name, the parameters kept")
-        return figure
+    def _ranks(self) -> Picture:
+        ratio = Normalize(0, 1)
+        maps = []
+        for method, ending in METHODS.items():
+            fields = {
+                "share": "share of the full rank",
+                f"rank95{ending}": "rank",
+                f"kept95{ending}": "parameters kept",
+            }
+            which = "on its inputs"
+            if method == "plain":
+                which = "itself"
+            title = f"Rank with 95% of the energy of the matrix {which} ({method})"
+            maps.append(_map(self.shares(method), "share", ratio, fields, title, "share of the full rank"))
+        return Picture(maps, "", "rank95", Legend(ratio, "Colours: share of the full rank"))
 
-    def _ranks(self) -> Figure:
-        """The rank that holds 95% of the energy, as a share of the full rank: plain beside whitened."""
-        weights = list(dict.fromkeys(self.matrices["weight"]))
-        layers = self.matrices["layer"].nunique()
-        size = (2 * max(2.4, 0.5 * len(weights)) + 1.4, _height(layers) + 0.9)
-        figure = Figure(figsize=size, layout="constrained", dpi=160)
-        axes = figure.subplots(1, 2, sharey=True)
-        scale = Normalize(0, 1)
-        for panel, method in zip(axes, METHODS, strict=True):
-            values = by_layer(self.shares(method), "share")
-            _map(panel, values, scale)
-            for (row, column), value in np.ndenumerate(values.to_numpy()) if layers <= _MOST_NUMBERS else ():
-                colour = "white" if value < 0.6 else "black"
-                panel.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=6, color=colour)
-            panel.set_xticks(range(len(weights)), weights, fontsize=8)
-            panel.set_title(method, fontsize=10)
-        axes[0].set_ylabel("layer", fontsize=9)
-        bar = colour_bar(figure, list(axes), scale, False, shrink=0.85, pad=0.02)
-        bar.set_label("rank / full rank", fontsize=9)
-        self._title(figure, "rank with 95% of the energy")
-        return figure
+    def _damage(self) -> Picture:
+        base = self.base_perplexity
+        colours, capped = scale_of([self.damage[["perplexity"]]], base)
+        fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
+        maps = [
+            _map(part, "perplexity", colours, fields, f"One matrix cut down to {name}", "perplexity", base)
+            for name, part in self._by_rank()
+        ]
+        caption = f"Perplexity with one matrix alone at a lower rank, over that of the unedited model, {number(base)}."
+        return Picture(
+            maps, caption, "damage", Legend(colours, f"Colours: perplexity over {number(base)}", base, capped)
+        )
 
-    def _values(self, method: str) -> Figure:
-        """Singular values relative to the largest one, a panel for each weight, a line for each layer."""
-        values = self.values[self.values["method"] == method]
-        weights = list(dict.fromkeys(values["weight"]))
-        across = min(_PANELS_ACROSS, len(weights))
-        down = math.ceil(len(weights) / across)
-        figure = Figure(figsize=(2.9 * across + 1.2, 2.5 * down + 0.6), layout="constrained", dpi=150)
-        axes = figure.subplots(down, across, squeeze=False, sharey=True)
-        layers = sorted(values["layer"].unique())
-        scale = Normalize(layers[0], max(layers[-1], layers[0] + 1))
-        least = 1.0
-        for panel in axes.flat[len(weights) :]:
-            panel.set_axis_off()
-        for place, weight in enumerate(weights):
-            panel = axes.flat[place]
-            for layer, line in values[values["weight"] == weight].groupby("layer"):
-                relative = (line["value"] / line["value"].max()).to_numpy()
-                least = min(least, float(relative[relative > 0].min(initial=1.0)))
-                shown = np.where(relative > 0, relative, np.nan)
-                panel.plot(line["index"] + 1, shown, color=_LINES(scale(layer)), lw=0.9)
-            panel.set_title(weight, fontsize=10)
-            panel.set_yscale("log")
-            finish(panel)
-            if place + across >= len(weights):
-                panel.set_xlabel("number", fontsize=9)
-            if place % across == 0:
-                panel.set_ylabel("relative to the largest", fontsize=9)
-        axes[0, 0].set_ylim(max(_LEAST_VALUE, least / 1.3), 1.3)
-        bar = figure.colorbar(ScalarMappable(scale, _LINES), ax=list(axes.flat), pad=0.02)
-        bar.locator = MaxNLocator(nbins=10, integer=True)
-        bar.ax.tick_params(labelsize=8)
-        bar.set_label("layer", fontsize=9)
-        self._title(figure, f"singular values, {method}")
-        return figure
+    def _by_rank(self) -> Iterator[tuple[str, pd.DataFrame]]:
+        """The truncations with the name of their rank."""
+        for rank, part in self.truncations():
+            name = f"{rank} of the rank" if rank.is_share else f"rank {rank}"
+            yield f"{name} ({part['method'].iloc[0]})", part
 
-    def _title(self, figure: Figure, words: str) -> None:
-        """Above all panels, on as many lines as it takes to fit."""
-        wide = int(figure.get_figwidth() / _INCHES_PER_LETTER)
-        figure.suptitle(textwrap.fill(f"{self.label}: {words}", wide), fontsize=11)
+    def summary(self) -> Iterator[Finding]:
+        share = self.shares("whitened").groupby("weight", sort=False)["share"].mean().sort_values()
+        text = (
+            f"On the inputs it gets, {share.index[0]} needs least rank for 95% of its energy "
+            f"({share.iloc[0]:.0%} of the full rank on average), {share.index[-1]} most ({share.iloc[-1]:.0%})."
+        )
+        yield Finding("Low rank", text)
+        if self.damage.empty:
+            return
+        rows = []
+        sentences = []
+        for name, part in self._by_rank():
+            ratio = (part["perplexity"] / self.base_perplexity).to_numpy()
+            worst = part.iloc[int(ratio.argmax())]
+            middle = change(float(np.median(ratio)))
+            rows.append([name, middle, change(float(ratio.max())), f"layer {int(worst['layer'])}, {worst['weight']}"])
+            sentences.append(f"{name} {middle}")
+        changes = listed(sentences)
+        text = f"In the median over all matrices, the perplexity with one of them cut down changes by: {changes}."
+        head = ["to", "median", "worst", "which"]
+        table = Table("Perplexity with one matrix cut down", head, rows, left=frozenset({3}))
+        yield Finding("Cutting one matrix down", text, table=table)
+
+    def missing(self) -> Iterator[str]:
+        if self.damage.empty:
+            yield "What lower ranks cost was not measured (surgeon spectrum without --no-damage)."
+        else:
+            yield "Each matrix was cut down alone: what several at once cost is not known."
 
     def __str__(self) -> str:
         """For each weight medians over layers, of the rank with 95% of the energy and of divergence; in 80 columns."""
@@ -260,20 +242,31 @@ def by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return table.reindex(columns=list(dict.fromkeys(rows["weight"]))).sort_index()
 
 
-def _damage_scale(divergence: pd.Series[float]) -> Normalize:
-    """Logarithmic, over the last few decades up to the worst finite value."""
-    finite = divergence[np.isfinite(divergence) & (divergence > 0)]
-    if finite.empty:
-        return Normalize(0, 1)
-    worst = float(finite.max())
-    return LogNorm(max(float(finite.min()), worst / 10**_DECADES) * (1 - 1e-9), worst * (1 + 1e-9))
+def _map(
+    table: pd.DataFrame,
+    column: str,
+    colours: Normalize,
+    fields: Mapping[str, str],
+    title: str,
+    what: str,
+    base: float | None = None,
+) -> Map:
+    """Weights down, layers across."""
+    values = by_layer(table, column).T
+    cells = map_cells(values, table["weight"], table["layer"], table, fields, "layer {column}, {row}", base=base)
+    return Map(title, values, colours, ("layer", ""), cells, what, flat=HALF)
 
 
-def _map(axes: Axes, values: pd.DataFrame, scale: Normalize) -> None:
-    draw_map(axes, values, scale, aspect="auto")
-    label_map(axes, values, len(values.columns), 20, 8)
+def _decay(weight: str, values: pd.DataFrame) -> Chart:
+    """Singular values of a weight relative to the largest one, a line for each layer, dark for the first."""
+    lines = {layer: line["value"] / line["value"].max() for layer, line in values.groupby("layer")}
+    last = max(1.0, float(values["layer"].max()))
 
+    def draw(axes: Axes) -> None:
+        scale(axes, "x", [0, int(values["index"].max()) + 1], zero=True)
+        scale(axes, "y", [max(_LEAST_VALUE, value) for line in lines.values() for value in line if value > 0], log=True)
+        for layer, line in lines.items():
+            shown = line.where(line > 0)
+            axes.plot(values.loc[line.index, "index"] + 1, shown, color=_LINES(float(str(layer)) / last), lw=0.9)
 
-def _height(layers: int) -> float:
-    """Inches of a map: more for more layers, so that a cell stays visible."""
-    return min(9.0, max(2.4, 0.17 * layers + 0.8))
+    return Chart(weight, draw, "number", "relative to the largest")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 
+from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.result import RunResult
 from surgeon.processes.files import make_folder, write_text
+from surgeon.words import listed, number, plural
 
 PROVENANCE_KEY = "surgeon"
+_NAMED = 6  # numbers that the summary gives
 _WIDTH = 80
 _NO_FILTER = "none"
 _LM_EVAL = ("lm_eval_version", "model_name", "n-shot", "n-samples", "versions", "task_hashes", "config")
@@ -44,7 +48,9 @@ class Score:
     @property
     def name(self) -> str:
         """Of the metric, with the filter where there is one."""
-        return self.metric if self.filter == _NO_FILTER else f"{self.metric} ({self.filter})"
+        if self.filter == _NO_FILTER:
+            return self.metric
+        return f"{self.metric} ({self.filter})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,6 +63,8 @@ class TaskRun(RunResult):
 
     COMMAND = "eval"
     RECORD = "results*.json"
+    TITLE = "Tasks"
+    WITHOUT = "No evaluation: accuracy on tasks is not known (surgeon eval)."
 
     scores: list[Score]
 
@@ -72,7 +80,9 @@ class TaskRun(RunResult):
     def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
         """What surgeon wrote, and of lm-eval's much longer record how it was called."""
         written = record.get(PROVENANCE_KEY)
-        own = dict(written) if isinstance(written, dict) else {}
+        own = {}
+        if isinstance(written, dict):
+            own = dict(written)
         return own | {name: record[name] for name in _LM_EVAL if name in record}
 
     @classmethod
@@ -87,6 +97,74 @@ class TaskRun(RunResult):
     def __str__(self) -> str:
         """The scores as lines of at most 80 characters."""
         return table(self.scores)
+
+    def section(self) -> Iterator[Block]:
+        surgery = self.record.get(PROVENANCE_KEY, {})
+        yield Paragraph(self._what())
+        rows = [
+            [
+                s.task,
+                s.name,
+                _better(s),
+                _text(s),
+                "" if s.shots is None else str(s.shots),
+                "" if s.rows is None else f"{s.rows:,}",
+            ]
+            for s in self.scores
+        ]
+        head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
+        yield Table("Accuracy on tasks", head, rows, left=frozenset({1, 2}))
+        if surgery.get("program"):
+            yield Code("The program that was evaluated", str(surgery["program"]))
+
+    def _what(self) -> str:
+        name = self._subject()
+        limit = self.record.get("config", {}).get("limit")
+        some = ""
+        if isinstance(limit, int | float):
+            some = f" Only the first {limit:g} rows of each task."
+        return f"{name}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}".replace(" .", ".")
+
+    def _subject(self) -> str:
+        """What was evaluated, as the user named it."""
+        return str(
+            self.record.get("model_name")
+            or self.record.get("config", {}).get("model_args", {}).get("pretrained")
+            or self.name
+        )
+
+    @classmethod
+    def together(cls, runs: Sequence[Self]) -> list[Block]:
+        """All evaluations of a model side by side."""
+        by_run = [{(s.task, s.name): s for s in run.scores} for run in runs]
+        keys = list(dict.fromkeys(key for found in by_run for key in found))
+        rows = [
+            [task, metric, *(_text(found[task, metric]) if (task, metric) in found else "" for found in by_run)]
+            for task, metric in keys
+        ]
+        head = ["task", "metric", *(run.name for run in runs)]
+        note = "Value ± standard error. " + " ".join(f"{run.name}: {run._subject()}." for run in runs)
+        if len(runs) > 1:
+            return [Table("All evaluations side by side", head, rows, note, left=frozenset({1}))]
+        return []
+
+    def summary(self) -> Iterator[Finding]:
+        found = self.scores
+        if found:
+            named = listed(f"{s.task} {s.name} {_text(s)}" for s in found[:_NAMED])
+            more = ""
+            if len(found) > _NAMED:
+                more = f", and {plural(len(found) - _NAMED, 'number')} more"
+            yield Finding("On tasks", f"{self._subject()} has {named}{more}.")
+
+
+def _text(score: Score) -> str:
+    """The value with its standard error."""
+    return number(score.value) + (f" ± {number(score.stderr, 2)}" if score.stderr is not None else "")
+
+
+def _better(score: Score) -> str:
+    return {True: "higher", False: "lower", None: ""}[score.higher_is_better]
 
 
 def scores(results: dict[str, Any]) -> list[Score]:
@@ -105,7 +183,9 @@ def scores(results: dict[str, Any]) -> list[Score]:
             stderr = values.get(f"{metric}_stderr,{way}")
             better = results.get("higher_is_better", {}).get(task, {}).get(metric)
             shots = results.get("n-shot", {}).get(task)
-            error = float(stderr) if isinstance(stderr, int | float) else None
+            error = None
+            if isinstance(stderr, int | float):
+                error = float(stderr)
             found.append(Score(task, shots, metric, way, float(value), error, rows, better))
     return found
 
@@ -119,25 +199,38 @@ def table(found: list[Score]) -> str:
         widths[flexible] = max(min(12, widths[flexible]), widths[flexible] + min(0, spare))
     lines = []
     for i, row in enumerate(rows):
-        shown = ("", "", *row[2:]) if i > 1 and row[:2] == rows[i - 1][:2] else row
+        shown = row
+        if i > 1 and row[:2] == rows[i - 1][:2]:
+            shown = ("", "", *row[2:])
         lines.append("  ".join(map(_place, shown, widths, _LEFT)).rstrip())
     return "\n".join(lines)
 
 
 def _place(text: str, width: int, left: bool) -> str:
-    text = text if len(text) <= width else text[: width - 3] + "..."
-    return text.ljust(width) if left else text.rjust(width)
+    if not (len(text) <= width):
+        text = text[: width - 3] + "..."
+    if left:
+        return text.ljust(width)
+    return text.rjust(width)
 
 
 def _cells(score: Score) -> tuple[str, ...]:
-    shots = "" if score.shots is None else str(score.shots)
-    stderr = "" if score.stderr is None else _number(score.stderr)
-    rows = "" if score.rows is None else f"{score.rows:,}"
+    shots = ""
+    if score.shots is not None:
+        shots = str(score.shots)
+    stderr = ""
+    if score.stderr is not None:
+        stderr = _number(score.stderr)
+    rows = ""
+    if score.rows is not None:
+        rows = f"{score.rows:,}"
     return score.task, shots, score.name, _number(score.value), stderr, rows
 
 
 def _number(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
+    if abs(value) < 1000:
+        return f"{value:.4f}"
+    return f"{value:.4g}"
 
 
 def write_results(
@@ -174,13 +267,16 @@ def write_results(
             }
             texts = {key: sanitize_list(row[key]) for key in ("resps", "filtered_resps")}
             lines.append(dumps(row | texts | {"arguments": requests, "target": str(row["target"])}))
-        name = sanitize_task_name(task) if "/" in task else task
+        name = task
+        if "/" in task:
+            name = sanitize_task_name(task)
         write_text(folder / f"samples_{name}_{moment}.jsonl", "".join(f"{line}\n" for line in lines))
     hashes = {
         task: hash_string("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows))
         for task, rows in asked.items()
     }
-    listed, whole = folder / f"results_{moment}.csv", folder / f"results_{moment}.json"
+    listed = folder / f"results_{moment}.csv"
+    whole = folder / f"results_{moment}.json"
     columns = list(Score.__dataclass_fields__)
     write_text(listed, pd.DataFrame(map(asdict, scores(results)), columns=columns, dtype=object).to_csv(index=False))
     content = {key: value for key, value in results.items() if key != "samples"}

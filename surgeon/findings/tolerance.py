@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from surgeon.findings.scan import Scan, varied_by
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import Program
 
-PAIRS, PAIRS_OF_STREAMS, PRUNE = "lp", "2-parallel", "prune"  # what the summary asks about by name
+# What the summary asks about by name.
+PAIRS = "lp"
+PAIRS_OF_STREAMS = "2-parallel"
+PRUNE = "prune"
 TOLERANCES = (1.05, 1.10, 1.25)  # of the base perplexity, that tables and maps speak of
 _SUBLAYERS = re.compile(r"[^AF]*[AF]\d+[^AF>\[{]*")
 _SAME = 1e-6  # relative; perplexities this close are one
@@ -41,16 +43,16 @@ class ScanTable:
     edited: bool = False
 
     @classmethod
-    def of(cls, scan: Scan) -> ScanTable:
-        """Ready a scan to be asked."""
-        record, base = scan.record, scan.base_perplexity
+    def of(cls, cells: pd.DataFrame, base: float, record: dict[str, Any]) -> ScanTable:
+        """Ready the cells, base perplexity and record of a scan to be asked."""
         # A model runs each of its layers' two sublayers once.
         known = record.get("num_layers") or record.get("sublayers_run", {}).get("base", 0) // 2
-        num_layers = max(int(known), int(scan.cells["last"].max()) + 1)
+        num_layers = max(int(known), int(cells["last"].max()) + 1)
         steps = record.get("steps_per_layer")
-        over_stretches = scan.cells[[varied_by(str(name)) is None for name in scan.cells["operation"]]]
-        cells = _changing(over_stretches, base)
-        return cls(cells, base, num_layers, steps if steps in (1, 2) else None, "program" in record)
+        if steps not in (1, 2):
+            steps = None
+        over_stretches = cells[[varied_by(str(name)) is None for name in cells["operation"]]]
+        return cls(_changing(over_stretches, base), base, num_layers, steps, "program" in record)
 
     @property
     def operations(self) -> list[str]:
@@ -62,13 +64,40 @@ class ScanTable:
 
     def depth(self, operation: str, changed: int) -> float | None:
         """Effective depth with an operation on so many layers; None if it cannot be told."""
-        saved = None if self.edited else depth_saved(operation, changed, self.steps_per_layer)
-        return None if saved is None else self.num_layers - saved
+        saved = None
+        if not self.edited:
+            saved = depth_saved(operation, changed, self.steps_per_layer)
+        if saved is None:
+            return None
+        return self.num_layers - saved
+
+
+def title_of(operation: str) -> str:
+    """As pictures name an operation."""
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].title
+    return operation
+
+
+def varied_by(operation: str) -> str | None:
+    """The parameter whose values are the columns of an operation's map, if these are not last layers."""
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].varied
+    return None
+
+
+def named_across(operation: str) -> str | None:
+    """What pictures call the values of that parameter."""
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].across or varied_by(operation)
+    return None
 
 
 def group_size(operation: str) -> int:
     """How many layers an operation takes together: 2 for pairs, 3 for triplets, 1 where there are no groups."""
-    return HEATMAPS[operation].group if operation in HEATMAPS else 1
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].group
+    return 1
 
 
 def changed_layers(operation: str, first: int, last: int) -> int:
@@ -83,7 +112,9 @@ def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> flo
         return None
     known = [steps_per_layer] if steps_per_layer else [1, 2]
     saved = {layers - edited_stretch(operation, layers, steps).effective_depth(steps) for steps in known}
-    return saved.pop() if len(saved) == 1 else None
+    if len(saved) == 1:
+        return saved.pop()
+    return None
 
 
 def edited_stretch(operation: str, layers: int, steps_per_layer: int) -> Program:
@@ -102,7 +133,9 @@ def longest_within(scan: ScanTable, operation: str, tolerance: float) -> pd.Seri
     cells = scan.of_operation(operation)
     within = cells[cells["ratio"] <= tolerance]
     ordered = within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True])
-    return None if ordered.empty else ordered.iloc[0]
+    if ordered.empty:
+        return None
+    return ordered.iloc[0]
 
 
 def single_layers(scan: ScanTable, operation: str = PRUNE) -> pd.DataFrame:

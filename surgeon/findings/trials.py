@@ -92,7 +92,9 @@ class TrialTable:
             for (space, option), runs in groups.items()
         ]
         text = "; ".join(parts) or "no edits"
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+        if len(text) <= _LONGEST:
+            return text
+        return f"{text[: _LONGEST - 4]} ..."
 
     @cached_property
     def sources(self) -> list[str]:
@@ -211,7 +213,8 @@ class TrialTable:
         found = []
         for edit in edits:
             has = np.array([edit in choice for choice in self.choices])
-            there, else_ = logs[finite & has], logs[finite & ~has]
+            there = logs[finite & has]
+            else_ = logs[finite & ~has]
             if min(len(there), len(else_)) >= _FEWEST and there.std() + else_.std() > 0:
                 found.append(_effect(edit, there, else_))
         return sorted(found, key=lambda one: -abs(math.log(one.ratio)) / math.log(one.high / one.low))
@@ -219,7 +222,9 @@ class TrialTable:
     def _least(self, level: float) -> float:
         every = self.levels == level
         own = self.values[every & (self.within if (self.within & every).any() else self.whole)]
-        return float(own.min()) if len(own) else math.nan
+        if len(own):
+            return float(own.min())
+        return math.nan
 
     def _words(self, name: str) -> Iterator[str]:
         return (str(text) for text in self.table[name].fillna(""))

@@ -119,7 +119,7 @@ def by_verified_keys(
         for program in [one for one in measured if one != dense]:
             draft, own = draft_on_text(model, program, evaluator.factors), measured[program]
             values = text_values(logits_of(model), evaluator.windows.ids, draft=draft)
-            accepted = {name: tuple(getattr(values, name).tolist()) for name in own.acceptances}
+            accepted = {name: tuple(values[name].tolist()) for name in own.acceptances}
             found[program] = replace(own, acceptances=accepted)
     except NoVerifiedKeys as error:
         return measured, str(error)

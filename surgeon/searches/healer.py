@@ -219,8 +219,8 @@ class CandidateHealer:
             restore(self.original)  # a teacher runs its own program, edited
         assert found is not None, "a search heals in one process"
         values = self._held_out.values(found.model)
-        nll, divergence = values.nll, values.divergence
-        assert divergence is not None
+        nll = values["nll"]
+        divergence = values["divergence"]
         predicted = self.texts.held_out.predicted
         measured = MeasuredProgram.of(estimate(nll, divergence), predicted, nll, divergence)
         healed = HealedProgram(measured, found.tokens, found.seconds)

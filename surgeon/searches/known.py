@@ -33,8 +33,7 @@ from surgeon.language.operations.lowrank import saves
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.data import Windows
-from surgeon.quality.head import ACCEPTANCES
-from surgeon.quality.summary import Values, estimate, mean_divergence
+from surgeon.quality.summary import ACCEPTANCES, Values, estimate, mean_divergence
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Numbers
 from surgeon.searches.proposer import Proposer
@@ -307,9 +306,9 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
             continue
         ranks.setdefault((matrix.layer, matrix.role), []).append(rank)
         text = str(ranked(model.program, {matrix: rank}))
-        divergence[text] = mean_divergence(quality.divergence)
+        divergence[text] = mean_divergence(quality["divergence"])
         if identity.get("data") == windows.digest:
-            programs[text] = _measured(quality.nll, quality.divergence, windows)
+            programs[text] = _measured(quality["nll"], quality["divergence"], windows)
     if not ranks:
         raise ValueError(
             f"{folder} has measured no rank that saves parameters, so that there is nothing to search; run surgeon "

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import PartialState
 
 from surgeon.exports.prove import Proof
-from surgeon.quality.text import TextQuality
+from surgeon.quality.summary import Quality
 from surgeon.training.arguments import describe_devices
 from surgeon.training.learned import learned_lines
 from surgeon.training.settings import TrainSettings
@@ -35,12 +35,10 @@ def announce(
             warnings.warn(note, stacklevel=1)
 
 
-def say_stages(stages: Mapping[str, TextQuality | None], as_draft: bool = False) -> None:
-    """Say how good the model was, and is, as far as that is known, and how often its drafts would be accepted."""
+def say_stages(stages: Mapping[str, Quality | None]) -> None:
+    """Say how good the model was, and is, as far as that is known."""
     width = max(map(len, stages))
-    known = {f"{stage:<{width}}": quality for stage, quality in stages.items() if quality is not None}
-    say(*(f"{stage} {quality.line()}" for stage, quality in known.items()))
-    say(*(f"{stage} {quality.as_draft()}" for stage, quality in known.items() if as_draft and quality.as_draft()))
+    say(*(f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items() if quality is not None))
 
 
 def say_proof(proof: Proof, whose: str) -> None:

@@ -22,7 +22,7 @@ from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.supervisor import train_racks
 from surgeon.training.racks.trained import finish_racks
 from surgeon.training.resume import finish_run
-from surgeon.training.run import RunFigures, Trained, train
+from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 from surgeon.words import plural
@@ -92,7 +92,7 @@ class TrainedModel:
     folder: Path
     method: str
     racks: Racks | None = None
-    figures: tuple[RunFigures, ...] = ()
+    figures: tuple[Trained, ...] = ()
     codas: tuple[Coda, ...] = ()
 
     def lines(self) -> Iterator[str]:

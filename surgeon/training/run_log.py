@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from surgeon.processes.files import whole_file
 from surgeon.progress import Advance
-from surgeon.quality.text import TextQuality
+from surgeon.quality.summary import Quality
 from surgeon.training.checkpoints import step_of
 from surgeon.training.resume import add_to_record, read_record
 from surgeon.training.trainer import ModelTrainer
@@ -76,20 +75,20 @@ class RunLog(TrainerCallback):
         names = ("loss", "divergence" if "divergence" in self.latest else "perplexity")
         return ", ".join(f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest)
 
-    def held_out_before(self) -> TextQuality | None:
+    def held_out_before(self) -> Quality | None:
         """What was measured before the first step, if it was."""
         if self.folder is None or not read_rows(self.folder / HELD_OUT_FILE):
             return None
         before = read_record(self.folder).get(_BEFORE)
         if before is None:
             return None
-        return TextQuality.from_json(before)
+        return Quality.from_json(before)
 
-    def held_out(self, step: int, seconds: float, quality: TextQuality) -> None:
+    def held_out(self, step: int, seconds: float, quality: Quality) -> None:
         """Add a row on held-out text; of the first one, every digit is put into the run's record."""
         if self.folder is None:
             return
-        _append(self.folder / HELD_OUT_FILE, HELD_OUT, {"step": step, "seconds": seconds} | flat(quality))
+        _append(self.folder / HELD_OUT_FILE, HELD_OUT, {"step": step, "seconds": seconds} | quality.estimates)
         if step == 0:
             add_to_record(self.folder, {_BEFORE: quality.to_json()})
 
@@ -114,24 +113,9 @@ class RunLog(TrainerCallback):
         quality = self.trainer.latest
         assert quality is not None
         self.latest["perplexity"] = quality.perplexity
-        if quality.divergence is not None:
+        if quality.knows("divergence"):
             self.latest["divergence"] = quality.divergence
         self.held_out(state.global_step, self.seconds, quality)
-
-
-def flat(quality: TextQuality) -> dict[str, float]:
-    """A quality as columns; what is not known is NaN."""
-    unknown = (math.nan, math.nan)
-    perplexity = quality.perplexity_interval or unknown
-    divergence = quality.divergence_interval or unknown
-    return {
-        "perplexity": quality.perplexity,
-        "perplexity_low": perplexity[0],
-        "perplexity_high": perplexity[1],
-        "divergence": math.nan if quality.divergence is None else quality.divergence,
-        "divergence_low": divergence[0],
-        "divergence_high": divergence[1],
-    }
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

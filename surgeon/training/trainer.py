@@ -23,7 +23,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from surgeon.errors import Diverged, first_line, is_full_disk, is_out_of_memory
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import show_bytes
-from surgeon.quality.text import TextQuality
+from surgeon.quality.summary import Quality
 from surgeon.training.balance import ExpertBalance
 from surgeon.training.checkpoints import (
     RunCheckpoints,
@@ -92,7 +92,7 @@ class ModelTrainer(Trainer):
         self.held_out = held_out
         self.towards = towards
         self.balance = ExpertBalance(model)
-        self.latest: TextQuality | None = None
+        self.latest: Quality | None = None
         self._parts: dict[str, Tensor] = {}  # of the loss, summed over so many micro-batches since the last log
         self._counted = 0
         self._share: Tensor | None = None
@@ -312,13 +312,13 @@ class ModelTrainer(Trainer):
         """Measure on held-out text; every process does all of it, as sharded models need."""
         self.latest = self.measured(self.model_wrapped)
         metrics = {"eval_loss": math.log(self.latest.perplexity), "eval_perplexity": self.latest.perplexity}
-        if self.latest.divergence is not None:
+        if self.latest.knows("divergence"):
             metrics["eval_divergence"] = self.latest.divergence
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def measured(self, model: nn.Module) -> TextQuality:
+    def measured(self, model: nn.Module) -> Quality:
         """The quality of the model as it is now on held-out text.
 
         Raises:

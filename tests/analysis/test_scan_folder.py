@@ -228,7 +228,7 @@ def test_sampled_acceptance_is_measured_where_it_is_asked_for(windows: Windows, 
     edit(changed, prune(program_of(changed), range(1, 2)))
     (cell,) = cells[(cells["first"] == 1) & (cells["last"] == 1)].to_dict("records")
     wanted = text_values(logits_of(changed), windows.ids, logits_of(original), bar=False)
-    assert cell["sampled_acceptance"] == pytest.approx(wanted.sampled_acceptance.mean(), rel=1e-5)
+    assert cell["sampled_acceptance"] == pytest.approx(wanted["sampled_acceptance"].mean(), rel=1e-5)
     again = run(tmp_path, windows, operations=["prune"]).cells
     pd.testing.assert_series_equal(again["sampled_acceptance"], cells["sampled_acceptance"])
 

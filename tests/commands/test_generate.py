@@ -86,16 +86,15 @@ def test_a_pipeline_writes_the_same_texts(
 ) -> None:
     save_codas(tiny_checkpoint, AutoModelForCausalLM.from_pretrained(tiny_checkpoint), cut=1, noise=0.3)
     expected = records(capfd, tiny_checkpoint, PROMPTS[:2], *options)
-    piped = ["--pipeline", "--ranks", "2", "--in-flight", "4", *options]
-    found = records(capfd, tiny_checkpoint, PROMPTS[:2], *piped)
-    assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
-    assert any(one["drafted"] for one in found)
+    piped = ["--pipeline", "--ranks", "2", *options]
+    for batch in ("1", "2"):  # fewer texts than ranks are drafted for
+        found = records(capfd, tiny_checkpoint, PROMPTS[:2], *piped, "--max-batch", batch)
+        assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+        assert any(one["drafted"] for one in found) == (batch == "1" and not options)
     assert generate(tiny_checkpoint, *piped) == 0
     err = capfd.readouterr().err
     assert "nodes    0:2, 2:8, a stretch on each rank" in err
-    assert re.search(r"drafts   \d+ of \d+ tokens of the coda's were right", err)
-    said = r"time [\d.]+ ms per token, [\d.]+ on one rank that has all stretches: [\d.]+ times as fast"
-    assert re.search(said, " ".join(err.split()))
+    assert options or re.search(r"drafts   \d+ of \d+ tokens of the coda's were right", err)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +102,10 @@ def test_a_pipeline_writes_the_same_texts(
     [
         (["--pipeline"], "say --ranks N"),
         (["--ranks", "2"], "--ranks is of --pipeline"),
-        (["--in-flight", "2"], "--in-flight is of --pipeline"),
         (["--pipeline", "--ranks", "2", "--tp", "2"], "leave --tp out"),
         (["--pipeline", "--ranks", "2", "--draft", "lp"], "leave the draft out"),
         (["--pipeline", "--ranks", "2", "--halves", "on"], "a pipeline has none"),
         (["--pipeline", "--ranks", "2", "--compress", "int8"], "leave the compression out"),
-        (["--pipeline", "--ranks", "2", "--in-flight", "3"], "has no codas"),
         (["--pipeline", "--ranks", "5"], "the model has 4"),
     ],
 )

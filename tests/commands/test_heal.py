@@ -112,7 +112,7 @@ def test_the_whole_of_it_by_options(heal: Any, tmp_path: Path) -> None:
     assert code == 0, err
     assert "all weights, distilled from the original" in err
     settings = json.loads((tmp_path / "healed.run" / "run.json").read_text())["settings"]
-    wanted = {"logits": 1, "hidden": 10, "text": 0.1, "temperature": 2, "kept": None, "drafting": False}
+    wanted = {"logits": 1, "hidden": 10, "text": 0.1, "temperature": 2, "kept": None}
     assert settings["distillation"] == wanted
     assert (settings["seed"], settings["warmup"], settings["schedule"]) == (3, 1, "cosine")
     assert str(program_of(surgeon.load(tmp_path / "healed"))).startswith("A0 F0 A1 F1 ")
@@ -150,57 +150,6 @@ def test_an_adapter_is_kept_apart(heal: Any, tmp_path: Path) -> None:
     ids = torch.arange(2, 60)[None]
     merged = surgeon.load(tmp_path / "merged")(input_ids=ids).logits
     assert torch.allclose(adapted(input_ids=ids).logits, merged, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "train", [("--lora", 2), pytest.param(("--train", "edited-norms"), marks=pytest.mark.thorough)]
-)
-def test_a_draft_is_what_it_changes_of_its_model(
-    train: Any, heal: Any, tiny_checkpoint: Path, tmp_path: Path, surgeon_says: Run
-) -> None:
-    code, out, err = heal('pair: {layers: "1:3"}', *train, "--distill", "logits", "--as-draft", "--json")
-    assert code == 0, err
-    said, folder = json.loads(out), tmp_path / "healed"
-    before, after = said["edited"], said["healed"]
-    assert 0 < before["greedy_acceptance"] <= 1
-    assert 0 < after["sampled_acceptance"] <= 1
-    assert f"healed   as a draft: acceptance {after['greedy_acceptance']:.3f}" in err
-    assert f"| {after['sampled_acceptance']:.4g} (" in (folder / "README.md").read_text()
-    draft = json.loads((folder / "draft.json").read_text())
-    assert draft["program"] == "A0 F0 [A1 A2] [F1 F2] A3 F3"
-    assert draft["trained"]["healed"]["divergence"] == after["divergence"]
-    assert str(tmp_path) not in (folder / "draft.json").read_text() + (folder / "README.md").read_text()
-    run = "--prompt", "sheep", "--max-new-tokens", 12, "--json"
-    _, plain, _ = surgeon_says("generate", tiny_checkpoint, *run)
-    code, drafted, err = surgeon_says("generate", tiny_checkpoint, *run, "--draft", folder, "--draft-tokens", 3)
-    assert code == 0, err
-    assert json.loads(drafted)["tokens"] == json.loads(plain)["tokens"]
-    assert json.loads(drafted)["drafted"] > 0
-    assert heal('pair: {layers: "1:3"}', *train, "--distill", "logits", "--as-draft", "--overwrite")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("operation", "arguments", "message"),
-    [
-        ('pair: {layers: "1:3"}', ("--lora", 2), "healed towards its original's predictions; distil the logits"),
-        ('pair: {layers: "1:3"}', ("--distill", "logits"), "the scope edited trains these; train norms, edited-norms,"),
-        ('pair: {layers: "1:3"}', ("--lora", 2, "--keep-adapter"), "no base beside its adapter"),
-        ('pair: {layers: "1:3"}', ("--lora", 2, "--distill", "logits", "--teacher-top", 3), "keep no logits on disk"),
-        ('merge: {layers: "1:3"}', ("--lora", 2, "--distill", "logits"), "A1~A2 of the draft has no keys and values"),
-        (
-            'width: {layers: "0:4", neurons: 8}',
-            ("--lora", 2, "--distill", "logits"),
-            "of no matrix that the model has by itself",
-        ),
-    ],
-)
-def test_what_could_not_draft_is_refused_before_it_is_trained(
-    operation: str, arguments: Any, message: str, heal: Any, tmp_path: Path
-) -> None:
-    code, out, err = heal(operation, *arguments, "--as-draft")
-    assert (code, out) == (1, "")
-    assert message in " ".join(err.split())
-    assert not (tmp_path / "healed").exists()
 
 
 @pytest.mark.thorough

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,7 +16,6 @@ from surgeon.cost.hardware_file import parse_hardware
 from surgeon.findings.drafts import DraftRun
 from tests.commands.conftest import Run
 from tests.cost.examples import ROUND, SIZES
-from tests.healed import healed_draft
 
 LOAD = ["--prompt", "20", "--new", "8"]
 
@@ -100,16 +98,9 @@ def test_drafts_are_predicted_where_they_can_run(model: Path, file: Path, tmp_pa
     assert "refused: 1 rank, batch 1: tracks:2 has a slice of the layers for each rank" in out
 
 
-def test_a_healed_draft_is_predicted_as_its_program_is(tiny_checkpoint: Path, file: Path, tmp_path: Path) -> None:
-    """Without weights, too, of which the configuration alone tells another model."""
-    healed_draft(tiny_checkpoint, "A0 F0 A3 F3", tmp_path / "halved", lora=2)
-    asked: dict[str, Any] = {"ranks": 2, "prompt": 20, "new": 8}
-    for model in (tiny_checkpoint, tiny_checkpoint / "config.json"):
-        found, own = (predict_drafts(model, file, draft, **asked) for draft in (tmp_path / "halved", "A0 F0 A3 F3"))
-        assert found.table().equals(own.table())
-        assert "drafts of halved" in str(found)
-    with pytest.raises(ValueError, match=r"has no draft\.json"):
-        predict_drafts(tiny_checkpoint, file, tiny_checkpoint, **asked)
+def test_a_folder_is_no_draft(tiny_checkpoint: Path, file: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder, and a draft is a program over the weights"):
+        predict_drafts(tiny_checkpoint, file, tiny_checkpoint, ranks=2, prompt=20, new=8)
 
 
 def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path, surgeon_says: Run) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.commands.app import main
-from surgeon.findings.sections import KINDS
+from surgeon.findings.page import KINDS
 from tests.findings.read_page import Page, map_named
 
 Result = tuple[int, str, str]
@@ -32,7 +32,7 @@ def surgeon(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
 def test_its_help_names_all_that_it_shows(surgeon: Callable[..., Result]) -> None:
     code, out, _ = surgeon("report", "--help")
     assert code == 0
-    assert [name for kind in KINDS if not re.search(rf"\b{(name := kind.result.COMMAND)}\b", out)] == []
+    assert [name for kind in KINDS if not re.search(rf"\b{(name := kind.COMMAND)}\b", out)] == []
 
 
 @pytest.mark.thorough

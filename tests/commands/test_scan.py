@@ -56,7 +56,7 @@ def test_every_operation(scan: Run, tmp_path: Path) -> None:
     # 0.9 and 0.75 of two KV heads are both of them, which changes nothing.
     assert len(table) == sum(2 * len(heatmap.values) or 3 for heatmap in maps.values()) - 2 * 2
     assert len(pd.read_csv(tmp_path / "out" / "permutations.csv")) == 3 * 2
-    names = [f"curves-{name}.png" for name in ("2-parallel", "lp", "ladder")]
+    names = [f"curves-{name}.png" for name in ("lp", "2-parallel", "ladder")]
     assert out.splitlines()[-3:] == [str(tmp_path / "out" / name) for name in names]
 
 

@@ -327,7 +327,7 @@ def make_prediction(folder: Path, **more: Any) -> Path:
 
 
 def state(perplexity: float, divergence: float | None) -> Cell:
-    """What `TextQuality.to_json` gives, with intervals of a tenth up and down."""
+    """What `Quality.to_json` gives, with intervals of a tenth up and down."""
     ends = None if divergence is None else [0.9 * divergence, 1.1 * divergence]
     return {
         "perplexity": perplexity,

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.image import imread
@@ -14,7 +15,7 @@ from matplotlib.image import imread
 from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.benchmarks.tables import bench_record, bench_table
 from surgeon.cost.workload import Workload
-from surgeon.findings.bench import BenchSpeeds
+from surgeon.findings.bench import Benchmark
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.plan.specification import Plan
 
@@ -50,8 +51,8 @@ def result(name: str, per_token: list[float], batch: int = 1, waiting: float = 0
     return Result(name, plan, Workload(batch, 5, 4), name != "upper-bound", rounds)
 
 
-def found(table: pd.DataFrame) -> BenchSpeeds:
-    return BenchSpeeds(table, record={"heading": "a title"})
+def found(table: pd.DataFrame) -> Benchmark:
+    return Benchmark(table, record={"heading": "a title"})
 
 
 def test_medians_over_rounds_and_of_each_rounds_ratio() -> None:
@@ -102,14 +103,14 @@ def test_the_picture_and_the_record_take_what_is_not_there(waiting: float, decod
     assert (record[0]["batch"], record[0]["prompt"], record[0]["new"]) == (1, 5, 4)
 
 
-def test_what_compression_costs_is_said_of_every_program() -> None:
-    table = bench_table([result("dense", [1.0])])
-    one = {"program": "dense", "compression": "int8", "text": "random tokens", "predicted": 40, "exact_bytes": 200}
-    sure = one | {"divergence": 0.01, "divergence_low": -0.001, "divergence_high": 0.02, "bytes": 50}
-    unsure = sure | {"program": "fused", "divergence_low": None, "divergence_high": None}
-    costs = [each | {"exact_perplexity": 9.5, "perplexity": 9.625} for each in (sure, unsure)]
-    lines = str(BenchSpeeds(table, record={"heading": "a title", "compression": costs})).splitlines()
-    assert lines[-5] == "What int8 changes in predictions of 40 tokens (random tokens)"
-    assert lines[-2].split() == ["dense", "0.01", "0", "to", "0.02", "9.625", "9.5", "25%"]
-    assert lines[-1].split() == ["fused", "0.01", "-", "9.625", "9.5", "25%"]
+def test_what_compression_changes_is_a_column() -> None:
+    results = [result("dense", [1.0]), result("fused", [1.0]), result("upper-bound", [1.0])]
+    table = bench_table(results, {"dense": np.array([0.0, 0.02]), "fused": np.array([0.01])})
+    low, high = table["divergence_low"], table["divergence_high"]
+    assert list(table["divergence"][:2]) == [0.01, 0.01]
+    assert (low[0], math.isnan(low[1]), table["divergence"].isna()[2]) == (0.0, True, True)
+    lines = str(Benchmark(table, record={"heading": "a title", "compression": "int8"})).splitlines()
+    assert lines[-4] == "What int8 changes in predictions, nats per token"
+    assert lines[-2].split() == ["dense", "0.01", "0", "to", f"{high[0]:.3g}"]
+    assert lines[-1].split() == ["fused", "0.01", "-"]
     assert max(map(len, lines)) <= 80

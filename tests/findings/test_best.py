@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 
 from surgeon.cost.best import Choice, Extent, choice_table, describe_reaches
-from surgeon.findings.best import BestRun
+from surgeon.findings.best import BestPrograms
 
 DENSE: Any = object()  # only whether it is there is asked
 FOUND = [
@@ -20,7 +20,7 @@ FOUND = [
 
 
 def test_lines_name_the_winner_and_what_it_wins() -> None:
-    text = str(BestRun(choice_table(FOUND), record={"heading": "winners"}))
+    text = str(BestPrograms(choice_table(FOUND), record={"heading": "winners"}))
     assert text.splitlines()[4:] == [
         "fast",
         "batch  2 ranks",
@@ -36,7 +36,7 @@ def test_lines_name_the_winner_and_what_it_wins() -> None:
 
 def test_ranks_that_a_terminal_has_no_room_for_stand_below() -> None:
     found = [Choice(ranks, 1, "fast", DENSE, {"ladder-over-lp": 1.5}) for ranks in (1, 2, 4, 8, 16)]
-    text = str(BestRun(choice_table(found), record={"heading": "winners"}))
+    text = str(BestPrograms(choice_table(found), record={"heading": "winners"}))
     cell = "ladder-over-lp 1.50"
     assert text.splitlines()[4:] == [
         "fast",
@@ -67,7 +67,9 @@ def test_the_table_has_every_programs_speedup() -> None:
 
 
 def test_the_picture_shows_winners_in_their_colours(tmp_path: Path) -> None:
-    picture = Image.open(BestRun(choice_table(FOUND), record={"heading": "winners"}).draw(tmp_path)[0]).convert("RGB")
+    picture = Image.open(BestPrograms(choice_table(FOUND), record={"heading": "winners"}).draw(tmp_path)[0]).convert(
+        "RGB"
+    )
     colours = {colour for _, colour in picture.getcolors(picture.width * picture.height) or []}
-    assert (0xD5, 0xDA, 0xDF) in colours  # nothing pays
+    assert (0xE0, 0xE0, 0xE0) in colours  # nothing pays
     assert len({colour for colour in colours if max(colour) - min(colour) > 40}) >= 2

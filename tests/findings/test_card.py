@@ -324,9 +324,9 @@ def test_a_search_gives_its_numbers_on_text_that_it_did_not_see(
 
 
 def test_speed(copied: Path, identity: Identity, write: Callable[..., Path]) -> None:
-    cost = {"program": "fused", "compression": "int8", "divergence": 6e-5, "predicted": 1024}
+    cost = {"compression": "int8", "divergence": {"fused": 6e-5}, "predicted": 1024}
     runs = [timed("fused", "A0 F0 A1 F1", [30, 60, 20]), timed("{A0|F0}", "{A0 | F0}", [20, 20, 20], "/x/other")]
-    record = {"model_hash": identity.model_hash, "place": "2 ranks (cpu, shm)", "rounds": 3, "compression": [cost]}
+    record = {"model_hash": identity.model_hash, "place": "2 ranks (cpu, shm)", "rounds": 3, **cost}
     write_card(copied, "mine", read_measured([write("bench.json", **record, results=runs)], identity))
     rows, text = quality_rows(copied), " ".join(card_of(copied).split())
     assert rows["**mine**"] == ["1", "50", "10", "30", ""]

@@ -8,7 +8,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from surgeon.analysis.cells import select
-from surgeon.findings.scan import MOST_LINES, Scan
+from surgeon.findings.drawing import ORDERED
+from surgeon.findings.scan import Scan
 
 BASE = 10.0
 
@@ -20,12 +21,13 @@ def table(num_layers: int, *operations: str) -> pd.DataFrame:
         for name in operations
         for s in select((), num_layers).stretches()
     ]
-    return pd.DataFrame(rows, columns=["operation", "first", "last", "perplexity"])
+    cells = pd.DataFrame(rows, columns=["operation", "first", "last", "perplexity"])
+    return cells.assign(divergence=0.1, tokens=100)
 
 
 def curves(cells: pd.DataFrame) -> dict[str, Figure]:
-    found = Scan(cells, BASE, record={"model": "a model"}).pictures()
-    return {name: figure for name, figure in found.items() if name.startswith("curves-")}
+    found = Scan(cells, BASE, record={"model": "a model"})
+    return {name: found.plot(name) for name in found.pictures() if name.startswith("curves-")}
 
 
 def test_one_picture_for_each_operation_that_has_one() -> None:
@@ -36,23 +38,23 @@ def test_one_picture_for_each_operation_that_has_one() -> None:
 def test_a_line_for_each_even_length_over_the_last_layer() -> None:
     cells = table(8, "lp")
     (figure,) = curves(cells).values()
-    axes, bar = figure.axes
+    (axes,) = figure.axes
     base, *lines = axes.lines
     assert [len(line.get_xdata()) for line in lines] == [7, 5, 3, 1]
     assert list(lines[1].get_xdata()) == [3, 4, 5, 6, 7]
     fours = cells[cells["last"] - cells["first"] == 3]
     assert list(lines[1].get_ydata()) == fours["perplexity"].tolist()
     assert set(base.get_ydata()) == {BASE}
-    assert [label.get_text() for label in bar.get_yticklabels()] == ["2", "4", "6", "8"]
-    assert axes.get_title() == "LP pairs: a model, base perplexity 10"
+    assert axes.get_legend_handles_labels()[1][0] == "2 layers (1 pair)"
+    assert axes.get_title(loc="left") == "LP pairs: where the stretch ends"
     assert len({line.get_color() for line in lines}) == 4
 
 
 def test_a_ladder_has_odd_lengths_too_and_a_deep_model_not_too_many_lines() -> None:
     (figure,) = curves(table(40, "ladder")).values()
-    labels = [int(label.get_text()) for label in figure.axes[1].get_yticklabels()]
-    assert len(labels) == MOST_LINES == len(figure.axes[0].lines) - 1
-    assert (labels[0], labels[-1]) == (1, 40)
+    labels = figure.axes[0].get_legend_handles_labels()[1]
+    assert len(labels) == len(ORDERED) == len(figure.axes[0].lines) - 1
+    assert (labels[0], labels[-1]) == ("1 layer", "40 layers")
 
 
 def test_a_few_hopeless_stretches_do_not_squeeze_the_others() -> None:
@@ -63,10 +65,11 @@ def test_a_few_hopeless_stretches_do_not_squeeze_the_others() -> None:
     axes = figure.axes[0]
     low, high = axes.get_ylim()
     assert low < BASE < high < 1.2 * BASE
-    assert axes.texts[0].get_text() == "8 of 64 stretches lie above (hollow)"
+    assert "8 points of 64 lie above (hollow, on the edge)" in axes.get_title(loc="left")
 
 
-def test_stretches_of_odd_lengths_alone_make_no_picture_of_pairs() -> None:
+def test_stretches_of_odd_lengths_are_those_of_whole_pairs() -> None:
     cells = table(6, "2-parallel")
     odd = cells[(cells["last"] - cells["first"]) % 2 == 0]
-    assert curves(odd) == {}
+    (figure,) = curves(odd).values()
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["2 layers (1 pair)", "4 layers (2 pairs)"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from surgeon.findings.explore import ExploreRun, NextStep
+from surgeon.findings.explore import Exploration, NextStep
 from surgeon.provenance import FORMAT
 
 LONG = "surgeon heal runs/explore/knee.yaml --data a.txt --distill logits --steps 100 --eval-tokens 1024 -o runs/healed"
@@ -16,7 +16,7 @@ STEPS = [
 ]
 
 
-def exploration(**more: object) -> ExploreRun:
+def exploration(**more: object) -> Exploration:
     rows = [
         ("scan", "216 cells of shuffle, prune, merge, parallel, 2-parallel, lp, stretches of every 2 layers", 61.2),
         ("on this-machine", "knee: 1.5 times the tokens/s", 2.0),
@@ -24,7 +24,7 @@ def exploration(**more: object) -> ExploreRun:
     record = {"format": FORMAT, "command": "surgeon explore", "model": "tiny", "model_hash": "a" * 64} | more
     record |= {"minutes": 10.0, "spent": 245.0, "data": "a.txt", "plan": {"tokens": 4096}}
     record |= {"left_out": ["search: it has no layers"], "next": [vars(one) for one in STEPS]}
-    return ExploreRun(pd.DataFrame(rows, columns=["step", "did", "seconds"]), record=record)
+    return Exploration(pd.DataFrame(rows, columns=["step", "did", "seconds"]), record=record)
 
 
 def test_on_a_terminal_only_commands_are_long() -> None:
@@ -39,8 +39,8 @@ def test_on_a_terminal_only_commands_are_long() -> None:
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = exploration()
     written.write(tmp_path)
-    read = ExploreRun.read(tmp_path, "a" * 64)
+    read = Exploration.read(tmp_path, "a" * 64)
     assert str(read) == str(written)
     assert read.next_steps == STEPS
-    ExploreRun(record=written.record).write(tmp_path)  # before anything is done
-    assert len(ExploreRun.read(tmp_path).steps) == 0
+    Exploration(record=written.record).write(tmp_path)  # before anything is done
+    assert len(Exploration.read(tmp_path).steps) == 0

@@ -45,11 +45,13 @@ def test_a_front_shows_its_points_and_how_many_trials_lie_far(tmp_path: Path) ->
     every = [*TRIALS, *far]
     front = write_front(tmp_path, pareto_front(every, QUESTION.traded, PRICING), QUESTION, "demo", "h" * 64)
     found = SearchRun(table(every), front=front, record={"num_layers": 8})
-    (axes,) = found.plot("front").axes
+    figure = found.plot("front")
+    (axes,) = figure.axes
     trials, _, shown = axes.lines  # those above are hollow, and a line of their own
     assert sorted(shown.get_xydata().tolist()) == [[5, 0.5], [6, 0.02], [7, pytest.approx(0.015)]]  # type: ignore[union-attr]
     assert len(trials.get_xydata()) == 7  # type: ignore[arg-type]  # not the one stopped early, nor the infinite one
-    assert "1 of 7 trials lie above" in texts(found.plot("front"))
+    assert "1 point of 10 lies above" in axes.get_title(loc="left")
+    assert texts(figure) == "1 | 2 | 3", "as in front.csv"
     assert axes.get_xlabel() == "effective depth (layers)"
     assert axes.get_ylim()[1] < 1
 
@@ -59,13 +61,11 @@ def test_curves_and_knees_are_drawn(tmp_path: Path) -> None:
     written = quality_table(curves)
     SearchRun.TABLES["quality"].write(tmp_path, written)
     found = SearchRun(table(TRIALS), quality=SearchRun.TABLES["quality"].read(tmp_path), record={"num_layers": 8})
-    linear, quality, knees = found.plot("quality-against-depth").axes
+    (quality,) = found.plot("quality-against-depth").axes
     measured = [[7, pytest.approx(0.015)], [6, pytest.approx(0.03)], [5, 0.5]]
-    assert linear.lines[0].get_xydata().tolist() == [[8, 0], *measured]  # type: ignore[union-attr]
     assert quality.lines[0].get_xydata().tolist() == measured  # type: ignore[union-attr]
-    assert [each.get_text() for each in knees.get_yticklabels()] == ["pair", "drop", "all together"]
-    assert "none" in texts(found.plot("quality-against-depth"))  # of dropping a single layer
-    assert quality.get_xlim() == (8.5, 4.5)
+    assert quality.get_legend_handles_labels()[1] == ["pair", "drop", "all together", "knee"]
+    assert quality.get_xlim() == (7.5, 4.5)
     sure = {curve.name: curve.knee for curve in curves if curve.knee.cost is not None}
     rows = written[written["knee"]].set_index("space")
     assert {name: (knee.low, knee.high, knee.share) for name, knee in sure.items()} == {

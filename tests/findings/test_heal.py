@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.findings.training import Healing
+from surgeon.findings.heal import Healing
 from tests.findings.read_page import drawing_of, marks_in, page_of, render
 from tests.findings.run_folders import make_healing, read_csv, state, write_csv
 

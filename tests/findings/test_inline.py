@@ -10,14 +10,22 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 
-from surgeon.findings.drawing import COLOURS, chart, layers_across, points, save, scale
+from surgeon.findings.drawing import COLOURS, Chart, layers_across, points, save, scale
 from surgeon.findings.inline import inline_svg, legend_keys
-from surgeon.findings.page_maps import map_figure
+from surgeon.findings.maps import Map
 from surgeon.findings.program import program_figure
 from surgeon.language.program import Program
 from tests.findings.read_page import marks_in
+
+
+def chart(x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Chart("a chart", lambda _: None, x, y).figure
+    return figure, figure.axes[0]
+
 
 PROGRAM = Program.parse("A0 F0 [A1 A2] [F1 F2] >A3 >F3 {A4 F4 | A5 F5} F6")
 
@@ -57,7 +65,7 @@ def test_nothing_that_a_page_should_not_hold() -> None:
 
 def test_a_map_is_an_image_of_a_pixel_for_each_cell() -> None:
     values = pd.DataFrame([[0.0, 1.0, math.nan], [0.5, math.inf, 0.2]], index=["a", "b"], columns=[0, 1, 2])
-    figure = map_figure(values, Normalize(0, 1), ("layer", ""), limit=0.5, flat=300.0)
+    figure = Map("a map", values, Normalize(0, 1), ("layer", ""), {}, limit=0.5, flat=300.0).figure
     root = ElementTree.fromstring(str(inline_svg(figure, "a map")))
     (image,) = root.iter("image")
     assert (image.get("width"), image.get("height")) == ("3", "2")

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.findings.page import write_page
-from surgeon.findings.sections import KINDS
+from surgeon.findings.page import KINDS, write_page
 from tests.findings.read_page import Page, page_of, render
 from tests.findings.run_folders import (
     ALL,
@@ -45,10 +44,10 @@ def page(folders: list[Path]) -> Page:
 
 def test_a_section_for_every_run(folders: list[Path], page: Page) -> None:
     sections = [a for tag, a in page.tags if tag == "section" and a.get("class") == "run"]
-    assert len(sections) == len(folders) == len([kind for kind in KINDS if kind.of_surgery])
+    assert len(sections) == len(folders) == len([kind for kind in KINDS if kind.OF_SURGERY])
     headings = page.text("h2")
     for kind in KINDS:
-        assert (kind.title in headings) == kind.of_surgery
+        assert (kind.TITLE in headings) == kind.OF_SURGERY
     assert "What this page cannot say" in page.text()
     provenance = page.text("model-1-1")
     for value in ("surgeon something tiny", "a" * 64, "d" * 64, "0.0.0-test"):

@@ -53,6 +53,7 @@ def test_distances_beyond_those_of_the_other_layers_are_pale(
     rows = [(first, last, 0.1 * (last - first + 1)) for first in range(3) for last in range(first, 3)]
     table = pd.DataFrame(rows, columns=["first", "last", "angular_distance"])
     table.loc[table["first"] == 0, "angular_distance"] = of_layer_0
+    table = table.assign(angular_distance_last_token=0.1)
     path = save(Similarity(layers([1.0], [1.0]), table).plot("distances"), tmp_path / "d.png")
     assert (pixels_of(path, PALE) > 10_000) == is_beyond
     alone = save(Similarity(layers([1.0], [1.0]), table[:1].assign(last=0)).plot("distances"), tmp_path / "alone.png")
@@ -85,6 +86,8 @@ def test_pairs_with_nothing_to_show_on_a_logarithmic_scale() -> None:
     table = pd.DataFrame({"first": range(3), **{name: [3.0, 1.0, 2.0] for name in names}})
     table = table.assign(mlp_shift=0.0, mlp_jacobian=1.0, next_mlp_jacobian=1.0, divergence=[0.0, 0.1, math.inf])
     table = table.assign(divergence_low=[-math.inf, 0.05, math.inf], divergence_high=[math.inf, 0.2, math.inf])
+    table = table.assign(last=table["first"] + 1, relative_bound=0.3, relative_first_order=0.2, relative_error=0.1)
+    table = table.assign(perplexity=9.0)
     correlations = pd.DataFrame(
         [("bound", "divergence", 0.5, 0.25, 3), ("error", "divergence", math.nan, math.nan, 3)],
         columns=["predictor", "damage", "rho", "p", "n"],

@@ -24,7 +24,7 @@ from surgeon.commands.exploring import HERE, plan_rounds
 from surgeon.commands.next_steps import NextSteps
 from surgeon.cost.hardware_file import MACHINES
 from surgeon.findings.check import Check, Verdict
-from surgeon.findings.explore import ExploreRun, NextStep
+from surgeon.findings.explore import Exploration, NextStep
 from surgeon.findings.scan import Scan
 from surgeon.language.recipe import read_recipe
 from surgeon.progress import TimeOver
@@ -257,7 +257,7 @@ def test_an_interruption_keeps_what_was_found(
     monkeypatch.setattr(module, "search", interrupted)
     with pytest.raises(KeyboardInterrupt):
         passes.go()
-    kept = ExploreRun.read(tmp_path / "out")
+    kept = Exploration.read(tmp_path / "out")
     assert kept.record["done"] == names(1)[:2]
     assert kept.steps.set_index("step")["seconds"]["search 1"] == 7
 
@@ -271,7 +271,7 @@ def test_other_work_is_said_and_does_not_stop_it(
     assert [line for line in passes.said if "other work" in line] == [
         "other work slows this machine: 40% of its processors are free; going on with these"
     ]
-    kept = ExploreRun.read(tmp_path / "out")
+    kept = Exploration.read(tmp_path / "out")
     assert kept.slowed == "other work slowed this machine: at times 40% of its processors were free"
     assert kept.slowed in " ".join(str(kept).split())
 

@@ -15,7 +15,7 @@ import surgeon
 from surgeon.analysis.subject import open_subject
 from surgeon.findings.edit import Edit
 from surgeon.findings.result import RunResult
-from surgeon.findings.sections.search import _taken
+from surgeon.findings.search import _taken
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import FEW, Known, KnownPass, measured_ranks, read_known

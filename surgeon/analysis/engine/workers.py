@@ -31,7 +31,6 @@ from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import open_model
 from surgeon.processes.children import when_parent_ends
-from surgeon.quality.head import Quality
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
 _PATIENCE = 0.5  # seconds between looks at whether all workers are still alive
@@ -133,7 +132,7 @@ def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[flo
             continue
         match message:
             case ("measured", program, start, numbers):
-                quality = Quality(**{name: torch.from_numpy(values) for name, values in numbers.items()})
+                quality = {name: torch.from_numpy(values) for name, values in numbers.items()}
                 yield MeasuredWindows(Program.parse(program), start, quality)
             case ("ran", amount):
                 ran(amount)
@@ -178,7 +177,7 @@ def _work(job: Job, messages: Any) -> None:
             sampled=job.sampled,
         )
         for measured in measure(model, job.ids, plan, options):
-            numbers = {name: tensor.numpy() for name, tensor in measured.quality.numbers.items()}
+            numbers = {name: tensor.numpy() for name, tensor in measured.quality.items()}
             messages.put(("measured", str(measured.program), measured.start, numbers))
         messages.put(("ended",))
     except Exception as error:  # noqa: BLE001 - the first process raises it

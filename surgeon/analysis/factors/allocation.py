@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
+from surgeon.analysis.spectrum_journal import ByWindow, SingularValues, Truncation
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import rank_for, saves
 from surgeon.language.sublayer import WRITING
@@ -217,13 +217,13 @@ def corrected(
 
 
 def curves_of(
-    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, WindowQuality], method: str
+    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, ByWindow], method: str
 ) -> tuple[Curve, ...]:
     """The curves of what a spectrum has found of these matrices, for truncations by one method."""
     measured: dict[Matrix, dict[int, float]] = {}
     for truncation, quality in damage.items():
         if truncation.method == method:
-            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality.divergence.mean())
+            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality["divergence"].mean())
     return tuple(
         Curve(matrix, found.size, found.plain if method == "plain" else found.whitened, measured.get(matrix, {}))
         for matrix, found in spectra.items()

@@ -29,9 +29,9 @@ from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.spectrum import MeasuredSpectrum
 from surgeon.analysis.subject import Subject
 from surgeon.errors import did_you_mean
+from surgeon.findings.spectrum import Spectrum
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.program import Program
@@ -176,7 +176,7 @@ def ranked(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
 
 
 def write_recipe(
-    folder: Path, subject: Subject, found: MeasuredSpectrum, share: Share, ranks: Ranks, calibration: Calibration
+    folder: Path, subject: Subject, found: Spectrum, share: Share, ranks: Ranks, calibration: Calibration
 ) -> Path:
     """Write recipe.yaml with the ranks that a spectrum gives, bound to the model; returns its path.
 

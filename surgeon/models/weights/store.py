@@ -83,39 +83,6 @@ class NamedTensors:
         return self.tensor(name).narrow(dim, first, end - first)
 
 
-class Replaced:
-    """Another store, with tensors of its own in place of some of it."""
-
-    def __init__(self, store: Store, tensors: Tensors) -> None:
-        self._store = store
-        self._tensors = tensors
-        self.where = store.where
-
-    def names(self) -> Iterable[str]:
-        return self._store.names()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._store
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._store.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        if name in self._tensors:
-            return self._tensors[name].dtype
-        return self._store.dtype(name)
-
-    def tensor(self, name: str) -> Tensor:
-        if name in self._tensors:
-            return self._tensors[name]
-        return self._store.tensor(name)
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        if name in self._tensors:
-            return self._tensors[name].narrow(dim, first, end - first)
-        return self._store.part(name, dim, first, end)
-
-
 class ModuleStore:
     """The parameters of a module in memory, or wherever `accelerate` has put them.
 

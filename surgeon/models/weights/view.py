@@ -296,12 +296,6 @@ class ModelWeights(StoredWeights):
         first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
         return first * width, end * width
 
-    def features(self, sublayer: Sublayer, role: str) -> Tensor:
-        """Where the features that a sublayer, or its slice, has of a projection lie in what its layer stores of it."""
-        projection = self.spec(sublayer).projection(role)
-        (layer,) = sublayer.layers
-        return self.places(layer, sublayer.kind, projection)[self._kept(sublayer, projection)]
-
     def _kept(self, sublayer: Sublayer, projection: Projection) -> Kept:
         """The features that a sublayer has of a projection, among all that its layer has, ascending."""
         inside = slice(*self._bounds(sublayer, projection))

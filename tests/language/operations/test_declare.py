@@ -14,7 +14,7 @@ import pytest
 import surgeon.language.operations
 from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select, selected_cells
 from surgeon.analysis.proxies import readers
-from surgeon.analysis.tables import order_of
+from surgeon.analysis.scan import order_of
 from surgeon.findings.scan import Scan, title_of
 from surgeon.findings.tolerance import changed_layers, group_size
 from surgeon.language.operations.base import OPERATIONS, find_stretch, operation
@@ -129,8 +129,8 @@ def test_one_declaration_is_all_a_report_needs(tmp_path: Path) -> None:
     assert "Rotate pairs: where the stretch ends" in page
     assert "no measured way to turn" in page
     cells = pd.DataFrame(
-        [("rotate-pairs", 0, last, 10.0 + last) for last in range(4)],
-        columns=["operation", "first", "last", "perplexity"],
+        [("rotate-pairs", 0, last, 10.0 + last, 0.1, 100) for last in range(4)],
+        columns=["operation", "first", "last", "perplexity", "divergence", "tokens"],
     )
     assert "curves-rotate-pairs" in Scan(cells, 9.0).pictures()
 

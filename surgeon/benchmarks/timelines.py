@@ -1,34 +1,15 @@
-"""The result of a benchmark with what it was made of, and timelines of what its ranks do."""
+"""Timelines of what ranks do, as files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from surgeon.benchmarks.compression_cost import CompressionCost
-from surgeon.benchmarks.measure import RankBench, Result
+from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.trace import Wires, chrome_trace
 from surgeon.cost.workload import Workload
-from surgeon.findings.bench import BenchSpeeds
 from surgeon.processes.files import write_text
 from surgeon.processes.torchrun import read_environment
-
-
-@dataclass(frozen=True, repr=False)
-class Benchmark(BenchSpeeds):
-    """What was measured.
-
-    Attributes:
-        results: by load, of every program.
-        compression: what sending integers does to predictions, by program; nothing where none were sent.
-        traces: files with timelines, if there are any.
-    """
-
-    results: Sequence[Result] = ()
-    compression: Mapping[str, CompressionCost] = field(default_factory=dict)
-    traces: tuple[Path, ...] = ()
 
 
 def write_trace(measured: RankBench, load: Workload, path: Path) -> tuple[Path, ...]:
