@@ -239,7 +239,7 @@ def predict(
             fit into memory; in a sweep that is said in its cells.
     """
     from surgeon.commands.opening import as_list, as_range
-    from surgeon.commands.predictions import Question, experts_of, heading_of, record_of
+    from surgeon.commands.predictions import PredictionInputs, experts_of, heading_of, record_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.findings.prediction import Predictions
@@ -247,7 +247,7 @@ def predict(
 
     candidates = open_candidates(model, as_list(compare), program, as_range(layers))
     asked: Asked = {"prompt": prompt, "new": new, "ranks": ranks, "sweep": sweep, "output": output}
-    question = Question.of(candidates, hardware, asked, batch)
+    question = PredictionInputs.of(candidates, hardware, asked, batch)
     cells = question.cells()
     machine = question.hardware
     for cell in cells if not question.swept else ():

@@ -70,7 +70,7 @@ class Asked(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Question:
+class PredictionInputs:
     """The same, read; some may be refused in a sweep only."""
 
     candidates: Sequence[Candidate]
@@ -84,7 +84,7 @@ class Question:
     @classmethod
     def of(
         cls, candidates: Sequence[Candidate], hardware: str | Path | Hardware, asked: Asked, batch: int | Sequence[int]
-    ) -> Question:
+    ) -> PredictionInputs:
         machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
         ranks = asked.get("ranks", 1)
         sweep = asked.get("sweep")
@@ -175,7 +175,7 @@ def best_programs(
     known = known_programs(first.model, allowance or Allowance(), as_range(asked.get("layers")))
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     asked["sweep"] = asked.get("sweep") or f"ranks=1..{machine.devices},batch=1..256"
-    question = Question.of(known, machine, asked, 1)
+    question = PredictionInputs.of(known, machine, asked, 1)
     deployment, load, folder = question.deployment, question.workload, question.folder
     links = 1 if deployment.link else max(1, len(machine.links))
     with progress("predict", len(known) * links * prod(map(len, question.axes.values())), "predictions") as advance:
@@ -218,7 +218,7 @@ def predict_drafts(
     if (there := on_disk(str(draft))) is not None:
         drafting = replace(drafting, name=there.stem)
     chances = check_chances([acceptance] if isinstance(acceptance, int | float) else acceptance)
-    question = Question.of([first, drafting], hardware, asked, batch)
+    question = PredictionInputs.of([first, drafting], hardware, asked, batch)
     cells, machine, folder = question.cells(), question.hardware, question.folder
     rows, refused = list[dict[str, float]](), list[str]()
     for plain, alone in zip(cells[::2], cells[1::2], strict=True):

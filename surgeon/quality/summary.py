@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy import stats
 
 CONFIDENCE = 0.95
 UNKNOWN = (math.nan, math.nan)  # of an interval
@@ -49,6 +48,8 @@ def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, flo
     """The interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
     if len(values) < 2 or not np.isfinite(values).all():
         return -math.inf, math.inf
+    from scipy import stats  # half a second that a page of files need not wait
+
     error = float(stats.sem(values))
     if error == 0:
         return float(values[0]), float(values[0])
@@ -237,6 +238,8 @@ def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple
     if count < 2 or not np.isfinite(values).all():
         return interval(values)
     variance = np.var(values, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
+    from scipy import stats
+
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
     mean = float(base.mean() + difference.mean())
     return mean - half, mean + half
