@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import optuna
 
 from surgeon.analysis.subject import Subject
+from surgeon.commands.opening import check_counts, warn
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import SearchRun
-from surgeon.library.opening import check_counts, warn
 from surgeon.library.search_heal import require_text_to_heal
 from surgeon.library.search_result import SearchResult, end_search
 from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings

@@ -11,10 +11,10 @@ from surgeon.analysis.experts import expert_use
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject, open_subject
+from surgeon.commands.opening import as_folder, warn
 from surgeon.cost.hardware import Hardware
 from surgeon.errors import shown
 from surgeon.findings.result import RunResult
-from surgeon.library.opening import as_folder, warn
 from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import Model, open_model

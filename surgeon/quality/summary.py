@@ -50,7 +50,6 @@ def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, flo
 
     if len(values) < 2 or not np.isfinite(values).all():
         return -math.inf, math.inf
-    from scipy import stats  # half a second that a page of files need not wait
 
     error = float(stats.sem(values))
     if error == 0:
@@ -242,7 +241,6 @@ def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple
     if count < 2 or not np.isfinite(values).all():
         return interval(values)
     variance = np.var(values, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
-    from scipy import stats
 
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
     mean = float(base.mean() + difference.mean())
