@@ -35,9 +35,9 @@ from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.results.edit import ADDITIVE, Choice, Edit, as_choice
 from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.question import Question
 from surgeon.searches.search import MIXTURE, Search
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram
 
@@ -117,10 +117,10 @@ class Cell:
         budget = self.budget
         if budget.startswith("depth="):  # a share of the layers, in whole ones
             budget = f"depth={round(model.num_layers * float(budget[6:-1]))}"
-        settings = SearchSettings(self.spaces, budget, link_delay="1ms", prompt=128, new=64)
+        settings = Question(self.spaces, budget, link_delay="1ms", prompt=128, new=64)
         mixture = settings.mixture(model)
         dense = mixture.model.program
-        question = Question(settings, mixture, settings.priced(mixture), self.known.measure([dense])[dense])
+        question = PricedQuestion(settings, mixture, settings.priced(mixture), self.known.measure([dense])[dense])
         return Search(question, self.known, terms)  # type: ignore[arg-type]
 
 

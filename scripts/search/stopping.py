@@ -41,12 +41,12 @@ from surgeon.analysis.subject import Subject, open_subject
 from surgeon.language.program import Program
 from surgeon.results.edit import Choice, as_choice
 from surgeon.searches.evaluate import FIRST_TOKENS, Evaluator
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.known import Known, KnownPass
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.question import Question
 from surgeon.searches.race import Race
 from surgeon.searches.search import Search
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial
 
@@ -124,7 +124,7 @@ class Asked:
     """A question of a text, all choices of which are measured."""
 
     text: Text
-    question: Question
+    question: PricedQuestion
     terms: Terms
     scan: Known
     choices: Mapping[Choice, MeasuredProgram]
@@ -188,10 +188,10 @@ def asked(text: Text, spaces: str, budget: str) -> Asked | None:
     opened = text.subject.opened
     if budget.startswith("depth="):  # a share of the layers, in whole ones
         budget = f"depth={round(opened.num_layers * float(budget[6:-1]))}"
-    settings = SearchSettings(spaces, budget, link_delay="1ms", prompt=128, new=64)
+    settings = Question(spaces, budget, link_delay="1ms", prompt=128, new=64)
     mixture = settings.mixture(opened)
     dense = mixture.model.program
-    question = Question(settings, mixture, settings.priced(mixture), text.measured([dense])[0])
+    question = PricedQuestion(settings, mixture, settings.priced(mixture), text.measured([dense])[0])
     programs = {mixture.program(choice): choice for choice in _every_choice(question, (), 0)}
     if not len(mixture.edits) < len(programs) <= MOST:
         return None
@@ -200,7 +200,7 @@ def asked(text: Text, spaces: str, budget: str) -> Asked | None:
     return Asked(text, question, terms, _scan(text, mixture), choices)
 
 
-def _every_choice(question: Question, chosen: Choice, start: int) -> Iterator[Choice]:
+def _every_choice(question: PricedQuestion, chosen: Choice, start: int) -> Iterator[Choice]:
     """Those that keep the budget, and no longer do without their last edit; too many are not all."""
     mixture, count = question.mixture, 0
     for place in range(start, len(mixture.edits)):
