@@ -17,31 +17,31 @@ from typing import TYPE_CHECKING, Any
 from surgeon.version import __version__
 
 if TYPE_CHECKING:
+    from surgeon.commands.bench import bench
+    from surgeon.commands.calibrate import calibrate
+    from surgeon.commands.check import check
+    from surgeon.commands.edit import edit
+    from surgeon.commands.evaluate import evaluate
+    from surgeon.commands.export import export
+    from surgeon.commands.families import families
+    from surgeon.commands.generate import generate
+    from surgeon.commands.heal import heal
+    from surgeon.commands.predict import predict
+    from surgeon.commands.report import report
+    from surgeon.commands.scan import scan
+    from surgeon.commands.sensitivity import sensitivity
+    from surgeon.commands.serve import serve
+    from surgeon.commands.similarity import similarity
+    from surgeon.commands.spectrum import spectrum
+    from surgeon.commands.train import train
     from surgeon.demo import demo_data, demo_model
     from surgeon.exports.saving import load
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
-    from surgeon.library.bench import bench
-    from surgeon.library.calibrate import calibrate
-    from surgeon.library.check import check
-    from surgeon.library.edit import edit
-    from surgeon.library.evaluate import evaluate
     from surgeon.library.explore import explore
-    from surgeon.library.export import export
-    from surgeon.library.families import families
-    from surgeon.library.generate import generate
-    from surgeon.library.heal import heal
-    from surgeon.library.predict import predict
-    from surgeon.library.report import report
-    from surgeon.library.scan import scan
     from surgeon.library.search import search
     from surgeon.library.search_problem import SearchProblem
-    from surgeon.library.sensitivity import sensitivity
-    from surgeon.library.serve import serve
-    from surgeon.library.similarity import similarity
-    from surgeon.library.spectrum import spectrum
-    from surgeon.library.train import train
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from surgeon.training.model import RackOptions
     from surgeon.training.settings import TrainSettings
 
-# Where names come from; those that are not here have a file of their own in the library. A colon: its name there.
+# Where names come from; those that are not here are commands, with a file of their own. A colon: its name there.
 _ELSEWHERE = {
     "Distillation": "surgeon.training.distill.distiller",
     "Fork": "surgeon.language.program",
@@ -65,11 +65,13 @@ _ELSEWHERE = {
     "TrainSettings": "surgeon.training.settings",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
+    "explore": "surgeon.library.explore",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
     "restore": "surgeon.models.edit",
+    "search": "surgeon.library.search",
 }
 __all__ = [
     "Distillation",
@@ -116,7 +118,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, _, there = _ELSEWHERE.get(name, f"surgeon.library.{name}").partition(":")
+    home, _, there = _ELSEWHERE.get(name, f"surgeon.commands.{name}").partition(":")
     value = getattr(import_module(home), there or name)
     globals()[name] = value
     return value

@@ -14,19 +14,25 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of an error message about an unknown word: the nearest known one, or all of them."""
     known = list(known)
     near = difflib.get_close_matches(str(word), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"known: {', '.join(known)}"
 
 
 def shown(value: object, most: int = 40) -> str:
     """A value as an error message shows it; what is too long loses its end."""
     text = repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    if len(text) <= most:
+        return text
+    return text[: most - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, in one line; its kind if it says nothing."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    if text:
+        return text.splitlines()[0]
+    return type(error).__name__
 
 
 @contextmanager

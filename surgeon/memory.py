@@ -41,7 +41,9 @@ def show_size(size: float) -> str:
         factor = _UNITS[unit[0]]
         if size >= factor:
             amount = size / factor
-            return f"{amount:.0f}{unit}" if amount >= 100 else f"{amount:.3g}{unit}"
+            if amount >= 100:
+                return f"{amount:.0f}{unit}"
+            return f"{amount:.3g}{unit}"
     return f"{size:.0f}B"
 
 
@@ -105,7 +107,9 @@ def available_bytes(device: torch.device, limit: int | None = None) -> int:
     """
     if device.type == "cuda":
         return gpu_free_bytes(device.index or 0)
-    return free_bytes() if limit is None else limit - resident_bytes()
+    if limit is None:
+        return free_bytes()
+    return limit - resident_bytes()
 
 
 def stay_below(limit: int | None) -> None:
@@ -122,7 +126,9 @@ def stay_below(limit: int | None) -> None:
 
 def _of_glibc(name: str) -> Callable[..., object] | None:
     """One of its functions, where it is the C library (musl has none of those that are asked for)."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if sys.platform == "linux":
+        return getattr(ctypes.CDLL(None), name, None)
+    return None
 
 
 def _set_allocator(*values: tuple[str, int, int]) -> None:

@@ -71,13 +71,17 @@ class HubName(NamedTuple):
     revision: str | None = None
 
     def __str__(self) -> str:
-        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+        if self.revision is None:
+            return self.repository
+        return f"{self.repository}@{self.revision}"
 
     @property
     def address(self) -> str:
         """Of its page."""
         page = f"https://huggingface.co/{self.repository}"
-        return page if self.revision is None else f"{page}/tree/{quote(self.revision, safe='')}"
+        if self.revision is None:
+            return page
+        return f"{page}/tree/{quote(self.revision, safe='')}"
 
 
 def hub_name(text: str) -> HubName | None:
@@ -92,9 +96,12 @@ def hub_name(text: str) -> HubName | None:
     site = _SITE.match(text)
     if site is None and "://" not in text:
         found = _HUB.fullmatch(text)
-        return None if found is None else HubName(*found.groups())
+        if found is None:
+            return None
+        return HubName(*found.groups())
     parts = [] if site is None else re.split("[?#]", text[site.end() :])[0].strip("/").split("/")
-    typed, inside = "/".join(parts), False
+    typed = "/".join(parts)
+    inside = False
     if len(parts) > 3 and parts[2] in _OF_REVISION:
         typed = f"{parts[0]}/{parts[1]}@{unquote(parts[3])}"
         inside = len(parts) > 4 or parts[2] not in ("tree", "commit")
@@ -119,7 +126,9 @@ def model_name(text: str | Path) -> str:
 def name_of(text: str | Path) -> str:
     """What a model is called: a folder's own name, a name on the hub as it is."""
     there = on_disk(text)
-    return model_name(text) if there is None else there.resolve().name
+    if there is None:
+        return model_name(text)
+    return there.resolve().name
 
 
 def is_path(text: str) -> bool:
@@ -130,7 +139,9 @@ def is_path(text: str) -> bool:
 
 def public(text: str) -> str:
     """A text without the place on this machine, if it is a path."""
-    return Path(text).name if is_path(text) else text
+    if is_path(text):
+        return Path(text).name
+    return text
 
 
 def is_recipe(text: str | Path) -> bool:

@@ -84,7 +84,9 @@ class Model(StoredModel):
     @property
     def reference(self) -> str:
         """How a recipe names it, wherever it is used from: a folder by its whole path, else as the user did."""
-        return str(self.folder.resolve()) if on_disk(self.name) is not None else self.name
+        if on_disk(self.name) is not None:
+            return str(self.folder.resolve())
+        return self.name
 
     @property
     def form(self) -> Form:
@@ -176,7 +178,9 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
         what = "a program" if is_program(text) else "a recipe"
         raise ValueError(f"{text} is {what}, which is applied to a model; open the model by its folder or name")
     text = model_name(text)
-    return Model.of(Checkpoint(locate(text)), text) if weights else Model(text, None, *read_config_only(text))
+    if weights:
+        return Model.of(Checkpoint(locate(text)), text)
+    return Model(text, None, *read_config_only(text))
 
 
 @dataclass(frozen=True)
@@ -214,11 +218,14 @@ class EditedModel:
         where = choose_device(device)
         places = self.model.device_map(self.asked) if where == "cuda" else None
         loaded = load(self.model, device_map=places, packed=packed)
-        return loaded if self.asked is None else edit(loaded, self.asked, factors=self.factors)
+        if self.asked is None:
+            return loaded
+        return edit(loaded, self.asked, factors=self.factors)
 
     def identity(self, device: str) -> dict[str, Any]:
         """What its answers on some device depend on, as JSON values; weights are read for their hash."""
-        tokenizer, generation = self.model.tokenizer, self.model.folder / "generation_config.json"
+        tokenizer = self.model.tokenizer
+        generation = self.model.folder / "generation_config.json"
         backend = getattr(tokenizer, "backend_tokenizer", None)
         words = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
         return {
@@ -270,7 +277,8 @@ def open_edited(
     elif isinstance(what, Recipe):
         edited = _open_recipe(what, original)
     else:
-        model, asked = open_model(what), Program.parse(program) if isinstance(program, str) else program
+        model = open_model(what)
+        asked = Program.parse(program) if isinstance(program, str) else program
         if asked is not None:
             model.check(asked)
         edited = EditedModel(model.name, model, asked)
@@ -301,4 +309,6 @@ def choose_device(device: str) -> str:
         raise ValueError(f"unknown device {device!r}; {did_you_mean(device, DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no GPU that this PyTorch can use; use the device cpu")
-    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    if device != "cpu" and torch.cuda.is_available():
+        return "cuda"
+    return "cpu"

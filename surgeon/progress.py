@@ -105,7 +105,10 @@ class _Lines:
     """A line now and then."""
 
     def __init__(self, what: str, total: float | None, unit: str, done: float, note: Callable[[], str]) -> None:
-        self.what, self.total, self.unit, self.note = what, total, unit, note
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.note = note
         self.first = self.done = done
         self.begun = self.shown = time.monotonic()
 
@@ -134,4 +137,6 @@ def clock(seconds: float) -> str:
     """A time as minutes and seconds, 4:05, or with hours before them."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

@@ -6,7 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-SPIN, POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+SPIN = "GOMP_SPINCOUNT"
+POLICY = "OMP_WAIT_POLICY"
 TOPOLOGY = Path("/sys/devices/system/cpu")
 LOOKS = "100000"  # before a thread sleeps: some tenths of a millisecond
 
@@ -26,7 +27,9 @@ def wait_asleep() -> None:
 
 def usable_cores() -> int:
     """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads_per_rank(ranks: int) -> int:

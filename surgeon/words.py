@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
+MINUS = "\N{MINUS SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 NO_VALUE = "\N{EN DASH}"
 WIDTH = 80  # columns of a terminal
 MOST_LAYERS = 10_000  # a number beyond is damage, which would fill the memory
@@ -20,7 +21,9 @@ def number(value: float, digits: int = 4) -> str:
     if math.isnan(value):
         return NO_VALUE
     if math.isinf(value):
-        return "∞" if value > 0 else MINUS + "∞"
+        if value > 0:
+            return "∞"
+        return MINUS + "∞"
     rounded = float(f"{value:.{digits}g}")
     if rounded != 0 and not 1e-4 <= abs(rounded) < 1e7:
         mantissa, _, exponent = f"{value:.{max(1, digits - 2)}e}".partition("e")
@@ -31,7 +34,9 @@ def number(value: float, digits: int = 4) -> str:
 
 def cost(value: float) -> str:
     """What a program costs: a number, but counts (depths have halves) without decimals that they do not have."""
-    return f"{value:,.8g}" if float(2 * value).is_integer() and abs(value) < 1e7 else number(value)
+    if float(2 * value).is_integer() and abs(value) < 1e7:
+        return f"{value:,.8g}"
+    return number(value)
 
 
 def interval(low: float | None, high: float | None, digits: int = 4) -> str:
@@ -89,12 +94,16 @@ def allowance(ratio: float) -> str:
 def tick(value: float) -> str:
     """A number on an axis."""
     text = number(value, 3)
-    return text.rstrip("0").rstrip(".") if "." in text and TIMES not in text else text
+    if "." in text and TIMES not in text:
+        return text.rstrip("0").rstrip(".")
+    return text
 
 
 def stretch(first: int, last: int) -> str:
     """A stretch of layers, both ends included."""
-    return f"layer {first}" if first == last else f"layers {first} to {last}"
+    if first == last:
+        return f"layer {first}"
+    return f"layers {first} to {last}"
 
 
 def layer_list(layers: Iterable[int]) -> str:
@@ -114,7 +123,9 @@ def layer_list(layers: Iterable[int]) -> str:
 def listed(parts: Iterable[str], joining: str = "and") -> str:
     """Parts of a sentence: "a, b and c"."""
     items = list(parts)
-    return f" {joining} ".join(filter(None, [", ".join(items[:-1]), items[-1]])) if items else ""
+    if items:
+        return f" {joining} ".join(filter(None, [", ".join(items[:-1]), items[-1]]))
+    return ""
 
 
 def first_few(names: Sequence[str], most: int) -> str:
@@ -134,14 +145,18 @@ def plural(count: int, noun: str) -> str:
 
 def times(value: float) -> str:
     """How many times: two decimals; a dash where there is none."""
-    return "-" if math.isnan(value) else f"{value:.2f}"
+    if math.isnan(value):
+        return "-"
+    return f"{value:.2f}"
 
 
 def three_digits(value: float) -> str:
     """Three digits, or more before the point; a dash where there is no number."""
     if math.isnan(value):
         return "-"
-    return f"{value:.0f}" if value >= 99.95 or value < 1e-6 else f"{value:#.3g}"
+    if value >= 99.95 or value < 1e-6:
+        return f"{value:.0f}"
+    return f"{value:#.3g}"
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
@@ -153,7 +168,9 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str
     gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
 
     def place(cell: str, column: int) -> str:
-        return cell.ljust(widths[column]) if column in left else cell.rjust(widths[column])
+        if column in left:
+            return cell.ljust(widths[column])
+        return cell.rjust(widths[column])
 
     return "\n".join(gap.join(map(place, line, range(len(widths)))).rstrip() for line in lines)
 

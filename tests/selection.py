@@ -16,9 +16,14 @@ NORMED_BEHIND = tuple(name for name, family in FAMILIES.items() if family.attent
 RANKED = tuple(name for name, family in FAMILIES.items() if family.attention.apart is None)
 
 
-def case(*values: Any, default: bool, id: str | None = None) -> Any:
-    """A set of parameters, tried by default or with `--thorough` only."""
-    return pytest.param(*values, id=id, marks=() if default else pytest.mark.thorough)
+def case(*values: Any, default: bool, slow: bool = False, id: str | None = None) -> Any:
+    """A set of parameters, tried by default, with `--thorough` only, or of these before a release only."""
+    marks = []
+    if slow or not default:
+        marks.append(pytest.mark.thorough)
+    if slow:
+        marks.append(pytest.mark.slow)
+    return pytest.param(*values, id=id, marks=marks)
 
 
 def one_in(count: int, values: Iterable[Any], first: int = 0) -> list[Any]:

@@ -26,7 +26,7 @@ OF_EXTRAS = ("heal", "serve", "train", "RackOptions")  # names of the library
 BLOCKED = "import sys\nfor name in {packages}: sys.modules[name] = None\n"
 RUN = """
 import surgeon
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 for name in {names}:
     getattr(surgeon, name)
 for command in {commands}:

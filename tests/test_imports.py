@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 
 # A module may import from its own floor and from those above it in this list; a folder stands for all its modules. What
 # several rooms use and knows nothing of models stands first. `demo` is only data (a model's folder and text) and the
-# command of that name lies in `cli`.
+# command of that name lies in `commands`.
 FLOORS = [
     ["version", "errors", "progress", "memory", "gpus", "provenance", "threads", "named", "words", "beside", "demo"],
     ["processes"],
@@ -25,9 +25,7 @@ FLOORS = [
     ["models"],
     ["checkpoint"],
     ["opened"],
-    ["results"],
-    ["reports"],
-    ["quality"],
+    ["quality", "findings"],
     ["exports"],
     ["analysis"],
     ["runtime"],
@@ -37,9 +35,8 @@ FLOORS = [
     ["searches"],
     ["server"],
     ["vllm_plugin"],
-    ["library"],
     ["testing"],
-    ["cli"],
+    ["commands", "library", "cli"],
 ]
 LEVELS = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 # The floors of the runtime; what lies beside its folders is the client's side, which knows all of them.
@@ -232,9 +229,9 @@ def modules_imported_by(code: str) -> set[str]:
     [
         "import surgeon",
         "import surgeon; surgeon.Program.dense(2)",
-        "from surgeon.cli.app import main; main(['--help'])",
-        "from surgeon.cli.app import main; main(['scan', '--help'])",
-        "from surgeon.cli.app import main; main(['--version'])",
+        "from surgeon.commands.app import main; main(['--help'])",
+        "from surgeon.commands.app import main; main(['scan', '--help'])",
+        "from surgeon.commands.app import main; main(['--version'])",
         "import surgeon.runtime.batching.scheduler",
         "import surgeon.searches.quantities; surgeon.searches.quantities.aspect_of('depth', None, 'depth')",
         "import surgeon.runtime.plan.placement, surgeon.runtime.plan.specification",

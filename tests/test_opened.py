@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.language.recipe import parse_recipe
 from surgeon.opened import Model, choose_device, open_edited, open_model
 from tests.stored import configure

@@ -13,7 +13,7 @@ from typer import BadParameter, Exit
 from typer.main import get_command
 
 from scripts.docs import blocks as code
-from surgeon.cli.app import COMMANDS, app
+from surgeon.commands.app import COMMANDS, app
 from surgeon.language.operations import OPERATIONS
 
 (UsageError,) = BadParameter.__bases__  # of typer's own click, whose module is private

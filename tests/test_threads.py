@@ -27,7 +27,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 STARTS = {
-    "command": "from surgeon.cli.app import main; main(['show', 'demo'])",
+    "command": "from surgeon.commands.app import main; main(['show', 'demo'])",
     "rank": "import runpy; sys.argv[1:] = ['/nowhere', '0', '1']; runpy.run_module('surgeon.runtime')",
     "tests": "import tests.conftest, torch",
 }

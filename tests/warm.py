@@ -46,7 +46,7 @@ FOR_TRAINING = (
 )
 FOR_SEARCHES = ("surgeon.searches.study",)
 FOR_COMMANDS = (
-    "surgeon.cli.app",
+    "surgeon.commands.app",
     "surgeon.runtime.service",
     "surgeon.server.run",
     "transformers.models.llama.modeling_llama",

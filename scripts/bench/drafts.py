@@ -1,7 +1,7 @@
 """Decoding with drafts of another program over the same weights, beside decoding without and beside that program alone.
 
     python scripts/bench/drafts.py -o TABLE.md [--model demo] [--ranks 2] [--links 0us 200us 1ms gloo] [--batch 1 4 8]
-                                   [--draft NAME=PROGRAM|RECIPE|FOLDER ...] [--clasp N ...] [--only NAME ...]
+                                   [--draft NAME=PROGRAM|RECIPE|FOLDER ...] [--only NAME ...]
                                    [--draft-tokens N] [--drawn 0.8] [--rounds 3]
 
 All ways of decoding take turns in every round, in another order each time, so that whatever else the machine does
@@ -11,8 +11,8 @@ are worth every run finds out anew while it decodes, as `surgeon generate` does.
 has not seen.
 
 "alone" is the edited program itself, whose text is another one; "lookup" drafts what came in the text itself before,
-without a pass of anything; "CLaSp" leaves out the layers that clasp.py chooses by the prompts; a model with codas
-drafts with its coda, too. Greedy texts of drafts are compared with dense ones: those that differ are counted.
+without a pass of anything; a model with codas drafts with its coda, too. Greedy texts of drafts are compared with
+dense ones: those that differ are counted.
 
 Where these were measured, drafts are to come to 1.5 times dense over 1 ms and to 1.2 times over gloo, one text on two
 ranks, and nothing to less than 0.97 times dense.
@@ -24,7 +24,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from random import Random
@@ -34,15 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from transformers.utils import logging
 
-from scripts.bench.clasp import chosen_by, whole_model
 from scripts.bench.decoding import DENSE, prompts_of, write_tables
 from scripts.bench.goals import missed
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
-from surgeon.checkpoint.drafts import HealedDraft
+from surgeon.commands.drafts import draft_program
 from surgeon.language.operations import ladder, pair, prune, tracks
 from surgeon.language.program import Program
-from surgeon.library.running import draft_program
 from surgeon.opened import Model, open_model
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.link import Link, parse_seconds
@@ -94,26 +92,20 @@ def without(program: Program, layers: Iterable[int]) -> Program:
 
 
 def runs(
-    model: Model, place: str, options: RankOptions, drafts: dict[str, str | HealedDraft], asked: argparse.Namespace
+    model: Model, place: str, options: RankOptions, drafts: dict[str, str], asked: argparse.Namespace
 ) -> Iterator[Run]:
     """All ways of decoding, in turns."""
     plan = make_plan(model, options.ranks, asked.prompt + asked.new)
     plans = {DENSE: plan} | ({CODA: with_coda(plan)} if read_codas(model.folder) else {})
     for name, draft in drafts.items():
-        program, changes = (draft.program, draft.folder) if isinstance(draft, HealedDraft) else (draft, None)
-        alone = make_plan(model, options.ranks, plan.max_tokens, program)
-        plans |= {f"{name} {ALONE}": replace(alone, changes=changes), name: with_draft(plan, model, draft)}
+        alone = make_plan(model, options.ranks, plan.max_tokens, draft)
+        plans |= {f"{name} {ALONE}": alone, name: with_draft(plan, model, draft)}
     with Ranks(options) as started:
         for name, each in plans.items():
             started.call(load, each, name)
         for batch in asked.batch:
             prompts = prompts_of(model.folder, batch, asked.prompt)
-            left_out = chosen_by(whole_model(model.folder), prompts, max(asked.clasp, default=0))
-            chosen = {f"CLaSp, {number} left out": without(model.program, left_out[number]) for number in asked.clasp}
-            for name, own in chosen.items():
-                print(f"{name}, {batch} texts: {own}", flush=True)
-                started.call(load, with_draft(plan, model, own), name)
-            ways = DENSE, LOOKUP, *[name for name in plans if name != DENSE], *chosen
+            ways = DENSE, LOOKUP, *[name for name in plans if name != DENSE]
             for turn in range(1 - asked.warm, asked.rounds + 1):
                 for way in Random(turn).sample(ways, len(ways)):
                     found = decoded(started, place, way, turn, prompts, asked)
@@ -170,11 +162,10 @@ def shortcomings(found: Sequence[Run]) -> Iterator[str]:
             yield f"{goal}, the best of one text: {best:.2f}"
 
 
-def draft_named(model: Model, text: str) -> tuple[str, str | HealedDraft]:
-    """The name and program of NAME=PROGRAM or NAME=RECIPE, or what NAME=FOLDER was healed as."""
+def draft_named(model: Model, text: str) -> tuple[str, str]:
+    """The name and program of NAME=PROGRAM or NAME=RECIPE."""
     name, _, given = text.partition("=")
-    draft = draft_program(model, given)
-    return name, draft if isinstance(draft, HealedDraft) else str(draft)
+    return name, str(draft_program(model, given))
 
 
 def main() -> None:
@@ -184,9 +175,6 @@ def main() -> None:
     parser.add_argument("--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo")
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
     parser.add_argument("--draft", nargs="*", action="extend", default=[], metavar="NAME=DRAFT", help="besides its own")
-    parser.add_argument(
-        "--clasp", nargs="*", type=int, action="extend", default=[], metavar="N", help="leave out N layers, by clasp.py"
-    )
     parser.add_argument("--draft-tokens", type=int, default=0, metavar="N", help="always; by default as many as pay")
     parser.add_argument(
         "--only", nargs="*", action="extend", default=[], metavar="NAME", help="of the drafts it has; none: none"
@@ -201,18 +189,14 @@ def main() -> None:
     logging.disable_progress_bar()
     model = open_model(options.model)
     own = edits(model, options.ranks)
-    drafts: dict[str, str | HealedDraft] = {
-        name: text for name, text in own.items() if not options.only or name in options.only
-    }
+    drafts = {name: text for name, text in own.items() if not options.only or name in options.only}
     drafts |= dict(draft_named(model, each) for each in options.draft)
     found = list[Run]()
     for link in options.links:
         delay = 0.0 if link == GLOO else parse_seconds(link)
         ranks = RankOptions(options.ranks, "cpu", "gloo" if link == GLOO else "auto", Link(delay) if delay else None)
         found += runs(model, link if delay or link == GLOO else SHARED, ranks, drafts, options)
-    programs = [
-        f"- {name}: `{draft.program if isinstance(draft, HealedDraft) else draft}`" for name, draft in drafts.items()
-    ]
+    programs = [f"- {name}: `{draft}`" for name, draft in drafts.items()]
     texts = ["\n".join(table(found)), "", *programs, "", f"Load average at the end: {os.getloadavg()[0]:.1f}."]
     print("\n".join(texts))
     write_tables(options.output, texts, {"runs": [asdict(run) for run in found]})

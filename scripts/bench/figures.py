@@ -130,7 +130,6 @@ FIGURES = [
     ),
     Figure("optimum", "scripts/search/optimum.py demo --tokens 1024", 20),
     Figure("mixtures", "scripts/search/mixtures.py demo --tokens 1024 --trials 40", 25),
-    Figure("trial", "scripts/search/cost.py --threads 1", 10),
     Figure(
         "heal",
         "scripts/bench/heal.py --batch 4 --steps 48 --eval-tokens 8192 --rates "

@@ -174,7 +174,7 @@ class Bench:
         assert healed is not None
         assert healed.original is not None
         if values:
-            nll = text_values(self._original, texts.held_out.ids, bar=False).nll
+            nll = text_values(self._original, texts.held_out.ids, bar=False)["nll"]
             table = pd.DataFrame(dict(zip(COLUMNS, [nll, *values, *self._values(healed.model)], strict=True)))
             write_table(folder / WINDOWS, table)
         record = provenance(
@@ -204,8 +204,7 @@ class Bench:
     def _values(self, model: PreTrainedModel) -> list[Values]:
         """Negative log-likelihood and divergence of every held-out window."""
         found = text_values(logits_of(model.eval()), self.texts.held_out.ids, self._original, bar=False)
-        assert found.divergence is not None
-        return [found.nll, found.divergence]
+        return [found["nll"], found["divergence"]]
 
     def _edited_values(self, student: PreTrainedModel, program: str) -> list[Values]:
         """The same before training, once for every edit."""

@@ -37,6 +37,7 @@ from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ranks, ranked
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, open_subject
+from surgeon.findings.spectrum import parse_ranks
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
@@ -47,7 +48,6 @@ from surgeon.models.weights.whitening import SecondMoment
 from surgeon.processes.files import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import estimate
-from surgeon.results.spectrum import parse_ranks
 
 DAMAGE_RANKS = "1/16,1/8,1/4,3/8,1/2,5/8"
 

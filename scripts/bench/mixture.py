@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surgeon.cost.mixtures import divided_load, sliced_load
+from surgeon.cost.work import divided_load, sliced_load
 from surgeon.models.routing import Routing
 from surgeon.models.weights import Tensors
 from surgeon.runtime.model import mixture

@@ -8,7 +8,7 @@ from typing import Any
 
 # The kernel's own figure for this program, which /usr/bin/time -v reports too.
 SURGEON = """
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 code = main()
 print("peak", next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 raise SystemExit(code)

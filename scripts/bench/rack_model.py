@@ -86,12 +86,6 @@ def build(config: LlamaConfig, seed: int) -> PreTrainedModel:
     return model
 
 
-def body_parameters(model: nn.Module) -> int:
-    """Parameters without embedding and head, which is what tokens per parameter are counted by."""
-    body = (one for name, one in model.named_parameters() if "embed_tokens" not in name and "head" not in name)
-    return sum(one.numel() for one in body)
-
-
 def head_units(config: LlamaConfig) -> float:
     """What the output head computes, in layers."""
     hidden, shared = config.hidden_size, config.num_key_value_heads / config.num_attention_heads

@@ -1,7 +1,7 @@
 """Block-wise local training against pipelined training: speed, traffic, idle time and memory, in one run.
 
     python scripts/bench/racks.py -o FOLDER [--rounds N] [--ranks 2,4] [--links none,1ms,10MB/s,1MB/s,slow]
-                                  [--minutes M] [--layers N] [--compute SECONDS] [--quality FOLDER ...] [--table]
+                                  [--minutes M] [--layers N] [--compute SECONDS] [--table]
 
 The same model, windows, order, micro-batches, ranks (processes over gloo), messages and link: GPipe, 1F1B and
 interleaved 1F1B of `torch.distributed.pipelining` (scripts/bench/pipelined.py), and racks with codas of one layer
@@ -20,9 +20,7 @@ Bytes are those of messages between neighbours, all links together. Idle is the 
 for a message, or for one to leave; mean and largest over ranks. Memory: what autograd holds for backward passes, the
 rank that holds most, counted in runs of their own; and the most resident bytes of a rank, interpreter and all.
 
-Killed, the same command goes on with what is missing; --minutes is a limit after which nothing new begins. --quality
-names folders of scripts/bench/rack_quality.py, each with runs of one length: then the article's claims are printed
-beside what was found, and loss curves are drawn. Pictures lie in FOLDER/pictures.
+Killed, the same command goes on with what is missing; --minutes is a limit after which nothing new begins.
 """
 
 from __future__ import annotations
@@ -36,11 +34,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench import rack_claims, rack_pictures
 from scripts.bench.rack_bench import HIDDEN, LINKS, NAMES, Bench, Cell, Figures, cells, figures_of, median, speed
 
 
-def show(bench: Bench, todo: Sequence[Cell]) -> dict[Cell, list[Figures]]:
+def show(bench: Bench, todo: Sequence[Cell]) -> None:
     """Print the table of what is there."""
     found = {cell: [figures_of(cell, folder) for folder in bench.folders(cell)] for cell in todo}
     found = {cell: rounds for cell, rounds in found.items() if rounds}
@@ -52,7 +49,6 @@ def show(bench: Bench, todo: Sequence[Cell]) -> dict[Cell, list[Figures]]:
     print("|---|---|---|---|---|---|---|---|---|---|")
     for cell, rounds in found.items():
         print(row_of(bench, cell, rounds, found.get(replace(cell, way="1f1b"))))
-    return found
 
 
 def row_of(bench: Bench, cell: Cell, rounds: Sequence[Figures], base: Sequence[Figures] | None) -> str:
@@ -84,7 +80,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--compute", type=float, default=0.024, help="seconds per layer and micro-batch, forward")
     parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--quality", type=Path, nargs="+", default=[], help="folders of rack_quality.py")
     parser.add_argument("--table", action="store_true", help="print what is there, and run nothing")
     return parser.parse_args()
 
@@ -94,11 +89,7 @@ def main() -> None:
     bench, todo = Bench(arguments), cells(arguments.ranks, arguments.links)
     if not arguments.table:
         bench.measure(todo, arguments.rounds, arguments.minutes)
-    found = show(bench, todo)
-    if arguments.quality:
-        rack_claims.show(bench, found, arguments.quality)
-    for picture in rack_pictures.draw(bench, found, arguments.quality):
-        print(picture.relative_to(arguments.output))
+    show(bench, todo)
 
 
 if __name__ == "__main__":

@@ -45,12 +45,12 @@ from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
 from surgeon.analysis.scan import scan
 from surgeon.analysis.screen import HOPELESS
 from surgeon.analysis.subject import Subject
+from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_inputs
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows, load_windows
-from surgeon.quality.head import OutputHead, Quality, ReferencePredictions
-from surgeon.results.scan import Scan
+from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells
@@ -94,7 +94,7 @@ class Bench:
 
     def shared(self, programs: list[Program]) -> dict[Program, Numbers]:
         wanted = {program: simplify(program) for program in programs}
-        values: dict[Program, list[Quality]] = {}
+        values: dict[Program, list[ByWindow]] = {}
         plan = share([self.dense, *wanted.values()])
         for measured in measure(self.model, self.ids, plan, MeasureOptions(self.at_once)):
             values.setdefault(measured.program, []).append(measured.quality)
@@ -194,9 +194,9 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, Seconds]:
     return result, (time.perf_counter() - wall, time.process_time() - processor)
 
 
-def _numbers(qualities: list[Quality]) -> Numbers:
-    nll = torch.cat([quality.nll for quality in qualities]).mean()
-    return float(nll.exp()), float(torch.cat([quality.divergence for quality in qualities]).mean())
+def _numbers(qualities: list[ByWindow]) -> Numbers:
+    nll = torch.cat([quality["nll"] for quality in qualities]).mean()
+    return float(nll.exp()), float(torch.cat([quality["divergence"] for quality in qualities]).mean())
 
 
 def _difference(a: Numbers, b: Numbers) -> float:

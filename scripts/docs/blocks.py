@@ -89,8 +89,8 @@ def commands(code: str) -> Iterator[list[str]]:
 
 def calls(words: list[str]) -> Iterator[list[str]]:
     """What a command gives to `surgeon`, also where torchrun or `bash -c` starts it; the name of ours comes first."""
-    if "surgeon.cli" in words:
-        yield words[words.index("surgeon.cli") + 1 :]
+    if "surgeon.commands" in words:
+        yield words[words.index("surgeon.commands") + 1 :]
     elif "--no-python" in words:
         yield words[words.index("--no-python") + 2 :]
     elif words[0] == "surgeon":

@@ -58,7 +58,7 @@ def run(block: Block, folder: Path, seconds: float) -> str:
         ValueError: if it fails, or takes longer than that.
     """
     python = shlex.quote(sys.executable)
-    ours = f'surgeon() {{ {python} -m surgeon.cli "$@"; }}\npython() {{ {python} "$@"; }}\nset -e\n'
+    ours = f'surgeon() {{ {python} -m surgeon.commands "$@"; }}\npython() {{ {python} "$@"; }}\nset -e\n'
     command = ["bash", "-c", ours + block.code] if block.language == "bash" else [sys.executable, "-c", block.code]
     paths = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}

@@ -38,7 +38,7 @@ from scripts.gpu.sixteen_bits import (
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.plans import Needs
 from surgeon.benchmarks.tables import bench_table
-from surgeon.cli.app import main as surgeon_command
+from surgeon.commands.app import main as surgeon_command
 from surgeon.cost.workload import Workload
 from surgeon.demo import demo_model
 from surgeon.gpus import avoid_cudnn_attention

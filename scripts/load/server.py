@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import httpx2
 import psutil
 
-COMMAND = [sys.executable, "-c", "from surgeon.cli.app import main; raise SystemExit(main())", "serve"]
+COMMAND = [sys.executable, "-c", "from surgeon.commands.app import main; raise SystemExit(main())", "serve"]
 COMPLETIONS = "/v1/completions"
 LONGEST_SECONDS = 300
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.search.given import try_programs
+from scripts.search.run import try_programs
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.deployment import Deployment

@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.search.given import try_programs
+from scripts.search.run import try_programs
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.read import DEMO, locate
+from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
-from surgeon.results.edit import ADDITIVE, Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import SearchBudget

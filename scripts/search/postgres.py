@@ -167,7 +167,7 @@ def finished_of(study: optuna.Study) -> int:
 def search(work: Path, name: str, *arguments: str) -> Worker:
     """A `surgeon search` of the demo model, in a folder of its own."""
     question = ["search", "demo", "--budget", "depth=12", "--data", "demo", "--tokens", "1024", "--trials", "16"]
-    command = [sys.executable, "-m", "surgeon.cli", *question, "-o", str(work / name), *arguments]
+    command = [sys.executable, "-m", "surgeon.commands", *question, "-o", str(work / name), *arguments]
     messages = work / f"{name}.txt"
     with messages.open("wb") as file:
         return Worker(begin(command, file), work / name, messages)

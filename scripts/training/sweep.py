@@ -79,8 +79,8 @@ def in_words(values: np.ndarray[Any, np.dtype[np.float64]], how: str) -> str:
     """Write a mean, and its interval if there is one."""
     if not len(values):
         return ""
-    ends = known_interval(values) if np.isfinite(values).all() else None
-    shown = "" if ends is None else f" ({ends[0]:{how}} to {ends[1]:{how}})"
+    low, high = known_interval(values)
+    shown = f" ({low:{how}} to {high:{how}})" if np.isfinite(low) else ""
     return f"{values.mean():{how}}{shown}"
 
 

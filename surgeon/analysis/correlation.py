@@ -64,7 +64,9 @@ def _partial(rho: float, ranks: list[NDArray[np.float64]]) -> float:
     x_given, y_given = (float(np.corrcoef(side, ranks[2])[0, 1]) for side in ranks[:2])
     rest = (1 - x_given**2) * (1 - y_given**2)
     # Rounding alone can leave 1e-16 where nothing is left to vary.
-    return (rho - x_given * y_given) / math.sqrt(rest) if rest > 1e-12 else math.nan
+    if rest > 1e-12:
+        return (rho - x_given * y_given) / math.sqrt(rest)
+    return math.nan
 
 
 def _constant(ranks: NDArray[np.float64]) -> bool:

@@ -92,12 +92,15 @@ def expert_use(
         if lost:
             raise ValueError(f"the model does not run F{lost[0]}, so that nothing is known of its experts")
         nodes = own.nodes[: max((1 + places[one.sublayer] for one in blocks), default=0)]
-        return _walk(model, own, nodes, windows.ids, blocks, memory) if nodes else {}
+        if nodes:
+            return _walk(model, own, nodes, windows.ids, blocks, memory)
+        return {}
 
 
 def use_tables(found: Mapping[int, ExpertUse]) -> dict[str, pd.DataFrame]:
-    """`experts` and `loads` as `surgeon.results.scan.Scan` has them."""
-    uses, loads = [], []
+    """`experts` and `loads` as `surgeon.findings.scan.Scan` has them."""
+    uses = []
+    loads = []
     for layer, use in found.items():
         columns = {"load": use.sent / use.tokens, "weight": use.mean(use.weights), "size": use.mean(use.sizes)}
         columns["saliency"] = use.mean(use.saliency)
@@ -153,7 +156,8 @@ class _Sums:
         spec = weights.spec(block).mixture
         assert spec is not None
         tensors = weights.router(block, torch.float32)
-        router, bias = tensors["router.weight"], tensors.get("router.bias")
+        router = tensors["router.weight"]
+        bias = tensors.get("router.bias")
         experts = len(router)
         zero = partial(torch.zeros, experts, dtype=torch.float64, device=router.device)
         square = torch.zeros(experts, experts, dtype=torch.float64, device=router.device)
@@ -167,7 +171,8 @@ class _Sums:
         Args:
             routed: (tokens, k) each.
         """
-        rows, use = inputs.flatten(0, -2), self.use
+        rows = inputs.flatten(0, -2)
+        use = self.use
         logits = self.logits(rows)
         chosen, weights = routed or route(logits, self.routing, self.correction)
         sizes = (self._weighed_sizes if self.weighs_inputs else _sizes)(experts, rows, chosen, weights)

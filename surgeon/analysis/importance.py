@@ -40,7 +40,8 @@ Part = tuple[str, int]  # a layer's attention or feed-forward: (kind, layer)
 Importance = dict[Part, Tensor]  # of each unit, (KV groups,) or (neurons,), float64
 
 WRITES = {ATTENTION: "o", FEED_FORWARD: "down"}
-JOURNAL, GRADIENTS = "importance.jsonl", "importance.gradients.safetensors"
+JOURNAL = "importance.jsonl"
+GRADIENTS = "importance.gradients.safetensors"
 
 
 def scored_units(
@@ -70,7 +71,9 @@ def most_important(
     sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
     narrowed = {one.parts[0] for one in sublayers if (one.parts[0], one.width) not in stored}
     scored = scored_units(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
-    return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True)) if scored else factors
+    if scored:
+        return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True))
+    return factors
 
 
 def unit_importance(
@@ -147,7 +150,8 @@ class _Inputs:
     """
 
     def __init__(self, features: int, width: int, device: torch.device) -> None:
-        self.width, self.samples = width, 0
+        self.width = width
+        self.samples = 0
         self.sizes = torch.zeros(features // width, dtype=torch.float64, device=device)
         self.squares = torch.zeros(features, dtype=torch.float64, device=device)
 
@@ -208,7 +212,8 @@ def _by_gradients(
     model: PreTrainedModel, parts: Collection[Part], ids: Tensor, kept: Path | None, identity: Mapping[str, Any]
 ) -> Iterator[tuple[Part, Tensor]]:
     """By gradients of the loss, those of all windows summed before their sizes are taken."""
-    reader, family = Matrices(model), family_of(model.config)
+    reader = Matrices(model)
+    family = family_of(model.config)
     roles = {kind: [projection.role for projection in family.spec(kind).projections] for kind in KINDS}
     matrices = [Matrix.of(layer, role) for kind, layer in sorted(parts) for role in roles[kind]]
     with progress("importance", len(ids), "windows") as ran:

@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.similarity import CKA_COLUMNS
+from surgeon.findings.scan import Scan
+from surgeon.findings.similarity import Similarity
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.results.scan import Scan
-from surgeon.results.similarity import Similarity
-from surgeon.results.tolerance import ScanTable
 
 DAMAGES = ("divergence", "log_perplexity_ratio")
 PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")  # of sensitivity.csv
@@ -55,7 +54,7 @@ def damages(scan: Scan) -> pd.DataFrame:
     Returns:
         As `ScanTable` has them, with `log_perplexity_ratio`, the log of perplexity over that of the unedited model.
     """
-    cells = ScanTable.of(scan).cells.reset_index(drop=True)
+    cells = scan.touched.cells.reset_index(drop=True)
     with np.errstate(divide="ignore"):
         return cells.assign(log_perplexity_ratio=np.log(cells["ratio"].to_numpy(np.float64)))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
@@ -21,18 +22,95 @@ from surgeon.analysis.engine.workers import Job, measure_in_workers
 from surgeon.analysis.experts import expert_use, use_tables
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject
-from surgeon.analysis.tables import Outcome, cell_values, cells_table, permutations_table
 from surgeon.checkpoint.read import read_json
+from surgeon.findings.scan import Scan
 from surgeon.language.operations.base import show_range
+from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
 from surgeon.progress import TimeOver, progress
 from surgeon.provenance import FORMAT
-from surgeon.quality.summary import Values, perplexity, perplexity_interval
-from surgeon.results.scan import Scan
+from surgeon.quality.head import SAMPLED
+from surgeon.quality.summary import ACCEPTANCES, ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
+
+COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, *ACCEPTANCES, "tokens", "sublayers_run"]
+PERMUTATION_COLUMNS = ["operation", "first", "last", "seed", "order", "perplexity", "divergence", "tokens"]
+
+Lookup = Callable[[Program, Sequence[int]], tuple[Values, Values]]  # nll and divergence of a program on some windows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A cell with the windows its numbers rest on, and the sublayers that ran for it and not for one before it."""
+
+    cell: Cell
+    windows: Sequence[int]
+    sublayers_run: float
+
+
+def cell_values(cell: Cell, windows: Sequence[int], lookup: Lookup) -> tuple[Values, Values]:
+    """Negative log-likelihood and divergence of a cell, (windows,) each: the means over its permutations."""
+    nll, divergence = zip(*(lookup(program, windows) for program in cell.programs), strict=True)
+    return np.mean(nll, axis=0), np.mean(divergence, axis=0)
+
+
+def cells_table(
+    outcomes: Iterable[Outcome],
+    base: Values,
+    predicted: int,
+    lookup: Lookup,
+    acceptances: Callable[[Program, Sequence[int]], Values],
+) -> pd.DataFrame:
+    """One row per cell, with the columns of `cells.csv`; a parameter that maps vary has a column behind the layers.
+
+    Sampled acceptance has one where it was measured of some cell.
+
+    Args:
+        base: the unedited model's negative log-likelihood on every window.
+        predicted: how many tokens of a window are predicted.
+        acceptances: of a program on some windows, (kinds, windows): what shares of its drafts are accepted.
+    """
+    rows = []
+    values = []
+    for one in outcomes:
+        cell = one.cell
+        windows = one.windows
+        nll, divergence = cell_values(cell, windows, lookup)
+        numbers = estimate(nll, divergence, base, windows).estimates.values()
+        accepted = np.mean([acceptances(program, windows) for program in cell.programs], axis=(0, 2)).tolist()
+        known = len(windows) * predicted, one.sublayers_run
+        rows.append((cell.operation, cell.first, cell.last, *numbers, *accepted, *known))
+        values.append((HEATMAPS[cell.operation].varied, cell.value))
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    if table[SAMPLED].isna().all():
+        del table[SAMPLED]
+    for place, name in enumerate(sorted({varied for varied, _ in values if varied is not None}), start=3):
+        table.insert(place, name, [value if varied == name else np.nan for varied, value in values])
+    return table
+
+
+def permutations_table(outcomes: Iterable[Outcome], base: Values, predicted: int, lookup: Lookup) -> pd.DataFrame:
+    """One row per random permutation of a cell, with the columns of `permutations.csv`; arguments as `cells_table`."""
+    rows = []
+    for one in outcomes:
+        cell = one.cell
+        windows = one.windows
+        for seed, program in zip(cell.seeds, cell.programs, strict=False):
+            found = estimate(*lookup(program, windows), base, windows)
+            numbers = (found.perplexity, found.divergence, len(windows) * predicted)
+            rows.append((cell.operation, cell.first, cell.last, seed, order_of(program, cell.layers), *numbers))
+    return pd.DataFrame(rows, columns=PERMUTATION_COLUMNS)
+
+
+def order_of(program: Program, layers: range) -> str:
+    """The order in which a program runs these layers, by their attentions."""
+    run = (sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION)
+    return " ".join(str(layer) for layer in run if layer in layers)
+
 
 JOURNAL = "journal.jsonl"
 EXPERTS_MAP = "experts"  # which comes with tables of what the experts get
@@ -68,7 +146,8 @@ class ScanJournal(ProgramJournal):
         if "finished" in line:
             self.finished.append(Selection.from_json(line["finished"]))
         elif "at_once" in line:
-            self.at_once, self.spread = line["at_once"], line["spread"]
+            self.at_once = line["at_once"]
+            self.spread = line["spread"]
         else:
             super().take(line)
 
@@ -107,7 +186,8 @@ def scan(
         OSError: if the folder cannot be written to.
         TimeOver: if a time limit ended it before the first cell.
     """
-    model, windows = subject.model, subject.windows
+    model = subject.model
+    windows = subject.windows
     identity = {
         "model_hash": subject.opened.hash,
         "data": windows.digest,
@@ -122,7 +202,8 @@ def scan(
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
         journal.start(at_once, screened)
-        programs, known = work.plan.programs, identity["model_hash"]
+        programs = work.plan.programs
+        known = identity["model_hash"]
         units = most_important(model, programs, windows, folder, model_hash=known, memory=subject.memory)
         run = _Run(subject, work, at_once, journal, workers, batch, units, sampled)
         outcomes = list(run.outcomes(screened))
@@ -141,7 +222,8 @@ def scan(
         earlier = [other.to_json() for other in journal.finished if other != selection]
         if earlier:
             record["earlier"] = earlier
-        base, predicted = journal.values(program, range(len(windows.ids)))[0], windows.ids.shape[1] - 1
+        base = journal.values(program, range(len(windows.ids)))[0]
+        predicted = windows.ids.shape[1] - 1
         table = cells_table(outcomes, base, predicted, run.values, run.acceptances)
         record |= {"base_perplexity": perplexity(base), "base_interval": perplexity_interval(base)}
         record |= work.counts(table)
@@ -193,7 +275,8 @@ class ScanWork:
     @classmethod
     def of(cls, model: PreTrainedModel, own: Program, selections: list[Selection], seed: int) -> ScanWork:
         """The work of these selections on a model that runs a program of its own; errors as `selected_cells`."""
-        num_layers, family = model.config.num_hidden_layers, family_of(model.config)
+        num_layers = model.config.num_hidden_layers
+        family = family_of(model.config)
         steps = family.steps_per_layer
         is_edited = own != Program.dense(num_layers, steps)
         shapes = family.layer_shapes(model.config)
@@ -245,7 +328,8 @@ class _Run:
         """Every cell that was measured, with the windows that its numbers rest on; all, unless time is over before."""
         everything = range(len(self.subject.windows.ids))
         rounds = screen.rounds(len(everything)) if self.journal.spread else [list(everything)]
-        cells, taken = self.work.cells, list[int]()
+        cells = self.work.cells
+        taken = list[int]()
         settled_on: dict[Cell, list[int]] = {}
         cost = dict.fromkeys(self.work.plan.programs, 0.0)
         for number, added in enumerate(rounds, start=1):
@@ -288,14 +372,17 @@ class _Run:
 
     def _measure(self, name: str, plan: SharedPlan, windows: list[int]) -> None:
         """Run a plan's programs on these windows, where the journal does not have them yet."""
-        journal, subject, share_of_all = self.journal, self.subject, len(windows) / len(self.subject.windows.ids)
+        journal = self.journal
+        subject = self.subject
+        share_of_all = len(windows) / len(self.subject.windows.ids)
         missing = [program for program in plan.programs if not journal.is_done(program, windows)]
         if not missing:
             return
         left = plan.only({self.work.dense, *missing})
         total = plan.total_sublayers
         done = total - left.total_sublayers
-        ids, (dense, *others) = subject.windows.ids[windows], left.programs
+        ids = subject.windows.ids[windows]
+        dense, *others = left.programs
         with progress(name, total * share_of_all, "sublayers", done * share_of_all) as advance:
 
             def ran(amount: float) -> None:

@@ -41,7 +41,8 @@ def settings() -> dict[str, float]:
 
 def rounds(count: int) -> list[list[int]]:
     """The numbers of the windows that each round adds; together all of them, once each."""
-    order, ends = spread(count), []
+    order = spread(count)
+    ends = []
     end = max(LEAST_WINDOWS, round(FIRST_ROUND * count))
     while end * _LEAST_GROWTH < count:
         ends.append(end)

@@ -1,6 +1,6 @@
 """What running neighbouring layers as an LP pair should cost, by appendix A of the Layer Parallelism paper, and does.
 
-For every pair: the terms of equation 12 on a few windows (see `surgeon.analysis.lp_error`), the factor by which the
+For every pair: the terms of equation 12 on a few windows (see `surgeon.analysis.sensitivity`), the factor by which the
 layers after the pair may enlarge an error (equation 13, the product of the operator norms of I + J_f), and the damage
 to the model's predictions that is measured with just this pair in parallel.
 """
@@ -8,11 +8,15 @@ to the model's predictions that is measured with just this pair in parallel.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.engine.measure import MeasureOptions, measure
@@ -20,16 +24,101 @@ from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.engine.walk import LayerPass, Walk
-from surgeon.analysis.jacobian import Lanczos, differentiable
-from surgeon.analysis.lp_error import TERMS, layer_norm, pair_terms
+from surgeon.analysis.jacobian import Lanczos, OperatorNorm, differentiable, push
 from surgeon.analysis.subject import Subject
+from surgeon.findings.sensitivity import DAMAGES, PREDICTORS, Sensitivity
 from surgeon.language.operations.pair import pair
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, require_pairs
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.summary import estimate, perplexity
-from surgeon.results.sensitivity import DAMAGES, PREDICTORS, Sensitivity
+
+_JACOBIANS = ("attention_jacobian", "mlp_jacobian", "next_mlp_jacobian")
+TERMS = (
+    "stream_norm",
+    "update_norm",
+    "attention_norm",
+    "mlp_norm",
+    *_JACOBIANS,
+    "attention_shift",
+    "mlp_shift",
+    "next_mlp_shift",
+    "bound",
+    "first_order",
+    "error",
+)
+
+
+@dataclass(frozen=True)
+class PairTerms:
+    """What equation 12 is made of, for one pair of layers (k, k + 1) on one window.
+
+    Attributes:
+        values: by name as in TERMS: `stream_norm`, of the stream after the pair; `update_norm`, |D|;
+            `attention_norm`, |A_{k+1}(x)|; `mlp_norm`, |F_k(u_k)|; the three operator norms; the three terms of the
+            bound and their sum; `first_order`, the size of the error by the Jacobians' products with the actual
+            changes; `error`, the size of the error itself.
+        norms: how the operator norms were found.
+    """
+
+    values: dict[str, float]
+    norms: list[OperatorNorm]
+
+
+def pair_terms(walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos) -> PairTerms:
+    """The terms of the error of an LP pair; to be called within `differentiable`.
+
+    Args:
+        walk: over one window.
+        first: layer k.
+        passed: its pass over the stream of the unedited model.
+    """
+    following = first + 1
+    x = passed.before
+    update = passed.update
+    in_sequence = walk.dense_layer(following, passed.after)
+    attention_at_x = walk.attention(following, x)
+    shared = x if walk.reads_same else passed.middle + attention_at_x  # what the feed-forwards of the LP pair read
+
+    attention = partial(walk.attention, following)
+    mlp = partial(walk.mlp, first)
+    next_mlp = partial(walk.mlp, following)
+    norms = [
+        lanczos.norm(attention, x),
+        lanczos.norm(mlp, passed.middle, by_token=True),
+        lanczos.norm(next_mlp, shared, by_token=True),
+    ]
+    # To first order; each difference is "in sequence" minus "in parallel".
+    attention_change = push(attention, x, update)
+    mlp_change = -push(mlp, passed.middle, shared - passed.middle)
+    next_change = update if walk.reads_same else passed.mlp + attention_change
+    first_order = attention_change + mlp_change + push(next_mlp, shared, next_change)
+    # Added up from differences between outputs: a difference between streams would lose digits.
+    error = (in_sequence.attention - attention_at_x) + (passed.mlp - mlp(shared))
+    error = error + (in_sequence.mlp - next_mlp(shared))
+    sizes = {"update_norm": _norm(update), "attention_norm": _norm(attention_at_x), "mlp_norm": _norm(passed.mlp)}
+    jacobians = dict(zip(_JACOBIANS, (norm.value for norm in norms), strict=True))
+    attention_shift = jacobians["attention_jacobian"] * sizes["update_norm"]
+    reach = sizes["update_norm"] if walk.reads_same else sizes["mlp_norm"] + attention_shift
+    shifts = {  # the three terms of the bound in equation 12
+        "attention_shift": attention_shift,
+        "mlp_shift": 0.0 if walk.reads_same else jacobians["mlp_jacobian"] * sizes["attention_norm"],
+        "next_mlp_shift": jacobians["next_mlp_jacobian"] * reach,
+    }
+    values = {"stream_norm": _norm(in_sequence.after), **sizes, **jacobians, **shifts}
+    values |= {"bound": sum(shifts.values()), "first_order": _norm(first_order), "error": _norm(error)}
+    return PairTerms(values, norms)
+
+
+def layer_norm(walk: Walk, layer: int, stream: Tensor, lanczos: Lanczos) -> OperatorNorm:
+    """The operator norm of I + J_f, the Jacobian of a whole layer's map (equation 13); within `differentiable`."""
+    return lanczos.norm(lambda at: walk.layer(layer, at).after, stream)
+
+
+def _norm(stream: Tensor) -> float:
+    return float(torch.linalg.vector_norm(stream.double()))
+
 
 JOURNAL = "sensitivity.jsonl"
 DEFAULT_WINDOWS = 4
@@ -70,7 +159,8 @@ def sensitivity(
             sublayer), the folder holds results of something else, or the memory limit is too small.
         OSError: if the folder cannot be written to.
     """
-    model, windows = subject.model, subject.windows
+    model = subject.model
+    windows = subject.windows
     require_pairs(model)
     num_layers = model.config.num_hidden_layers
     if jacobian_windows < 1:
@@ -115,7 +205,9 @@ def spread(windows: int, wanted: int) -> list[int]:
 
 def _measure_damage(subject: Subject, dense: Program, pairs: list[Program], journal: SensitivityJournal) -> None:
     """Measure what each pair in parallel does to the model's predictions, on all windows."""
-    ids, everything, plan = subject.windows.ids, range(journal.windows), share([dense, *pairs])
+    ids = subject.windows.ids
+    everything = range(journal.windows)
+    plan = share([dense, *pairs])
     at_once = windows_at_once(subject.model, plan, ids, subject.memory)
     done = sum(plan.sublayers[program] for program in pairs if journal.is_done(program, everything))
     with progress("damage", plan.total_sublayers, "sublayers", done) as ran:

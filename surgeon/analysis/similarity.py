@@ -25,16 +25,112 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.cka import LEAST_SAMPLES, LinearCKA
 from surgeon.analysis.engine.memory import windows_in_a_walk
 from surgeon.analysis.engine.walk import layers_run, runs_of, walks
 from surgeon.analysis.subject import Subject
+from surgeon.findings.similarity import Similarity
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.processes.files import make_folder
 from surgeon.progress import progress
-from surgeon.results.similarity import Similarity
+
+LEAST_SAMPLES = 4  # the unbiased estimate divides by n - 3
+
+
+class LinearCKA:
+    """Compares two sets of features of the same samples, given in batches.
+
+    Attributes:
+        samples: how many were given so far.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._origin: tuple[Tensor, Tensor] | None = None
+        self._sums = {"xy": _Sums(), "xx": _Sums(), "yy": _Sums()}
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Take in a batch: (samples, features of x) and (samples, features of y); sums are kept in float64."""
+        x = x.double()
+        y = y.double()
+        if self._origin is None:
+            self._origin = x.mean(0), y.mean(0)
+        x = x - self._origin[0]
+        y = y - self._origin[1]
+        self.samples += len(x)
+        self._sums["xy"].add(x, y)
+        self._sums["xx"].add(x, x)
+        self._sums["yy"].add(y, y)
+
+    def biased(self) -> float:
+        """CKA as it is usually given, between 0 and 1; NaN where features do not vary.
+
+        With few samples for their number, unrelated features come out similar.
+        """
+        return self._ratio({name: sums.biased(self.samples) for name, sums in self._sums.items()})
+
+    def debiased(self) -> float:
+        """CKA from unbiased estimates of HSIC: around 0 for unrelated features, however few samples there are.
+
+        NaN where features do not vary, or too little to be told from noise.
+
+        Raises:
+            ValueError: for fewer than 4 samples.
+        """
+        if self.samples < LEAST_SAMPLES:
+            raise ValueError(f"debiased CKA needs at least {LEAST_SAMPLES} samples, not {self.samples}")
+        return self._ratio({name: sums.unbiased(self.samples) for name, sums in self._sums.items()})
+
+    @staticmethod
+    def _ratio(hsic: dict[str, float]) -> float:
+        if hsic["xx"] <= 0 or hsic["yy"] <= 0:
+            return math.nan
+        return hsic["xy"] / math.sqrt(hsic["xx"]) / math.sqrt(hsic["yy"])
+
+
+class _Sums:
+    """Sums over samples that both estimates of HSIC between features x and y are made of.
+
+    Attributes:
+        product: X' Y.
+        x, y: sums of the features.
+        a, b, ab: sums of the squared norms of x, of y, and of the product of the two.
+        bx, ay: sums of the features of one, weighted by the squared norm of the other.
+    """
+
+    product: Tensor
+    x: Tensor
+    y: Tensor
+    a: Tensor
+    b: Tensor
+    ab: Tensor
+    bx: Tensor
+    ay: Tensor
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        a = x.square().sum(1)
+        b = y.square().sum(1)
+        new = {"x": x.sum(0), "y": y.sum(0), "a": a.sum(), "b": b.sum(), "ab": a @ b, "bx": b @ x, "ay": a @ y}
+        if not vars(self):
+            vars(self).update(new, product=x.T @ y)
+            return
+        self.product.addmm_(x.T, y)
+        for name, value in new.items():
+            getattr(self, name).add_(value)
+
+    def biased(self, samples: int) -> float:
+        """HSIC without its constant factor: the squared size of the cross-covariance, summed over samples."""
+        centred = self.product - torch.outer(self.x, self.y / samples)
+        return float(centred.square().sum())
+
+    def unbiased(self, samples: int) -> float:
+        trace = self.product.square().sum() - self.ab
+        whole = (self.x.square().sum() - self.a) * (self.y.square().sum() - self.b)
+        rows = self.x @ self.product @ self.y - self.x @ self.bx - self.y @ self.ay + self.ab
+        n = samples
+        return float(trace + whole / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)) / (n * (n - 3))
+
 
 CKA_COLUMNS = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")
 _BLOCK_BYTES = 64 << 20
@@ -86,7 +182,8 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
             (naming the sublayer), there are fewer than 4 tokens, or the memory limit is too small.
         OSError: if the folder cannot be written to.
     """
-    model, ids = subject.model, subject.windows.ids
+    model = subject.model
+    ids = subject.windows.ids
     if ids.numel() < LEAST_SAMPLES:
         raise ValueError(f"CKA needs at least {LEAST_SAMPLES} tokens, not {ids.numel()}; measure more of them")
     record = subject.provenance(**inputs or {})
@@ -132,7 +229,8 @@ def compare_streams(
         places = iter(sums)
         for one in layers_run(walk, program):
             if one.layer == one.run.start:
-                sum_, streams = next(places), [one.passed.before]
+                sum_ = next(places)
+                streams = [one.passed.before]
             streams.append(one.passed.after)
             passed = one.passed
             pairs = ((passed.attention, passed.before), (passed.mlp, passed.middle))
@@ -200,14 +298,17 @@ def counterfactual_cka(
         ValueError: naming the sublayer where numbers stop being finite in the model as it is; if the limit is too
             small.
     """
-    hidden, itemsize = model.config.hidden_size, model.dtype.itemsize
+    hidden = model.config.hidden_size
+    itemsize = model.dtype.itemsize
     most = max((len(node.branches) for node in program.nodes if isinstance(node, Fork)), default=0)
     held = (4 + 2 * most) * ids.numel() * hidden * itemsize + 6 * 8 * hidden**2  # streams of all, sums over features
     parts = list(walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, memory)))
-    ways, compared = [layers_run(walk, program) for walk in parts], []
+    ways = [layers_run(walk, program) for walk in parts]
+    compared = []
     # All windows go through the program together, so that there are sums for one layer at a time.
     for _ in range(sum(map(len, runs_of(program, family_of(model.config).steps_per_layer)))):
-        attention, mlp = LinearCKA(), LinearCKA()
+        attention = LinearCKA()
+        mlp = LinearCKA()
         for walk, way in zip(parts, ways, strict=True):
             one = next(way)
             if one.without is not None:

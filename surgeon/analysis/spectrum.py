@@ -19,14 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
-from surgeon.analysis.factors.allocation import Curve, curves_of
+from surgeon.analysis.factors.allocation import curves_of
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_layers, choose_weights, find_matrices
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
-from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation, WindowQuality
+from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation
 from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown
+from surgeon.findings.spectrum import Spectrum, TargetRank, parse_ranks
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
@@ -37,7 +38,6 @@ from surgeon.models.weights.whitening import SecondMoment, Whitening, whiten
 from surgeon.progress import Advance, progress
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import perplexity, perplexity_interval
-from surgeon.results.spectrum import Spectrum, TargetRank, parse_ranks
 
 Method = Literal["whitened", "plain"]
 DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
@@ -62,17 +62,6 @@ class SpectrumRequest:
         return vars(self) | {"layers": show_range(self.layers), "weights": list(self.weights), "ranks": ranks}
 
 
-@dataclass(frozen=True, repr=False)
-class MeasuredSpectrum(Spectrum):
-    """A spectrum just found.
-
-    Attributes:
-        curves: what ranks are shared out by.
-    """
-
-    curves: tuple[Curve, ...] = ()
-
-
 def request(
     config: Any,
     *,
@@ -92,9 +81,7 @@ def request(
     return SpectrumRequest(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
 
 
-def spectrum(
-    subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0
-) -> MeasuredSpectrum:
+def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0) -> Spectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
     What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
@@ -114,7 +101,8 @@ def spectrum(
             or the folder holds a spectrum of something else.
         OSError: if the folder cannot be written to, or another process is writing to it.
     """
-    model, windows = subject.model, subject.windows
+    model = subject.model
+    windows = subject.windows
     identity = {
         "model_hash": subject.opened.hash,
         "data": windows.digest,
@@ -139,7 +127,9 @@ class _Work:
     """The matrices asked for, and how each of them is decomposed and truncated."""
 
     def __init__(self, model: PreTrainedModel, program: Program, wanted: SpectrumRequest) -> None:
-        self.model, self.program, self.wanted = model, program, wanted
+        self.model = model
+        self.program = program
+        self.wanted = wanted
         self.matrices = Matrices(model)
         self.all = find_matrices(self.matrices.family, wanted.layers, wanted.weights)
         run = set(program.sublayers())
@@ -187,7 +177,8 @@ class _Work:
                         if truncation not in journal.damage:
                             values = truncate(self.matrices.read(matrix), found.left, truncation.rank)
                             with self.matrices.replaced(matrix, values):
-                                journal.add_damage(truncation, WindowQuality(*reference.quality(measured)))
+                                nll, divergence = reference.quality(measured)
+                                journal.add_damage(truncation, {"nll": nll, "divergence": divergence})
                             ran(len(nodes) - measured.place)
                 if damages:
                     measured.step()
@@ -214,12 +205,14 @@ class _Work:
 
     def _decompose(self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Advance) -> Decomposition:
         """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
-        values, is_new = self.matrices.read(matrix), matrix not in journal.spectra
+        values = self.matrices.read(matrix)
+        is_new = matrix not in journal.spectra
         methods = get_args(Method) if is_new else (self.wanted.method,)
         found = {name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods}
         if is_new:
             out_features, in_features = values.shape
-            plain, whitened = found["plain"].values, found["whitened"].values
+            plain = found["plain"].values
+            whitened = found["whitened"].values
             about = ((out_features, in_features), plain, whitened, whitening.how, whitening.rank)
             journal.add_spectrum(matrix, SingularValues(*about))
             ran(1)
@@ -242,11 +235,10 @@ def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whiteni
     return {matrix: factors[source] for matrix, source in sources.items()}
 
 
-def _write(
-    folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]
-) -> MeasuredSpectrum:
+def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]) -> Spectrum:
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
-    matrices, values = spectrum_table(spectra), values_table(spectra)
+    matrices = spectrum_table(spectra)
+    values = values_table(spectra)
     truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
     base = journal.base_nll
     assert base is not None
@@ -255,6 +247,6 @@ def _write(
     value = perplexity(base)
     record = record | work.wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
     curves = curves_of(spectra, measured, work.wanted.method)
-    found = MeasuredSpectrum(matrices, damage, values, value, curves, record=record)
+    found = Spectrum(matrices, damage, values, value, curves, record=record)
     files = (*found.write(folder), folder / found.RECORD)
     return replace(found, files=files)

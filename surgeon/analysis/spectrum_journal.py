@@ -16,6 +16,7 @@ from surgeon.provenance import FORMAT
 
 JOURNAL = "journal.jsonl"
 Values = NDArray[np.float64]
+ByWindow = dict[str, Values]  # nll and divergence from the original, nats per token, (windows,) each
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,30 @@ class Truncation:
     rank: int
 
 
-@dataclass(frozen=True)
-class WindowQuality:
-    """Per window, (windows,): negative log-likelihood, and divergence from the original, both nats per token."""
-
-    nll: Values
-    divergence: Values
-
-
-class SpectrumFindings:
-    """Everything that a spectrum has measured.
+class SpectrumJournal(Journal):
+    """Everything that a spectrum has measured, kept in a folder as it is measured.
 
     Attributes:
         base_nll: the unedited model's negative log-likelihood by window, once it is known.
         spectra: by matrix.
         damage: by truncation.
+
+    Args:
+        folder: made if it is not there; None to keep nothing.
+        identity: what the numbers depend on.
+
+    Raises:
+        ValueError, OSError: as `Journal`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None, identity: dict[str, Any] | None = None) -> None:
         self.base_nll: Values | None = None
         self.spectra: dict[Matrix, SingularValues] = {}
-        self.damage: dict[Truncation, WindowQuality] = {}
+        self.damage: dict[Truncation, ByWindow] = {}
+        if folder is None:
+            super().__init__(None, "spectrum")
+        else:
+            super().__init__(folder / JOURNAL, "spectrum", {"format": FORMAT} | (identity or {}))
 
     def take(self, line: Any) -> None:
         if "base" in line:
@@ -74,29 +78,13 @@ class SpectrumFindings:
             return
         matrix = Matrix.of(line["layer"], line["weight"])
         if "rank" in line:
-            numbers = (np.array(line[name], dtype=np.float64) for name in ("nll", "divergence"))
-            self.damage[Truncation(matrix, line["method"], line["rank"])] = WindowQuality(*numbers)
+            numbers = {name: np.array(line[name], dtype=np.float64) for name in ("nll", "divergence")}
+            self.damage[Truncation(matrix, line["method"], line["rank"])] = numbers
             return
         plain, whitened = (np.array(line[name], dtype=np.float64) for name in ("plain", "whitened"))
         out_features, in_features = line["size"]
         found = SingularValues((out_features, in_features), plain, whitened, line["factor"], line["input_rank"])
         self.spectra[matrix] = found
-
-
-class SpectrumJournal(SpectrumFindings, Journal):
-    """The same in a folder, kept as it is measured.
-
-    Args:
-        folder: made if it is not there.
-        identity: what the numbers depend on.
-
-    Raises:
-        ValueError, OSError: as `Journal`.
-    """
-
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        SpectrumFindings.__init__(self)
-        Journal.__init__(self, folder / JOURNAL, "spectrum", {"format": FORMAT} | identity)
 
     def add_base(self, nll: Values) -> None:
         """Keep the unedited model's numbers."""
@@ -108,8 +96,8 @@ class SpectrumJournal(SpectrumFindings, Journal):
         about = {"size": list(found.size), "factor": found.factor, "input_rank": found.input_rank}
         self.keep(_named(matrix) | about | values)
 
-    def add_damage(self, truncation: Truncation, quality: WindowQuality) -> None:
-        numbers = {"nll": quality.nll.tolist(), "divergence": quality.divergence.tolist()}
+    def add_damage(self, truncation: Truncation, quality: ByWindow) -> None:
+        numbers = {name: values.tolist() for name, values in quality.items()}
         self.keep(_named(truncation.matrix) | {"method": truncation.method, "rank": truncation.rank} | numbers)
 
     def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
@@ -117,14 +105,14 @@ class SpectrumJournal(SpectrumFindings, Journal):
         return any(truncation not in self.damage for truncation in truncations)
 
 
-def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumFindings]:
+def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
     """What a folder's numbers depend on, and what it holds.
 
     Raises:
         FileNotFoundError, ValueError: as `read_journal`.
     """
     identity, lines = read_journal(folder / JOURNAL, "spectrum")
-    found = SpectrumFindings()
+    found = SpectrumJournal(None)
     try:
         for line in lines:
             found.take(line)

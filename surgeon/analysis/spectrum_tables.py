@@ -9,9 +9,9 @@ import pandas as pd
 
 from surgeon.analysis.factors.allocation import effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
+from surgeon.analysis.spectrum_journal import ByWindow, SingularValues, Truncation
+from surgeon.findings.spectrum import METHODS
 from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate
-from surgeon.results.spectrum import METHODS
 
 PERCENTAGES = (90, 95, 99)
 DAMAGE_COLUMNS = ["layer", "weight", "method", "rank", "full_rank", "kept", *ESTIMATE_COLUMNS, "tokens"]
@@ -65,7 +65,7 @@ def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
 
 
 def damage_table(
-    damage: Mapping[Truncation, WindowQuality], spectra: Mapping[Matrix, SingularValues], predicted: int
+    damage: Mapping[Truncation, ByWindow], spectra: Mapping[Matrix, SingularValues], predicted: int
 ) -> pd.DataFrame:
     """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval.
 
@@ -74,9 +74,10 @@ def damage_table(
     """
     rows = []
     for truncation, quality in damage.items():
-        matrix, size = truncation.matrix, spectra[truncation.matrix].size
+        matrix = truncation.matrix
+        size = spectra[truncation.matrix].size
         kept = kept_parameters(*size, truncation.rank)
         about = (matrix.layer, matrix.role, truncation.method, truncation.rank, min(size), kept)
-        numbers = estimate(quality.nll, quality.divergence).numbers
+        numbers = estimate(quality["nll"], quality["divergence"]).estimates.values()
         rows.append((*about, *numbers, predicted))
     return pd.DataFrame(rows, columns=DAMAGE_COLUMNS)

@@ -74,7 +74,8 @@ def open_subject(
         FileNotFoundError: if the model, a file of it, or the data is missing.
         ValueError: if one of them cannot be used, saying why, or the limit is no amount of memory.
     """
-    opened, limit = open_model(model), parse_size(memory) if isinstance(memory, str) else memory
+    opened = open_model(model)
+    limit = parse_size(memory) if isinstance(memory, str) else memory
     # The text comes first: what is wrong with it is said before a large model is loaded.
     source = default_data(opened.tokenizer) if data is None else str(data)
     windows = load_windows(opened.tokenizer, source, window_for(opened.config, window), tokens, separator)

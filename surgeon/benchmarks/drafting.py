@@ -24,7 +24,8 @@ from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, load
 
 Prompts = Sequence[Sequence[int]]
-PLAIN, DRAFTED = "plain", "drafted"
+PLAIN = "plain"
+DRAFTED = "drafted"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def decode_together(
     requests = [
         Request(number, tuple(prompt), replace(sampling, place=(number, 0))) for number, prompt in enumerate(prompts)
     ]
-    batch, longest = len(prompts), max(map(len, prompts)) + sampling.max_new_tokens
+    batch = len(prompts)
+    longest = max(map(len, prompts)) + sampling.max_new_tokens
     limits = Limits(batch, longest, pass_tokens=max(PASS_TOKENS["cpu"], batch * (1 + MOST_AHEAD)))
     if drafts:
         limits = replace(limits, draft_tokens=ahead or MOST_AHEAD, as_pays=not ahead, looked_up=looked_up)
@@ -110,7 +112,9 @@ class MeasuredDrafts:
         return cls(median(ratios), min(ratios), max(ratios), accepted, new / (new - right))
 
     def __str__(self) -> str:
-        accepted = f"{self.accepted:.0%} of drafted tokens accepted" if self.accepted >= 0 else "nothing drafted"
+        accepted = "nothing drafted"
+        if self.accepted >= 0:
+            accepted = f"{self.accepted:.0%} of drafted tokens accepted"
         return f"{self.speedup:.3g}x ({self.low:.3g}x to {self.high:.3g}x over the rounds), {accepted}"
 
 

@@ -49,7 +49,8 @@ class PassClock(Protocol):
 class HostClock(PassClock):
     """The process's own time."""
 
-    deferred, launched = False, UNKNOWN
+    deferred = False
+    launched = UNKNOWN
 
     def begin(self) -> None:
         """Nothing is to be done before a pass."""
@@ -73,11 +74,14 @@ class DeviceClock(PassClock):
         wait: until the device has come to all of them.
     """
 
-    deferred, launched = True, 0.0
+    deferred = True
+    launched = 0.0
 
     def __init__(self, make: Callable[[], Any], wait: Callable[[], object]) -> None:
-        self._make, self._wait = make, wait
-        self._first, self._began = make(), 0.0
+        self._make = make
+        self._wait = wait
+        self._first = make()
+        self._began = 0.0
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceClock:
@@ -107,4 +111,6 @@ class DeviceClock(PassClock):
 
 def in_profile(what: object, wanted: bool) -> AbstractContextManager[object]:
     """Under a name in a profile of `torch.profiler`, if that is wanted."""
-    return record_function(str(what)) if wanted else nullcontext()
+    if wanted:
+        return record_function(str(what))
+    return nullcontext()

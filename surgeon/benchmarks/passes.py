@@ -16,8 +16,13 @@ from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.placement import Group
 
-EMBEDDING, HEAD, JOIN = "embedding", "head", "join"
-COMPUTING, STARTING, WAITING = "computing", "starting", "waiting"  # spans of passes that are recorded
+EMBEDDING = "embedding"
+HEAD = "head"
+JOIN = "join"
+# Spans of passes that are recorded.
+COMPUTING = "computing"
+STARTING = "starting"
+WAITING = "waiting"
 
 
 @dataclass(slots=True)
@@ -172,7 +177,8 @@ class PassRecorder:
             launching=self.clock.launched - began if self.marking else UNKNOWN,
         )
         if self.events:
-            timing.computations, timing.exchanges = self.computations, self.exchanges
+            timing.computations = self.computations
+            timing.exchanges = self.exchanges
         self.passes.append(timing)
         self.drop()
 
@@ -190,7 +196,9 @@ class PassRecorder:
 
     def drop(self) -> None:
         """Begin another pass."""
-        self.computations, self.exchanges, self.what = [], [], EMBEDDING
+        self.computations = []
+        self.exchanges = []
+        self.what = EMBEDDING
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Note the steps and exchanges of a pass that is computed from a recording, in which spans were noted."""

@@ -32,11 +32,15 @@ class Needs:
 
     def plan(self, model: str | Path | Model, program: Program | str | None = None, halves: HalvesMode = "off") -> Plan:
         """A checkpoint's plan, as `make_plan` makes it."""
-        text = None if program is None else str(program)
+        text = None
+        if program is not None:
+            text = str(program)
         lowrank = self.ways.get("kv") == "lowrank"
         ways: Ways = {**self.ways, "kv": "auto"} if lowrank else self.ways
         plan = make_plan(model, self.ranks, self.tokens, text, self.device, halves=halves, **ways)
-        return replace(plan, kv="lowrank") if lowrank and plan.can_be_low_rank else plan
+        if lowrank and plan.can_be_low_rank:
+            return replace(plan, kv="lowrank")
+        return plan
 
 
 def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, Plan]:

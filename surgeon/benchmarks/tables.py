@@ -9,11 +9,11 @@ from statistics import median
 
 import pandas as pd
 
-from surgeon.benchmarks.compression_cost import CompressionCost
 from surgeon.benchmarks.measure import Measurement, Result, Split
+from surgeon.findings.bench import COLUMNS, RATIOS
 from surgeon.language.program import Program
 from surgeon.processes.files import finite
-from surgeon.results.bench import COLUMNS, RATIOS
+from surgeon.quality.summary import Values, known_interval, mean_divergence
 
 MS = 1e3
 _TIMES = (
@@ -30,10 +30,19 @@ _RATIOS: tuple[Callable[[Measurement, Measurement], float], ...] = (
 )
 
 
-def bench_table(results: Sequence[Result]) -> pd.DataFrame:
-    """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round)."""
+def bench_table(results: Sequence[Result], divergence: Mapping[str, Values] | None = None) -> pd.DataFrame:
+    """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round).
+
+    Args:
+        divergence: of compressed reductions by window, of the programs that send some.
+    """
     first = {result.load: result for result in reversed(results)}
-    return pd.DataFrame([_row(result, first[result.load]) for result in results])
+    rows = [_row(result, first[result.load]) for result in results]
+    for row in rows if divergence else ():
+        if (values := (divergence or {}).get(str(row["program"]))) is not None:
+            low, high = known_interval(values, 0.0)
+            row |= {"divergence": mean_divergence(values), "divergence_low": low, "divergence_high": high}
+    return pd.DataFrame(rows)
 
 
 def _row(result: Result, first: Result) -> dict[str, object]:
@@ -87,20 +96,3 @@ def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:
         }
         for result in results
     ]
-
-
-def compression_record(costs: Mapping[str, CompressionCost], text: str) -> list[dict[str, object]]:
-    """What sending integers costs, as JSON holds it: divergences in nats per token (None where there is no interval).
-
-    Args:
-        costs: by the program's name.
-        text: what was predicted.
-    """
-    records = []
-    for name, cost in costs.items():
-        (low, high), (exact, compressed) = cost.divergence_interval, cost.perplexities
-        numbers = {"divergence": cost.divergence, "divergence_low": low, "divergence_high": high}
-        numbers |= {"exact_perplexity": exact, "perplexity": compressed}
-        about = {"program": name, "compression": cost.kind, "text": text, "predicted": cost.predicted}
-        records.append(about | finite(numbers) | {"exact_bytes": cost.exact_bytes, "bytes": cost.compressed_bytes})
-    return records

@@ -94,7 +94,8 @@ class TimedCollectives(Collectives):
         if not recorder.marking:
             return start(tensor, counts)
         mark = recorder.clock.mark
-        gathers, sent = counts.all_gathers, counts.bytes
+        gathers = counts.all_gathers
+        sent = counts.bytes
         span: list[Exchange] = []
         began = mark()
         with spanned((STARTING, span)):
@@ -144,13 +145,13 @@ class TimedEngine(RankEngine):
         super().__init__(plan, timed, rank.device, rank.engines.values())
         if self.graphs is not None:
             self.graphs = watched(self.graphs, self.recorder)
-            self.ways = ways_through(self, self.coda)
+            self.ways = ways_through(self)
 
     def mark(self, marking: bool) -> None:
         """Say whether passes are marked where that takes time; with marks and without they are recorded anew."""
         if self.recorder.clock.deferred and marking != self.recorder.marking:
             self.recorder.marking = marking
-            self.ways = ways_through(self, self.coda)
+            self.ways = ways_through(self)
             self.forget_cache()
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -164,7 +165,8 @@ class TimedEngine(RankEngine):
         if self.recorder.marking:
             self.recorder.clock.begin()
         results = super().step(rows, cache)
-        decode, phase = self.counts is figures.decode, self.counts
+        decode = self.counts is figures.decode
+        phase = self.counts
         sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
         self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)
         return results
@@ -191,7 +193,8 @@ class TimedMachine(RankMachine):
         if not recorder.marking:
             with in_profile(step, recorder.profiled):
                 return super().compute(step, stream)
-        first, began = len(recorder.exchanges), recorder.clock.mark()
+        first = len(recorder.exchanges)
+        began = recorder.clock.mark()
         with spanned((COMPUTING, step)), in_profile(step, recorder.profiled):
             partial = super().compute(step, stream)
         inside = len(recorder.exchanges) - first
@@ -268,7 +271,8 @@ def run_timed(
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
     engine.mark(marked)
-    recorder.events, recorder.passes = events, []
+    recorder.events = events
+    recorder.passes = []
     recorder.drop()
     began = now()
     outputs, _ = complete(rank, requests, blocks, limits, name)

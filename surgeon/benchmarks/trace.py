@@ -16,7 +16,11 @@ from surgeon.language.program import Step
 from surgeon.language.sublayer import ATTENTION
 from surgeon.runtime.comm.link import Link
 
-PASSES, COMPUTE, WAITING, COMMUNICATION = 0, 1, 2, 3  # rows; what is in flight at the same time takes further rows
+# Rows; what is in flight at the same time takes further rows.
+PASSES = 0
+COMPUTE = 1
+WAITING = 2
+COMMUNICATION = 3
 CATEGORIES = {PASSES: "pass", COMPUTE: "compute", WAITING: "waiting"}
 ROW_NAMES = {PASSES: "forward passes", COMPUTE: "compute", WAITING: "waiting for other ranks"}
 MICROSECONDS = 1e6
@@ -77,7 +81,9 @@ def _pass_events(
             "args": more,
         }
 
-    kind = "decode" if one.decode else "prefill"
+    kind = "prefill"
+    if one.decode:
+        kind = "decode"
     tokens = f"{one.tokens} {'token' if one.tokens == 1 else 'tokens'}"
     yield event(PASSES, f"{kind} ({tokens})", one.began, one.ended, tokens=one.tokens)
     for step in one.computations:
@@ -97,8 +103,12 @@ def explain(what: Step | str) -> str:
         return what
     inside = []
     for sublayer in what.sublayers:
-        kind = "attention" if sublayer.kind == ATTENTION else "feed-forward"
-        piece = "" if sublayer.piece is None else f" slice {sublayer.piece[0]} of {sublayer.piece[1]}"
+        kind = "feed-forward"
+        if sublayer.kind == ATTENTION:
+            kind = "attention"
+        piece = ""
+        if sublayer.piece is not None:
+            piece = f" slice {sublayer.piece[0]} of {sublayer.piece[1]}"
         inside.append(f"{kind} {'~'.join(map(str, sublayer.layers))}{piece}")
     return f"{what} ({'late: ' if what.late else ''}{', '.join(inside)})"
 
@@ -108,7 +118,8 @@ def arrivals(rank: int, everybody: Sequence[PassTiming], wires: Wires) -> list[f
     own = everybody[rank].exchanges
     places = _places(own)
     by_place = [dict(zip(_places(one.exchanges), one.exchanges, strict=True)) for one in everybody]
-    found, free_from = [], 0.0
+    found = []
+    free_from = 0.0
     for exchange, place in zip(own, places, strict=True):
         there = max(by_place[member][place].started for member in exchange.group)
         if wires.link is not None:

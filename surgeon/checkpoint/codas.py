@@ -106,7 +106,8 @@ def write_codas(
         OSError: if the disk is full or cannot be written.
     """
     assert len(codas) == len(racks) - 1 == len(nodes) - 1
-    weights, target = Checkpoint(folder).model_hash(), folder / CODAS
+    weights = Checkpoint(folder).model_hash()
+    target = folder / CODAS
     with scratch(target) as beside:
         for rack, coda in enumerate(codas):
             stored = {name: one.detach().cpu().contiguous() for name, one in coda.tensors.items()}

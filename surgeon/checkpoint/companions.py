@@ -159,7 +159,9 @@ def left_behind(left: dict[str, str], shown: Callable[[str], str] = str) -> str:
 def legible(name: str) -> str:
     """A file's name as JSON and screens can have it."""
     text = name.encode(errors="backslashreplace").decode()
-    return text if text.isprintable() else ascii(text)[1:-1]
+    if text.isprintable():
+        return text
+    return ascii(text)[1:-1]
 
 
 def names_in(folder: Path) -> Iterator[str]:
@@ -195,7 +197,9 @@ def _auto_map(path: Path) -> dict[str, Any]:
         return {}
     if isinstance(found, list):  # as tokenizers of old have it: the slow class, and the fast one
         found = {"AutoTokenizer": found}
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return found
+    return {}
 
 
 def _files_of(folder: Path, classes: Any) -> Iterator[str]:

@@ -132,7 +132,9 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor.double()
+    if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        return tensor.float()
+    return tensor.double()
 
 
 def _compare_files(*checkpoints: Checkpoint) -> dict[str, str]:

@@ -56,7 +56,8 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
     Raises:
         ValueError: if the architecture is not supported, or config.json is not what its architecture needs.
     """
-    path, entries = checkpoint.folder / CONFIG, checkpoint.config
+    path = checkpoint.folder / CONFIG
+    entries = checkpoint.config
     stored = _model_type(entries, path)
     name = stored if stored == FUSED.model_type else stored.removeprefix(PROGRAM_PREFIX)
     if name != stored and PROGRAM_KEY not in entries:
@@ -129,7 +130,8 @@ def _of_source(path: Path) -> tuple[Any, Program]:
             f"{path} is of a checkpoint in the fused form, and there is no {REPORT_FILE} beside it; {advice}"
         )
     report = read_json(record)
-    source, program = report.get("source"), report.get("program")
+    source = report.get("source")
+    program = report.get("program")
     if isinstance(source, dict) and is_no_source(source):
         raise ValueError(
             f"{path} is of a checkpoint in the fused form that was trained from scratch, so that there is no model "
@@ -147,7 +149,8 @@ def _of_source(path: Path) -> tuple[Any, Program]:
 
 def find_config(what: str | Path) -> Path:
     """The config.json of a model; errors as `read_config_only`."""
-    name, there = str(what), on_disk(what)
+    name = str(what)
+    there = on_disk(what)
     if there is not None and not there.is_dir():
         if there.suffix.lower() != ".json":
             raise FileNotFoundError(
@@ -260,7 +263,8 @@ def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
 
 def _numbers_in(value: Any) -> list[Any]:
     """A value that is no list, or all that is in lists of lists."""
-    found, left = [], [value]
+    found = []
+    left = [value]
     while left:
         item = left.pop()
         if isinstance(item, list):

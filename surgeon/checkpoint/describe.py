@@ -53,7 +53,9 @@ class Surgery:
     @property
     def form(self) -> Form | None:
         """The checkpoint's; None for a recipe."""
-        return None if self.recipe is not None else form_of(self.stored.checkpoint)
+        if self.recipe is not None:
+            return None
+        return form_of(self.stored.checkpoint)
 
     @property
     def report(self) -> dict[str, Any]:
@@ -86,7 +88,8 @@ class Surgery:
         if said is None:
             return None
         again = "" if "earlier" not in said else "; not for the first time"
-        steps, tokens = plural(said["steps"], "step"), plural(said["tokens"], "token")
+        steps = plural(said["steps"], "step")
+        tokens = plural(said["tokens"], "token")
         return f"{steps} on {tokens} of {said['data']}, {said['method']}{again}"
 
     @property
@@ -97,7 +100,9 @@ class Surgery:
             FileNotFoundError, ValueError: if they are damaged.
         """
         found = None if self.recipe is not None else read_codas(self.stored.folder, check_weights=False)
-        return None if found is None else (list(found.racks), found.depth)
+        if found is None:
+            return None
+        return (list(found.racks), found.depth)
 
 
 def describe(what: str | Path) -> Surgery:
@@ -116,7 +121,8 @@ def describe(what: str | Path) -> Surgery:
     if (report := stored.report) is None:
         dense = Program.dense(stored.num_layers, stored.family.steps_per_layer)
         return Surgery(name_of(what), stored, None, stored.num_layers, dense, stored.program)
-    source, layers = report["source"], report["source"]["num_layers"]
+    source = report["source"]
+    layers = report["source"]["num_layers"]
     own = source.get("program")
     unedited = Program.dense(layers, stored.family.steps_per_layer) if own is None else Program.parse(own)
     return Surgery(name_of(what), stored, source["model"], layers, unedited, Program.parse(report["program"]))

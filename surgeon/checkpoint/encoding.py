@@ -81,7 +81,9 @@ def _most_characters(tokenizer: Any) -> tuple[int | None, list[str]]:
 def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
     if step is None:
         return []
-    return [inner for one in step[several] for inner in _steps(one, several)] if step["type"] == "Sequence" else [step]
+    if step["type"] == "Sequence":
+        return [inner for one in step[several] for inner in _steps(one, several)]
+    return [step]
 
 
 def _shrinking(normalizer: dict[str, Any] | None) -> int | None:

@@ -38,7 +38,8 @@ class FactorCache:
     @contextmanager
     def inside(self, folder: Path) -> Iterator[None]:
         """Keep them in another folder while in the block."""
-        before, self.folder = self.folder, folder
+        before = self.folder
+        self.folder = folder
         try:
             yield
         finally:

@@ -80,7 +80,9 @@ class Defaults:
             overridden: the names of settings that were asked for otherwise.
         """
         named = [f"{name} ({json.dumps(value)})" for name, value in self.unapplied if name not in overridden]
-        return f"{self.source} sets {', '.join(named)}, which is not applied" if named else None
+        if named:
+            return f"{self.source} sets {', '.join(named)}, which is not applied"
+        return None
 
 
 def read_defaults(path_or_name: str | Path) -> Defaults:

@@ -110,12 +110,14 @@ def uniform(entries: Entries) -> Uniform:
         return Uniform(entries, {})
     if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks) or not blocks:
         raise ValueError(f"{BLOCKS_KEY} in config.json has an object for each layer, not {shown(blocks)}")
-    family, heads = FAMILIES[entries["model_type"]], int(entries["num_attention_heads"])
+    family = FAMILIES[entries["model_type"]]
+    heads = int(entries["num_attention_heads"])
     attentions = [_heads(one, heads, layer) for layer, one in enumerate(blocks)]
     neurons = [_neurons(one, entries, layer) for layer, one in enumerate(blocks)]
     kv_heads = max((kv for own, kv in filter(None, attentions) if own == heads), default=heads)
     widest = max(filter(None, neurons), default=0)
-    nodes, repeats = [], {}
+    nodes = []
+    repeats = {}
     for layer, (attention, width) in enumerate(zip(attentions, neurons, strict=True)):
         if attention is not None:
             groups, repeats[layer] = _groups(attention, (heads, kv_heads), layer)
@@ -235,7 +237,8 @@ def _pair(prefix: str, path: str, names: set[str], store: Shapes) -> Pair | None
             (one for one in names if re.fullmatch(rf"{re.escape(second)}(\.\d+)?\.weight", one)), key=_numbers
         )
         biases = [one.removesuffix("weight") + "bias" for one in blocks]
-        rank, parts = store.shape(f"{prefix}{first}.weight")[0], [store.shape(f"{prefix}{one}") for one in blocks]
+        rank = store.shape(f"{prefix}{first}.weight")[0]
+        parts = [store.shape(f"{prefix}{one}") for one in blocks]
         if sum(shape[1] for shape in parts) != rank:
             raise ValueError(
                 f"{prefix}{first}.weight gives {rank} features, and what follows it ({second}) takes "

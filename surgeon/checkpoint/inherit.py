@@ -42,7 +42,8 @@ class Inherited:
     def from_json(cls, kept: Any) -> Inherited:
         """The inverse of `to_json`; what is not there is empty."""
         kept = kept if isinstance(kept, dict) else {}
-        metadata, notes = kept.get("metadata"), kept.get("notes")
+        metadata = kept.get("metadata")
+        notes = kept.get("notes")
         return cls(metadata if isinstance(metadata, dict) else {}, tuple(notes) if isinstance(notes, list) else ())
 
 
@@ -89,7 +90,8 @@ def _is_valid(key: str, value: Any) -> bool:
 
 def _is_small(value: Any) -> bool:
     """Whether it is made of a few texts and numbers."""
-    left, seen = [value], 0
+    left = [value]
+    seen = 0
     while left:
         one = left.pop()
         seen += 1

@@ -95,7 +95,8 @@ def from_files(model_class: Any, stored: StoredModel, packed: bool = False, **op
     Raises:
         ValueError: if a tensor is missing or does not fit.
     """
-    wrapped, options = stored.wrapped, options | {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    wrapped = stored.wrapped
+    options = options | {"ignore_mismatched_sizes": True, "output_loading_info": True}
     if stored.checkpoint.quantised or stored.checkpoint.imported:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
@@ -123,7 +124,9 @@ class _Unread:
     """A tensor that `transformers` reads by indexing it with `...`, when it has a place for it."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, packed: bool) -> None:
-        self.checkpoint, self.name, self.packed = checkpoint, name, packed
+        self.checkpoint = checkpoint
+        self.name = name
+        self.packed = packed
 
     def __getitem__(self, everything: Any) -> Tensor:
         matrix = self.checkpoint.quantised.get(self.name) if self.packed else None
@@ -135,7 +138,8 @@ class _Unread:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep `transformers` from reporting on every load."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -32,7 +32,8 @@ def plain_message(message: Message, name: str) -> Message:
     """
     if not isinstance(message.get("role"), str):
         raise ValueError(f'{name}.role must be a text such as "user", not {shown(message.get("role"))}')
-    calls, content = message.get("tool_calls"), message.get("content")
+    calls = message.get("tool_calls")
+    content = message.get("content")
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise ValueError(f"{name}.tool_calls must be a list of objects, not {shown(calls)}")
     if isinstance(content, list):
@@ -109,7 +110,9 @@ def _called(call: dict[str, Any], with_arguments: Callable[[Any], Any]) -> dict[
     """A call of a tool, whose function stands in it, or is what it is."""
     if isinstance(function := call.get("function"), dict):
         return call | {"function": _called(function, with_arguments)}
-    return call | {"arguments": with_arguments(call["arguments"])} if call.get("arguments") is not None else call
+    if call.get("arguments") is not None:
+        return call | {"arguments": with_arguments(call["arguments"])}
+    return call
 
 
 def _as_object(arguments: Any) -> Any:
@@ -122,4 +125,6 @@ def _as_object(arguments: Any) -> Any:
 
 
 def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)

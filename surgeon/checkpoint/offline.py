@@ -48,7 +48,8 @@ def without_retries() -> Iterator[None]:
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = False, before
+        constants.HF_HUB_OFFLINE = False
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def hub_answers(address: str) -> bool:

@@ -49,7 +49,8 @@ class RandomCheckpoint(Checkpoint):
 
         TensorFiles.__init__(self)
         self.raw = self
-        self.folder, self.where = path, str(path)
+        self.folder = path
+        self.where = str(path)
         entries = read_json(path) if config is None else config.to_dict()
         if (wrapper := wrapper_of(entries)) is not None:
             self.wrapped = Wrapped(wrapper, TensorFiles(), entries)
@@ -69,7 +70,9 @@ class RandomCheckpoint(Checkpoint):
         """One whole tensor, made anew."""
         entry = self._entry(name)
         made = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-        return normal_(made, SPREAD, name) if made.dim() > 1 else made.fill_(float(name.endswith("weight")))
+        if made.dim() > 1:
+            return normal_(made, SPREAD, name)
+        return made.fill_(float(name.endswith("weight")))
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         """Elements first..end-1 along one dimension of it; the rest is not kept."""

@@ -80,7 +80,8 @@ def locate(path_or_name: str | Path) -> Path:
             f"a model is given by its folder or its name on the hub, not by {type(path_or_name).__name__} "
             f"{shown(path_or_name)}"
         )
-    name, there = str(path_or_name), on_disk(path_or_name)
+    name = str(path_or_name)
+    there = on_disk(path_or_name)
     if there is not None:
         if not there.is_dir():
             pickled = there.suffix.lower() in PICKLES
@@ -130,7 +131,8 @@ class Checkpoint(TensorFiles):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.where = folder, str(folder)
+        self.folder = folder
+        self.where = str(folder)
         if (folder / ADAPTER_FILE).exists():
             raise ValueError(
                 f"{folder} holds an adapter ({ADAPTER_FILE}), which transformers would apply where peft is installed, "
@@ -154,8 +156,10 @@ class Checkpoint(TensorFiles):
 
     def _take_in(self) -> None:
         """See a model that others decomposed or pruned as one in the program form."""
-        before, found = self.config, uniform(self.config)
-        self.config, family = found.entries, FAMILIES.get(str(found.entries.get("model_type")))
+        before = self.config
+        found = uniform(self.config)
+        self.config = found.entries
+        family = FAMILIES.get(str(found.entries.get("model_type")))
         if family is None or (layers := Names(self, family).prefix_of_layers) is None:
             return
         pairs = factor_pairs(family, layers, self)
@@ -194,7 +198,9 @@ class Checkpoint(TensorFiles):
     @property
     def whole(self) -> TensorFiles:
         """All tensors of the folder, also those around a text decoder, by the names that they are stored under."""
-        return self.raw if self.wrapped is None else self.wrapped.files
+        if self.wrapped is None:
+            return self.raw
+        return self.wrapped.files
 
     @property
     def entries(self) -> dict[str, Any]:
@@ -253,11 +259,15 @@ class Checkpoint(TensorFiles):
         return name in self.quantised or (name in self.files and name not in self._owner)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.quantised[name].shape if name in self.quantised else super().shape(name)
+        if name in self.quantised:
+            return self.quantised[name].shape
+        return super().shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor; of a quantised one that of its numbers."""
-        return self.quantised[name].dtype if name in self.quantised else super().dtype(name)
+        if name in self.quantised:
+            return self.quantised[name].dtype
+        return super().dtype(name)
 
     def num_bytes(self, name: str) -> int:
         """How many bytes a tensor takes in its files."""
@@ -265,7 +275,9 @@ class Checkpoint(TensorFiles):
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor, in memory of its own if it is quantised."""
-        return self.quantised[name].whole() if name in self.quantised else super().tensor(name)
+        if name in self.quantised:
+            return self.quantised[name].whole()
+        return super().tensor(name)
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         """Elements first..end-1 along one dimension of a tensor."""
@@ -275,7 +287,9 @@ class Checkpoint(TensorFiles):
 
     def parts_of(self, name: str) -> list[str]:
         """The names of the stored tensors that hold one."""
-        return [*self.quantised[name].parts.values()] if name in self.quantised else [name]
+        if name in self.quantised:
+            return [*self.quantised[name].parts.values()]
+        return [name]
 
     @property
     def biases_beside(self) -> list[str]:

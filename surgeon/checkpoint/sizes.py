@@ -53,7 +53,8 @@ def _by_layers(program: Program) -> dict[tuple[int, ...], str]:
     """The sizes in words, by the layers of the sublayers; of what occurs in several sizes, all of them."""
     found: dict[tuple[int, ...], dict[str, dict[str, None]]] = {}
     for sublayer in program.sublayers():
-        by_name, sizes = found.setdefault(sublayer.layers, {}), dict(sublayer.sizes)
+        by_name = found.setdefault(sublayer.layers, {})
+        sizes = dict(sublayer.sizes)
         for name in _OF_KIND[sublayer.kind]:
             by_name.setdefault(name, {})[str(sizes.get(name) or WHOLE)] = None
     texts = {}

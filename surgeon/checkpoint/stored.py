@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,68 @@ import torch
 
 from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.read import Checkpoint, read_json
-from surgeon.checkpoint.stacked import stacked
+from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import shown
 from surgeon.gpus import gpu_with_room
 from surgeon.language.program import Program
 from surgeon.models.families import Family, family_of
-from surgeon.models.weights import ModelWeights
+from surgeon.models.weights import ModelWeights, Names
 from surgeon.words import MOST_LAYERS
+
+Tensors = dict[str, str]  # of a layer: stored names by path
+
+
+def stacked(checkpoint: Checkpoint, family: Family, config: Any) -> Program | None:
+    """The program of a checkpoint whose layers are in part the same as earlier ones, bit for bit; None if none is.
+
+    Norms are read, and more of a layer only as far as it is the same as an earlier one.
+    """
+    first = dict(_same(checkpoint, family, config))
+    if not first:
+        return None
+    dense = Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
+    return dense.renamed(lambda one: replace(one, layers=tuple(first.get(layer, layer) for layer in one.layers)))
+
+
+def _same(checkpoint: Checkpoint, family: Family, config: Any) -> Iterator[tuple[int, int]]:
+    """Layers, and the first ones that are the same."""
+    files = checkpoint.raw
+    layers = list(_layers(files, Names(checkpoint, family).layers, int(config.num_hidden_layers)))
+    lists = [(values, len(values)) for key in family.layer_lists if (values := getattr(config, key, None))]
+    norms = [f"{spec.norm or spec.post_norm}.weight" for spec in (family.attention, family.mlp)]
+    seen: dict[Any, list[int]] = {}
+    for layer, tensors in enumerate(layers):
+        said = tuple(str(values[layer]) for values, count in lists if layer < count)
+        gains = tuple(b"".join(files.blocks(tensors[path])) for path in norms if path in tensors)
+        alike = seen.setdefault((said, gains), [])
+        same = next((other for other in alike if _are_same(files, layers[other], tensors)), None)
+        if same is None:
+            alike.append(layer)
+        else:
+            yield layer, same
+
+
+def _layers(files: TensorFiles, prefix: str, count: int) -> Iterator[Tensors]:
+    found: list[Tensors] = [{} for _ in range(count)]
+    for name in files.names():
+        match = re.fullmatch(rf"{re.escape(prefix)}(\d+)\.(.+)", name)
+        if match is not None and int(match[1]) < count:
+            found[int(match[1])][match[2]] = name
+    return iter(found)
+
+
+def _are_same(files: TensorFiles, one: Tensors, other: Tensors) -> bool:
+    if one.keys() != other.keys():
+        return False
+    # Of different matrices the first block tells.
+    pairs = [(name, other[path]) for path, name in one.items()]
+    return all(
+        (files.dtype(a), files.shape(a)) == (files.dtype(b), files.shape(b))
+        and all(here == there for here, there in zip(files.blocks(a), files.blocks(b), strict=True))
+        for a, b in pairs
+    )
 
 
 @dataclass(frozen=True)
@@ -55,7 +110,9 @@ class StoredModel:
     @property
     def wrapped(self) -> Wrapped | None:
         """What is around it, if it is the text decoder of a model of more."""
-        return None if self.files is None else self.files.wrapped
+        if self.files is None:
+            return None
+        return self.files.wrapped
 
     @property
     def folder(self) -> Path:
@@ -129,7 +186,9 @@ class StoredModel:
             ValueError: as `dtype`.
         """
         is_slow = torch.device(device).type == "cpu" and self.dtype in (torch.float16, torch.bfloat16)
-        return torch.float32 if is_slow else self.dtype
+        if is_slow:
+            return torch.float32
+        return self.dtype
 
     def dequantised(self, dtype: str, packed: bool = False) -> str | None:
         """That its quantised weights are computed with as numbers of a dtype, in a line; None where it has none.
@@ -153,7 +212,8 @@ class StoredModel:
         Args:
             program: that it will run, by default its own.
         """
-        numbers, runs = self.parameters, program or self.own
+        numbers = self.parameters
+        runs = program or self.own
         for sublayer in dict.fromkeys(() if runs is None else runs.sublayers()):
             # Its own program's factors and narrow layers are stored.
             changed = program is not None and (sublayer.ranks or sublayer.width is not None)
@@ -176,7 +236,8 @@ def _read_report(path: Path) -> dict[str, Any] | None:
     """A surgeon.json, checked as far as it is used; None if there is none."""
     if not path.exists():
         return None
-    report, reason = read_json(path), None
+    report = read_json(path)
+    reason = None
     source, proof, trained, stored = (report.get(name) for name in ("source", "proof", "trained", "stored_layers"))
     layers = source.get("num_layers") if isinstance(source, dict) else None
     if not (

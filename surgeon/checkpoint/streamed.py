@@ -37,7 +37,8 @@ class StreamedLayers(nn.ModuleList):
     def __init__(self, layers: nn.ModuleList, stored: StoredModel, device: torch.device) -> None:
         super().__init__(layers)
         self.stored = stored
-        self.dtype, self.device = stored.compute_dtype(device), device
+        self.dtype = stored.compute_dtype(device)
+        self.device = device
 
     def weights(self, head_dim: int, factors: FactorSource | None = None) -> ModelWeights:
         """What the files hold, read when it is asked for; `factors` as `ModelWeights` takes them."""
@@ -55,10 +56,12 @@ class _Converted:
     """A checkpoint whose tensors come in another dtype, on a device; the layers' must be as their modules are."""
 
     def __init__(self, layers: StreamedLayers) -> None:
-        self.checkpoint, self.to = layers.stored.checkpoint, (layers.device, layers.dtype)
+        self.checkpoint = layers.stored.checkpoint
+        self.to = (layers.device, layers.dtype)
         prefix = layers.stored.weights.names.layers
         self.expected = {f"{prefix}{name}": tuple(parameter.shape) for name, parameter in layers.named_parameters()}
-        self.where, self.names = self.checkpoint.where, self.checkpoint.names
+        self.where = self.checkpoint.where
+        self.names = self.checkpoint.names
 
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint
@@ -97,7 +100,8 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     """
     avoid_cudnn_attention()
     stored = open_stored(model)
-    family, dtype = stored.family, stored.compute_dtype(device)
+    family = stored.family
+    dtype = stored.compute_dtype(device)
     require_streamable(stored)
     if note := stored.dequantised(str(dtype).removeprefix("torch.")):
         warnings.warn(note, stacklevel=1)
@@ -137,4 +141,6 @@ def require_streamable(stored: StoredModel) -> None:
 def streamed_layers(model: PreTrainedModel) -> StreamedLayers | None:
     """The decoder's layers, if their weights are read when they are needed."""
     layers = model.get_submodule(family_of(model.config).layers)
-    return layers if isinstance(layers, StreamedLayers) else None
+    if isinstance(layers, StreamedLayers):
+        return layers
+    return None

@@ -87,8 +87,11 @@ class TensorFiles:
     def as_stored(self) -> TensorFiles:
         """The same tensors without what a subclass makes of them."""
         same = TensorFiles()
-        same.where, same.files = self.where, self.files
-        same._entries, same._stored_names, same._derived = self._entries, self._stored_names, self._derived
+        same.where = self.where
+        same.files = self.files
+        same._entries = self._entries
+        same._stored_names = self._stored_names
+        same._derived = self._derived
         return same
 
     def names(self) -> list[str]:
@@ -142,7 +145,8 @@ class TensorFiles:
         return part
 
     def _made(self, name: str) -> Tensor:
-        derived, found = self._derived[name], []
+        derived = self._derived[name]
+        found = []
         for stored in derived.sources:
             with safe_open(derived.files[stored], framework="pt") as file:
                 found.append(file.get_tensor(stored))
@@ -163,7 +167,8 @@ class TensorFiles:
         Raises:
             OSError: if the file has become shorter.
         """
-        entry, path = self._entry(name), self.files[name]
+        entry = self._entry(name)
+        path = self.files[name]
         if name in self._derived:
             yield memoryview(self._made(name).contiguous().view(torch.uint8).numpy().tobytes())
             return

@@ -163,7 +163,8 @@ class Continuation:
     def add(self, token: int) -> str:
         """The text that one more token adds; empty while a character is unfinished."""
         self.tokens.append(token)
-        before, text = self._newest, self._text(self.tokens)
+        before = self._newest
+        text = self._text(self.tokens)
         self._newest = text
         # However many characters are unfinished, they may become a single one.
         place = min(_alike(before, text), len(text.rstrip(UNFINISHED)))
@@ -177,12 +178,15 @@ class Continuation:
             late = self.tokens[-CONTEXT:]
             rest = self._text(late)
             if text.endswith(rest) and UNFINISHED not in rest:
-                self.tokens, self.written, self._newest = late, len(rest), rest
+                self.tokens = late
+                self.written = len(rest)
+                self._newest = rest
         return piece
 
     def _rest_of(self, text: str) -> str:
         """What of a text has not been returned."""
-        piece, self.written = text[self.written :], len(text)
+        piece = text[self.written :]
+        self.written = len(text)
         self._returned += len(piece)
         return piece
 
@@ -217,7 +221,8 @@ class StopTexts:
         text = self._kept + piece
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
-            self.found, self._kept = True, ""
+            self.found = True
+            self._kept = ""
             return text[: min(places)]
         begun = (stop[:length] for stop in self._stops for length in range(1, min(len(stop), len(text) + 1)))
         self._kept = max((start for start in begun if text.endswith(start)), key=len, default="")
@@ -225,5 +230,6 @@ class StopTexts:
 
     def rest(self) -> str:
         """What was kept back and begins no stop text after all, because the text has ended."""
-        kept, self._kept = self._kept, ""
+        kept = self._kept
+        self._kept = ""
         return kept

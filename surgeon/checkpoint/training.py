@@ -35,7 +35,7 @@ class Training:
         source: of the original, as surgeon.json has it (`source_record` of surgeon.exports.report): its model,
             num_layers, parameters, model_hash and card. Where there was no original, `no_source`.
         training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; the STAGES
-            that are there are qualities (`TextQuality.to_json`) on the text `held_out` (with `held_out_hash`);
+            that are there are qualities (`Quality.to_json`) on the text `held_out` (with `held_out_hash`);
             `earlier` is such a record of the training before this one. Whatever else there is (settings, versions) is
             kept. Of texts that are files on this machine only their names are.
 
@@ -84,7 +84,7 @@ def lacking(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str |
 
 
 def _is_quality(value: Any) -> bool:
-    """Whether it is what `TextQuality.to_json` gives."""
+    """Whether it is what `Quality.to_json` gives."""
     if not isinstance(value, dict) or type(value.get("tokens")) is not int:
         return False
     numbers = [value.get("perplexity"), value.get("divergence")]

@@ -55,7 +55,8 @@ def change_of(folder: Path, name: str, record: Any, by_size: bool = False) -> st
     Raises:
         ValueError: if the record is of no file of the folder.
     """
-    path, parts = folder / name, PurePosixPath(name).parts
+    path = folder / name
+    parts = PurePosixPath(name).parts
     if "/".join(parts) != name or ".." in parts or path == folder or not isinstance(record, dict):
         raise ValueError(f"the list of files of {folder} has a record that is none of its files: {name[:80]!r}")
     if not path.is_file():

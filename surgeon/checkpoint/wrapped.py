@@ -76,4 +76,6 @@ class Wrapped:
         old, new = (read(dict(one)).to_dict() for one in (before, config))
         changed = {key: new[key] for key in new.keys() - _NOT_OF_THE_TEXT if key not in old or old[key] != new[key]}
         entries = self.entries | {self.wrapper.text: self.entries[self.wrapper.text] | changed}
-        return entries if before[TIED] == config.get(TIED, before[TIED]) else entries | {TIED: config[TIED]}
+        if before[TIED] == config.get(TIED, before[TIED]):
+            return entries
+        return entries | {TIED: config[TIED]}

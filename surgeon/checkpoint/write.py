@@ -34,7 +34,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def shard_limit(source: Checkpoint) -> int | None:
     """How large a file may become: as the source's largest shard, in bytes; None where the source is one file."""
     files = set(source.whole.files.values())
-    return max(path.stat().st_size for path in files) if len(files) > 1 else None
+    if len(files) > 1:
+        return max(path.stat().st_size for path in files)
+    return None
 
 
 def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> dict[str, list[PlannedTensor]]:
@@ -75,7 +77,8 @@ class Writing:
     ) -> None:
         # Wide elements first, so that every tensor begins at a multiple of its element's size.
         self._shards = {name: sorted(some, key=lambda one: -one.dtype.itemsize) for name, some in shards.items()}
-        self._folder, self._advance = folder, advance
+        self._folder = folder
+        self._advance = advance
         self._records: dict[str, FileRecord] = {}  # of files that are whole
         self._settled = {name: Event() for name in shards}  # set when a file is whole, or never will be
         for name, tensors in self._shards.items():
@@ -123,7 +126,8 @@ class Writing:
     def _write(self, go_on: Callable[[], None]) -> None:
         try:
             for name, tensors in self._shards.items():
-                digest, size = hashlib.sha256(), 0
+                digest = hashlib.sha256()
+                size = 0
                 blocks = chain.from_iterable(map(content_of, tensors))
                 with naming(self._folder / name), (self._folder / name).open("r+b") as file:
                     for content in chain[bytes | memoryview]([header_of(tensors)], blocks):

@@ -15,7 +15,7 @@ from surgeon.words import WIDTH
 
 if TYPE_CHECKING:
     from surgeon.benchmarks.measure import Result
-    from surgeon.library.report import ReportPage
+    from surgeon.commands.report import ReportPage
     from surgeon.searches.trial import MeasuredProgram
 
 RANKS = 2
@@ -124,7 +124,7 @@ class DemoSteps:
     effort: Effort
 
     def scan(self) -> None:
-        from surgeon.library.scan import scan
+        from surgeon.commands.scan import scan
 
         output = self.folder / "scan"
         _announce("1. Which stretches of layers can it spare?", f"scan demo {self.effort.text} -o {_quoted(output)}")
@@ -150,7 +150,7 @@ class DemoSteps:
 
     def export(self, purpose: str, recipe: Path, name: str) -> Path:
         """The checkpoint."""
-        from surgeon.library.export import export
+        from surgeon.commands.export import export
 
         output = self.folder / name
         _announce(purpose, f"export {_quoted(recipe)} -o {_quoted(output)} --overwrite")
@@ -161,7 +161,7 @@ class DemoSteps:
         return output
 
     def generate(self, model: Path) -> None:
-        from surgeon.library.generate import generate
+        from surgeon.commands.generate import generate
 
         new = self.effort.new_tokens * 2
         _announce(
@@ -185,7 +185,7 @@ class DemoSteps:
 
     def page(self, *runs: str) -> ReportPage:
         """The page, of these folders."""
-        from surgeon.library.report import report
+        from surgeon.commands.report import report
 
         return report([self.folder / run for run in runs], self.folder / "report.html")
 
@@ -217,7 +217,7 @@ def _measure(contenders: list[Contender], effort: Effort) -> list[MeasuredProgra
 
 def _speeds(contenders: list[Contender], effort: Effort) -> dict[str, list[Result]]:
     """What ranks measured of each, by the way in which they communicate."""
-    from surgeon.library.bench import bench
+    from surgeon.commands.bench import bench
     from surgeon.runtime.worker.options import RankOptions
 
     first, *others = [one.model for one in contenders]

@@ -303,14 +303,13 @@ class DraftArguments:
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="[RECIPE|PROGRAM|VARIANT|FOLDER|lookup|coda]",
+            metavar="[RECIPE|PROGRAM|VARIANT|lookup|coda]",
             help='Have tokens drafted by another program over the same weights: one such as "A0 F0 [A1 A2] [F1 F2]", '
             "that of a recipe (.yaml), or a variant of the model by its name, such as lp or tracks:4, as surgeon bench "
             "compares them; and verified several at a time by the model: the same greedy tokens, and the same "
-            "distribution of drawn ones. It has the model's weights and cache, and norms or adapters of its own if "
-            "it is a folder that surgeon heal --as-draft has written. Or by what came behind the same few tokens "
-            "before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; surgeon heal "
-            "--racks writes them).",
+            "distribution of drawn ones. It has the model's weights and cache. Or by what came behind the same few "
+            "tokens before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; "
+            "surgeon heal --racks writes them).",
         ),
     ] = None
     draft_tokens: Annotated[
@@ -318,7 +317,7 @@ class DraftArguments:
         typer.Option(
             min=1,
             help="How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so "
-            "far, none among them; with coda 1.",
+            "far, none among them.",
         ),
     ] = None
 
@@ -333,21 +332,12 @@ class PipelineArguments:
             "--pipeline",
             help="Have each of --ranks hold a stretch of the layers, in place of a share of every layer: only streams "
             "go from one to the next. While one computes, those before it go on with other texts, or with what the "
-            "coda of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the last one "
-            "verifies: the same texts. At the end it says whether that was faster than one rank with all layers.",
+            "coda of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the others "
+            "verify: the same texts. For models that do not fit one machine; it was not faster than one rank.",
         ),
     ] = False
     ranks: Annotated[
         int | None, typer.Option(min=1, help="How many ranks --pipeline has; under torchrun all its processes.")
-    ] = None
-    in_flight: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="How many tokens may be on their way through the ranks of --pipeline, of several texts or drafted by "
-            "the coda; 1 drafts none. Default: --ranks where fewer texts are computed together and there is a coda, "
-            "else 1.",
-        ),
     ] = None
 
     def over(self, run: RunArguments) -> dict[str, Any]:
@@ -357,11 +347,10 @@ class PipelineArguments:
             ValueError: if they do not fit each other.
         """
         if not self.pipeline:
-            given = next((name for name in ("ranks", "in_flight") if getattr(self, name) is not None), None)
-            if given is not None:
+            if self.ranks is not None:
                 raise ValueError(
-                    f"--{given.replace('_', '-')} is of --pipeline, whose ranks have layers of their own; --tp says "
-                    "how many ranks share every layer"
+                    "--ranks is of --pipeline, whose ranks have layers of their own; --tp says how many ranks share "
+                    "every layer"
                 )
             return run.options()
         from surgeon.processes.torchrun import read_environment
@@ -375,7 +364,7 @@ class PipelineArguments:
                 f"--tp {run.tp} shares every layer among ranks, and --pipeline gives each rank layers of its own; "
                 "leave --tp out"
             )
-        return replace(run, tp=ranks).options() | {"pipeline": True, "in_flight": self.in_flight}
+        return replace(run, tp=ranks).options() | {"pipeline": True}
 
 
 def parse_counts(name: str, values: list[str] | None, default: Sequence[int]) -> list[int]:

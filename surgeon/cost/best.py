@@ -73,7 +73,8 @@ def known_programs(model: Model, budget: Allowance, layers: range | None = None)
     Raises:
         ValueError: if the depth is above the model's, or nothing is left to choose from.
     """
-    shapes, per_layer = model.shapes, model.family.steps_per_layer
+    shapes = model.shapes
+    per_layer = model.family.steps_per_layer
     dense = Program.dense(shapes.layers, per_layer)
     middle = layers or middle_layers(shapes.layers)
     if budget.depth is not None and not 1 <= budget.depth <= shapes.layers:
@@ -136,7 +137,9 @@ class Choice:
     def winner(self) -> str:
         """The fastest program; the dense one where no other pays."""
         best = max(self.by_program, key=lambda name: self.by_program[name], default=DENSE)
-        return best if self.by_program.get(best, 0.0) >= PAYS else DENSE
+        if self.by_program.get(best, 0.0) >= PAYS:
+            return best
+        return DENSE
 
     @property
     def speedup(self) -> float:
@@ -204,7 +207,9 @@ class Extent:
         if self.never:
             return "never"
         if self.starts is None:
-            return "always" if self.stops is None else f"below {self.stops}"
+            if self.stops is None:
+                return "always"
+            return f"below {self.stops}"
         return f"from {self.starts}" + (f", below {self.stops}" if self.stops else "")
 
 

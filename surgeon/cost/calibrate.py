@@ -33,7 +33,8 @@ from surgeon.runtime.worker.options import choose_device
 from surgeon.threads import threads_per_rank, usable_cores
 from surgeon.words import plural
 
-DIGITS, WIDTH = 4, 120
+DIGITS = 4
+WIDTH = 120
 SHORTEST = 64  # tokens: texts are so long that attention over a cache can be told from the rest
 LONGEST = 512
 WAYS = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}
@@ -125,7 +126,8 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
     Raises:
         ValueError: if what was measured makes no hardware.
     """
-    shapes, adding = calibration.shapes, triton.used_on(calibration.device)
+    shapes = calibration.shapes
+    adding = triton.used_on(calibration.device)
 
     def figures(ranks: int, one: Round) -> Figures:
         return Fit(calibration.plans[ranks], shapes, one, adding).figures(calibration.ways)
@@ -164,13 +166,15 @@ def _content(
         whole: of all rounds together, by number of ranks.
         rounds: of each.
     """
-    plan, device = calibration.plans[1], calibration.device
+    plan = calibration.plans[1]
+    device = calibration.device
 
     def peak(prefix: str) -> float:
         """The most that all ranks together were seen to do."""
         return max(n * rate for n, each in whole.items() for key, rate in each.items() if key.startswith(prefix))
 
-    flops, bandwidth = peak(PRODUCTS), peak("shares.bandwidth")
+    flops = peak(PRODUCTS)
+    bandwidth = peak("shares.bandwidth")
     links = {
         way: max(each[f"links.{way}.rate"] for ranks, each in whole.items() if ranks > 1)
         for way in (calibration.ways if len(whole) > 1 else ())
@@ -217,7 +221,9 @@ def _place(key: str, ranks: int) -> str:
         return f"links.{way}.algorithms.0.{'share' if what == 'rate' else what}.{ranks}"
     if ranks > 1:
         return f"sharing.{ranks}.{key}"
-    return f"device.{key}" if key.startswith("shares.") else key
+    if key.startswith("shares."):
+        return f"device.{key}"
+    return key
 
 
 def _rounded(value: float) -> float:

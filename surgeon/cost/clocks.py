@@ -140,7 +140,8 @@ class RankClock:
     def spend(self, burst: Burst | None) -> None:
         if burst is None:
             return
-        seconds, (until, share) = burst.seconds, self.busy
+        seconds = burst.seconds
+        until, share = self.busy
         if share and until > self.now:
             meanwhile = (until - self.now) * (1 - share)  # what is done of it until the collective ends
             seconds = seconds / (1 - share) if seconds <= meanwhile else seconds + (until - self.now) * share

@@ -61,7 +61,8 @@ class Wiring:
         if self.emulated is not None:  # as `EmulatedLink` has ranks send
             others = len(group) - 1
             sent = (2 * others / len(group) if operation == "all-reduce" else others) * size
-            line, delay = sent / self.emulated.bandwidth, self.emulated.delay
+            line = sent / self.emulated.bandwidth
+            delay = self.emulated.delay
         nodes = len({rank // self.node for rank in group})
         used = [self.within] if nodes == 1 else [self.within, self.across]
         seconds, writing, reading = self._seconds(operation, size, nodes, -(-len(group) // nodes))
@@ -101,11 +102,13 @@ def best(link: Interconnect, operation: Operation, size: int, ranks: int) -> Sec
 
 
 def _seconds(algorithm: Algorithm, bandwidth: float, operation: Operation, size: int, ranks: int) -> Seconds:
-    base, hop = algorithm.base.at(ranks), algorithm.hop.at(ranks)
+    base = algorithm.base.at(ranks)
+    hop = algorithm.hop.at(ranks)
     once = size / (bandwidth * algorithm.share.at(ranks))  # seconds of sending an operand once
     if algorithm.kind == "shared-memory":
         return Seconds(0.0, once, base + hop * (ranks - 1) + ranks * once)
-    others, levels = ranks - 1, math.ceil(math.log2(ranks))
+    others = ranks - 1
+    levels = math.ceil(math.log2(ranks))
     # Messages that wait for each other, and how often a rank's bytes are sent.
     reduce = {
         "ring": (2 * others, 2 * others / ranks),

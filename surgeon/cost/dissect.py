@@ -36,9 +36,15 @@ from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete
 
 # What is timed: sublayers, and inside them norms, the maps that read the stream, those that write to it, and attention.
-SUBLAYER, NORM, READING, WRITING, ATTENDING = "sublayer", "norm", "reading", "writing", "attending"
+SUBLAYER = "sublayer"
+NORM = "norm"
+READING = "reading"
+WRITING = "writing"
+ATTENDING = "attending"
 STARTING, WAITING = "starting", "waiting"  # of the collectives of steps
-EMBEDDING, HEAD, BEST = "embedding", "head", "best"
+EMBEDDING = "embedding"
+HEAD = "head"
+BEST = "best"
 PRODUCTS: dict[type, dict[str, str]] = {  # what these are called
     Attention: {READING: "qkv", WRITING: "o"},
     FeedForward: {READING: "up", WRITING: "down"},
@@ -155,7 +161,8 @@ class DissectedEngine(RankEngine):
         began = self._since or time.perf_counter()
         results = super().step(rows, cache)
         ended = self._since or time.perf_counter()
-        cached, decode = sum(row.start for row in rows) / len(rows), self.counts is self.figures.decode
+        cached = sum(row.start for row in rows) / len(rows)
+        decode = self.counts is self.figures.decode
         self.passes_seen.append(PassParts(decode, cached, ended - began, self.watch.take()))
         return results
 
@@ -169,7 +176,9 @@ class DissectedEngine(RankEngine):
     ) -> Tensor:
         """As an engine does it, but all tokens go through all nodes, so that sublayers of a kind take the same time."""
         whole = super().stream_after(stream, shared, first, end)
-        return whole if places is None else whole[places]
+        if places is None:
+            return whole
+        return whole[places]
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Count what a recorded pass has computed; it takes no time to time it."""
@@ -178,7 +187,8 @@ class DissectedEngine(RankEngine):
 
     def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
         """What runs steps on a group of ranks."""
-        attend, raw = self.watch.wrap(ATTENDING, shared.attend), shared.attend_raw
+        attend = self.watch.wrap(ATTENDING, shared.attend)
+        raw = shared.attend_raw
         timed = replace(shared, attend=attend, attend_raw=raw and self.watch.wrap(ATTENDING, raw))
         return _DissectedMachine(self, timed, group, work, self.watch)
 
@@ -216,7 +226,8 @@ def run_dissected(rank: Rank, name: str, load: Workload) -> list[PassParts]:
     engine: DissectedEngine = rank.engines[name]
     engine.passes_seen = []
     engine.watch.take()
-    longest, long_texts = engine.plan.max_tokens, engine.plan.long_texts
+    longest = engine.plan.max_tokens
+    long_texts = engine.plan.long_texts
     limits = Limits(load.batch, longest, pass_tokens=load.batch * load.prompt, long_texts=long_texts)
     requests = load.requests(engine.plan.vocabulary)
     complete(rank, requests, load.batch * blocks_for(load.length), limits, name)

@@ -21,10 +21,10 @@ from surgeon.cost.room import room
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
+from surgeon.findings.drafts import DRAFT_COLUMNS
 from surgeon.language.program import Program
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes
-from surgeon.results.drafts import DRAFT_COLUMNS
 from surgeon.runtime.batching.ahead import MOST_AHEAD, best_ahead
 from surgeon.runtime.plan.drafts import draft_beside, require_shared
 from surgeon.runtime.plan.specification import DraftPlan, Plan
@@ -82,7 +82,8 @@ def predict_drafting(
     check_chances(acceptances)
     drafting = DraftPrices(shapes, programs[0], hardware, workload, deployment)
     beside = drafting.beside(programs[1])
-    draft, prompts = drafting.seconds(beside.plan), drafting.prompts(beside)
+    draft = drafting.seconds(beside.plan)
+    prompts = drafting.prompts(beside)
     return [drafting.at(acceptance, draft, prompts) for acceptance in acceptances]
 
 
@@ -127,7 +128,8 @@ class DraftPrices:
         Raises:
             ValueError: as `draft_beside`, or if there is no room for both.
         """
-        found, load = _beside(self.model.plan, self.shapes, draft), self.workload
+        found = _beside(self.model.plan, self.shapes, draft)
+        load = self.workload
         needed = room(self.shapes, replace(self.model.plan, draft=found), self.hardware, load.batch, load.prompt)
         if self.model.memory.fits and not needed.fits:
             raise ValueError(
@@ -164,7 +166,8 @@ class DraftPrices:
         (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, self.verifying)
         per_token = 1 / rate + (prompts / (self.workload.new - 1) if ahead else 0.0)
         if prompts and per_token > self.verifying(1):
-            ahead, per_token = 0, self.verifying(1)
+            ahead = 0
+            per_token = self.verifying(1)
         return DraftedPrediction(self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token)
 
     @cached_property
@@ -221,10 +224,13 @@ def draft_cells(
             raise ValueError(one.refused if one.prediction is None else explain_memory(one, hardware))
     assert plain.prediction is not None
     assert alone.prediction is not None
-    shapes, load, ranks = plain.candidate.model.shapes, plain.workload, plain.deployment
+    shapes = plain.candidate.model.shapes
+    load = plain.workload
+    ranks = plain.deployment
     programs = plain.candidate.program(ranks.ranks), alone.candidate.program(ranks.ranks)
     sizes = {"ranks": ranks.ranks, "batch": load.batch, "prompt": load.prompt, "new": load.new}
-    dense, lossy = plain.prediction.rate, alone.prediction.rate
+    dense = plain.prediction.rate
+    lossy = alone.prediction.rate
     rows = []
     for found in predict_drafting(shapes, programs, hardware, load, ranks, acceptances):
         times = found.draft * MS, found.verify * MS, found.per_token * MS

@@ -55,7 +55,9 @@ class Fit:
     """
 
     def __init__(self, plan: Plan, shapes: ModelShapes, measured: Round, adding: bool) -> None:
-        self.plan, self.shapes, self.measured = plan, shapes, measured
+        self.plan = plan
+        self.shapes = shapes
+        self.measured = measured
         self.adding = adding
         self.rank_work = RankWork(plan, shapes, lambda _: False, adding=False)  # norms that are timed add nothing
         self.works = work_of(plan, 0)
@@ -187,7 +189,8 @@ class Fit:
         return max(0.0, self.part(ATTENDING, self.sample(1, 1)) - self._per_text())
 
     def _attention(self) -> Figures:
-        some, near = self.sample(8, PROMPT), self.sample(1, 1)
+        some = self.sample(8, PROMPT)
+        near = self.sample(1, 1)
         per_chunk = max(0.0, self.part(ATTENDING, some) - self._fixed_attention()) / some.texts
         alone = [one for one in self.whole if one.texts == 1]
         long = max(alone, key=lambda one: one.new)  # the prompt
@@ -206,7 +209,8 @@ class Fit:
     # What is left of passes: something for every sublayer, something for every pass.
 
     def _passes(self) -> Figures:
-        whole, short = self.sample(1, 1), self.sample(1, 1, SHORT)
+        whole = self.sample(1, 1)
+        short = self.sample(1, 1, SHORT)
         more = _sublayers(whole) - _sublayers(short)
         each = max(0.0, (self._left(whole) - self._left(short)) / more)
         found = {"host.launches.add.1": each}
@@ -227,8 +231,11 @@ class Fit:
     # Collectives.
 
     def _exchanges(self, ways: Sequence[str]) -> Figures:
-        starting, waiting = self.measured.starting, self.measured.waiting
-        least, most, ranks = SIZES[0], SIZES[-1], self.plan.ranks
+        starting = self.measured.starting
+        waiting = self.measured.waiting
+        least = SIZES[0]
+        most = SIZES[-1]
+        ranks = self.plan.ranks
         found = {"host.collective": starting[ways[0], least]}
         for way in ways:
             times = {size: starting[way, size] + waiting[way, size] for size in SIZES}
@@ -241,7 +248,8 @@ class Fit:
 
 def rising(figures: Figures) -> Figures:
     """The same figures, in which products of more rows reach no less: where they did, something disturbed measuring."""
-    found, most = dict(figures), 0.0
+    found = dict(figures)
+    most = 0.0
     for rows in sorted(int(key.removeprefix(PRODUCTS)) for key in figures if key.startswith(PRODUCTS)):
         found[f"{PRODUCTS}{rows}"] = most = max(most, figures[f"{PRODUCTS}{rows}"])
     return found

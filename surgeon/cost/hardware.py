@@ -78,7 +78,9 @@ def number_in(value: Any) -> float | None:
             return float(value)
         except ValueError:
             return None
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    return None
 
 
 def _at_least_zero(value: Any) -> float:
@@ -115,7 +117,9 @@ def _table(number: Any) -> GetPydanticSchema:
         return Figure(tuple(table.items()))
 
     def one_or_more(value: Any) -> Any:
-        return value if isinstance(value, dict) else {1.0: value}
+        if isinstance(value, dict):
+            return value
+        return {1.0: value}
 
     kind = Annotated[dict[Positive, number], BeforeValidator(one_or_more)]
     return GetPydanticSchema(lambda _, schema_of: no_info_after_validator_function(read, schema_of(kind)))
@@ -210,7 +214,9 @@ class Host(_Entries):
     def launching(self, name: str, nature: str, rows: float) -> float:
         """Seconds of launching one kernel of that name and nature."""
         figure = self.launches.get(name) or self.launches.get(nature)
-        return self.launch if figure is None else figure.at(rows)
+        if figure is None:
+            return self.launch
+        return figure.at(rows)
 
     def slower(self, times: float) -> Host:
         """A host that takes so many times as long for everything."""
@@ -272,7 +278,8 @@ class RankShare(_Entries):
 
     def among(self, known: int, ranks: int) -> RankShare:
         """The same of one of more ranks than it was measured with, which take turns."""
-        part, shares = known / ranks, self.shares
+        part = known / ranks
+        shares = self.shares
         kinds = {each.name: getattr(shares, each.name) for each in fields(Shares)}
         less = {name: figure and figure.times(part) for name, figure in kinds.items()}
         return RankShare(Shares(**less), self.host.slower(1 / part))
@@ -313,11 +320,15 @@ class Hardware(_Entries):
             return RankShare(self.device.shares, self.host)
         more = [known for known in self.sharing if known >= together]
         most = max(self.sharing)
-        return self.sharing[min(more)] if more else self.sharing[most].among(most, together)
+        if more:
+            return self.sharing[min(more)]
+        return self.sharing[most].among(most, together)
 
     def dtype(self, stored: str) -> str:
         """What a model is computed in: as its weights are stored, but float32 where kernels are launched one by one."""
-        return stored if self.host.asynchronous else "float32"
+        if self.host.asynchronous:
+            return stored
+        return "float32"
 
     def link(self, name: str | None = None) -> Interconnect:
         """The link within a node of this name, or the first one.

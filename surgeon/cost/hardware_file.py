@@ -46,7 +46,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         FileNotFoundError: if there is no such file.
         ValueError: if there is no such name, or something in the file is missing, unknown or impossible.
     """
-    text, known = str(name_or_path), known_hardware()
+    text = str(name_or_path)
+    known = known_hardware()
     path = MACHINES / f"{text}{SUFFIX}" if text in known else on_disk(text)
     if path is None or not path.is_file():
         if "/" in text or Path(text).suffix.lower() == SUFFIX:
@@ -65,7 +66,8 @@ def parse_hardware(text: str) -> Hardware:
         YamlError: with the line, and what is wrong there.
     """
     document = read_yaml(text)
-    value, lines = document.value, document.lines
+    value = document.value
+    lines = document.lines
     hardware = checked(Hardware, value, lines, messages=_MESSAGES)
     if not hardware.links and (hardware.devices > 1 or hardware.sharing):
         raise YamlError(lines["links",], "there is no link between the node's ranks; describe one")
@@ -86,9 +88,13 @@ def _plain(value: Any) -> Any:
         if set(value) == {"points"}:
             points = value["points"]
             table = {int(size) if size == int(size) else size: number for size, number in points}
-            return points[0][1] if len(points) == 1 else table
+            if len(points) == 1:
+                return points[0][1]
+            return table
         return {key: _plain(each) for key, each in value.items() if each not in (None, "", {})}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
 
 
 # What a reader of a file is told of a figure that is not there.

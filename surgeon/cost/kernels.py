@@ -87,9 +87,11 @@ class RankSpeed:
 
     def seconds(self, kernel: Kernel) -> float:
         """How long a kernel runs, without its launch."""
-        flops, bandwidth = self.shares.flops, self.shares.bandwidth
+        flops = self.shares.flops
+        bandwidth = self.shares.bandwidth
         if kernel.nature == "attention":
-            flops, bandwidth = self.shares.attention or flops, self.shares.cache or bandwidth
+            flops = self.shares.attention or flops
+            bandwidth = self.shares.cache or bandwidth
         elif kernel.nature == "copy":
             bandwidth = self.shares.copies or bandwidth
         moving = kernel.moved / (self.bandwidth * bandwidth.at(max(kernel.moved, 1.0)))
@@ -102,13 +104,16 @@ def burst(kernels: Sequence[Kernel], speed: RankSpeed, graphs: bool) -> Burst:
     Args:
         graphs: whether they are part of a captured graph.
     """
-    times, host = [speed.seconds(kernel) for kernel in kernels], speed.host
+    times = [speed.seconds(kernel) for kernel in kernels]
+    host = speed.host
     if graphs:
         return Burst(sum(times), gaps=host.graph * sum(kernel.launches for kernel in kernels))
     launching = [kernel.launches * host.launching(kernel.name, kernel.nature, kernel.rows) for kernel in kernels]
     if not host.asynchronous:
         return Burst(sum(times), gaps=sum(launching))
-    lag, launched, left = 0.0, 0.0, sum(times)
+    lag = 0.0
+    launched = 0.0
+    left = sum(times)
     for own, seconds in zip(launching, times, strict=True):
         launched += own
         lag = max(lag, launched + left)

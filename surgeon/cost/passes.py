@@ -20,7 +20,7 @@ from surgeon.cost.room import PLANS
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.batching.halves import LEAST
+from surgeon.runtime.batching.sequence import LEAST_IN_HALF
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.quantised import Packing
 from surgeon.runtime.plan.placement import Group, Part, Work, rank_work, step_parts
@@ -29,7 +29,8 @@ from surgeon.runtime.plan.specification import Plan
 CANDIDATE = 16  # bytes of a rank's best token of a text: its logit and its number
 # Estimates: how often compression reads or writes each number of what it packs, and of what it unpacks, in kernels that
 # do all of it at once; and in how many of them.
-PACKING, UNPACKING = (6.0, 2), (3.0, 1)
+PACKING = (6.0, 2)
+UNPACKING = (3.0, 1)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ class PredictedRanks:
     """
 
     def __init__(self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment) -> None:
-        self.shapes, self.plan, self.hardware, self.deployment = shapes, plan, hardware, deployment
+        self.shapes = shapes
+        self.plan = plan
+        self.hardware = hardware
+        self.deployment = deployment
         self.program, self.work = _works(plan)
         asynchronous = hardware.host.asynchronous
         self.captured = asynchronous if deployment.graphs is None else deployment.graphs
@@ -81,7 +85,8 @@ class PredictedRanks:
 
     def wiring(self, graphs: bool) -> Wiring:
         """What connects them in passes that are captured graphs, or others."""
-        hardware, deployment = self.hardware, self.deployment
+        hardware = self.hardware
+        deployment = self.deployment
         within = hardware.link(deployment.link) if min(self.plan.ranks, self.node) > 1 else None
         across = hardware.network(deployment.network) if self.plan.ranks > self.node else None
         return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
@@ -105,7 +110,7 @@ class PredictedRanks:
             graphs: whether it is a captured graph.
         """
         in_halves = self.deployment.halves == "on" and self.plan.ranks > 1
-        halves = forward.in_halves(LEAST) if in_halves else None
+        halves = forward.in_halves(LEAST_IN_HALF) if in_halves else None
         if halves is None:
             return self._forward(forward, [forward], graphs)
         return self._forward(forward, halves, graphs=False)
@@ -162,11 +167,16 @@ class PassCosts(Costs):
             graphs: whether the pass is a captured graph.
             gathers: whether ranks share out a part's first factors.
         """
-        self.ranks, self.plan, self.forward, self.graphs = ranks, ranks.plan, forward, graphs
+        self.ranks = ranks
+        self.plan = ranks.plan
+        self.forward = forward
+        self.graphs = graphs
         static = ranks.hardware.host.asynchronous
         self.rank_work = RankWork(ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding)
-        self.wires, self.connected = ranks.wiring(graphs), ranks.deployment.connected
-        self.layers, self.vocabulary = Counts(), Counts()
+        self.wires = ranks.wiring(graphs)
+        self.connected = ranks.deployment.connected
+        self.layers = Counts()
+        self.vocabulary = Counts()
         self._next = [count() for _ in ranks.work]
         self._known: dict[object, Timed] = {}
         self._reductions: dict[object, tuple[Transfer, Counts]] = {}
@@ -190,7 +200,9 @@ class PassCosts(Costs):
 
     def finish(self, step: Step, group: Group) -> Burst | None:
         kernels = [] if self._whole(step, group) else self.rank_work.finish(step, self.forward)
-        return self._burst(kernels) if kernels else None
+        if kernels:
+            return self._burst(kernels)
+        return None
 
     def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
         if not self.connected:
@@ -206,14 +218,18 @@ class PassCosts(Costs):
 
     def embed(self, clocks: Sequence[RankClock]) -> None:
         """Before the program: rows of the embedding, and their sum over the ranks, which have some rows each."""
-        numbers, values = self.rank_work.numbers, self.forward.tokens * self.plan.hidden
+        numbers = self.rank_work.numbers
+        values = self.forward.tokens * self.plan.hidden
         self._end(clocks, [numbers.copy("embedding", 2 * values)], "all-reduce", numbers.size * values)
 
     def choose(self, clocks: Sequence[RankClock]) -> None:
         """Behind it: every text's last token through the final norm and the head, and the best of all ranks' logits."""
-        plan, numbers, texts = self.plan, self.rank_work.numbers, self.forward.texts
+        plan = self.plan
+        numbers = self.rank_work.numbers
+        texts = self.forward.texts
         rows = -(-plan.vocabulary // plan.ranks)
-        norm, head = numbers.copy("norm", 2 * texts * plan.hidden), numbers.product("head", texts, rows, plan.hidden)
+        norm = numbers.copy("norm", 2 * texts * plan.hidden)
+        head = numbers.product("head", texts, rows, plan.hidden)
         self._end(clocks, [norm, head, numbers.copy("best", texts * rows)], "all-gather", CANDIDATE * texts)
 
     def alone(self, work: Work) -> float:
@@ -237,7 +253,8 @@ class PassCosts(Costs):
     def _timed(self, work: Work) -> Timed:
         """A step's kernels as one burst between every two exchanges."""
         found: list[Burst | Swap] = []
-        sent, kernels = Counts(), list[Kernel]()
+        sent = Counts()
+        kernels = list[Kernel]()
         for item in self.rank_work.items(work, self.forward):
             if isinstance(item, Kernel):
                 kernels.append(item)

@@ -44,7 +44,8 @@ def plan_on_paper(
         for role, _ in sublayer.ranks:
             spec.projection(role)  # a gate that the model lacks, say
         replace(sublayer, piece=None).parameters(shapes.layer_shapes)  # refuses ranks above those of the matrices
-    mixtures, units = mixtures_of(shapes), shared_units(shapes.units, shapes.latent)
+    mixtures = mixtures_of(shapes)
+    units = shared_units(shapes.units, shapes.latent)
     check_division(different(program, units, mixtures), units, ranks, mixtures, sliced)
     if max_tokens > shapes.positions:
         raise ValueError(
@@ -79,7 +80,8 @@ def plan_on_paper(
 
 def divides(shapes: ModelShapes, program: Program, ranks: int) -> bool:
     """Whether heads and neurons divide among so many ranks."""
-    mixtures, units = mixtures_of(shapes), shared_units(shapes.units, shapes.latent)
+    mixtures = mixtures_of(shapes)
+    units = shared_units(shapes.units, shapes.latent)
     return why_not(different(program, units, mixtures), units, ranks, mixtures) is None
 
 
@@ -88,6 +90,8 @@ def mixtures_of(shapes: ModelShapes) -> Mixtures:
 
     def size(layer: int) -> MixtureSize | None:
         own = shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,)))
-        return None if own.mixture is None else MixtureSize(own.mixture.experts, own.units[FEED_FORWARD])
+        if own.mixture is None:
+            return None
+        return MixtureSize(own.mixture.experts, own.units[FEED_FORWARD])
 
     return Mixtures.of(size, shapes.layers)

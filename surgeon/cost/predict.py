@@ -44,7 +44,9 @@ class Prediction:
     @property
     def per_token(self) -> float:
         """Seconds of each further token of every text, the mean; NaN if there is none."""
-        return self.decode.seconds if self.decode else float("nan")
+        if self.decode:
+            return self.decode.seconds
+        return float("nan")
 
     @property
     def total(self) -> float:
@@ -95,7 +97,8 @@ def _expert_times(shapes: ModelShapes, plan: Plan, hardware: Hardware, deploymen
 
 def mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
     """The mean of all decoding passes, by Simpson's rule of the first, the middle and the last one."""
-    first, last = workload.prompt, workload.prompt + workload.new - 2
+    first = workload.prompt
+    last = workload.prompt + workload.new - 2
     weights = {first: 1 / 6, (first + last) // 2: 4 / 6, last: 1 / 6}
     if last <= first + 1:
         weights = dict.fromkeys((first, last), 1 / (last - first + 1))

@@ -48,7 +48,9 @@ def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt
     Args:
         prompt: tokens of each text that are computed together at first.
     """
-    sizes, tokens, ranks = _footprint(plan, shapes), texts * prompt, plan.ranks
+    sizes = _footprint(plan, shapes)
+    tokens = texts * prompt
+    ranks = plan.ranks
     blocks = sizes.blocks(texts, plan.max_tokens, tokens)
     weights = max(range(ranks), key=lambda rank: sizes.weights[rank] + blocks * sizes.block[rank])
     together = -(-ranks // hardware.devices) if hardware.sharing else 1  # ranks that share one device

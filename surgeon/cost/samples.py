@@ -218,7 +218,8 @@ def time_launches(rank: Rank, times: int) -> dict[str, list[float]]:
     roles = ["q", "k", "v"]
     tensors = {f"{role}.{which}.weight": weight for role in roles for which in ("first", "second")}
     launches: dict[str, Callable[[], object]] = {"operation": lambda: x + x}
-    linear, factored = Linear([weight], [None]), LowRank(tensors, roles)
+    linear = Linear([weight], [None])
+    factored = LowRank(tensors, roles)
     shared = Gathered(tensors, roles, Sharing(Alone, Counts))
     launches |= {"product": lambda: linear(x), "join": lambda: factored(x), "gathered": lambda: shared(x)}
     if rank.device.type == "cuda":

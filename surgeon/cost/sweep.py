@@ -19,8 +19,8 @@ from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.room import most_texts, room
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
+from surgeon.findings.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
 from surgeon.memory import show_size
-from surgeon.results.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
 from surgeon.words import plural
 
 MOST_RANKS = 64  # that are looked at for those that have room
@@ -61,7 +61,8 @@ def parse_sweep(text: str) -> dict[str, list[int]]:
             raise ValueError(f"{part.strip()!r} is no range; write e.g. {name}=1..64 (doubling) or {name}=8")
         if name in axes:
             raise ValueError(f"{name} is there twice; keep one of them")
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if not 1 <= first <= last:
             raise ValueError(f"{name}={values}: a range goes from at least 1 upwards")
         axes[name] = [*(first << doubling for doubling in range(((last - 1) // first).bit_length())), last]
@@ -106,9 +107,11 @@ def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workl
 
 def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
     """What a prediction that does not fit needs, and what would do: fewer texts, or more ranks."""
-    prediction, workload = cell.prediction, cell.workload
+    prediction = cell.prediction
+    workload = cell.workload
     assert prediction is not None
-    needed, plan = prediction.memory, prediction.plan
+    needed = prediction.memory
+    plan = prediction.plan
     ranks = plural(plan.ranks, "rank")
     amounts = (
         f"{show_size(needed.needed)} (weights {show_size(needed.weights)}, cache {show_size(needed.cache)}, "
@@ -135,10 +138,12 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
         if ranks > hardware.devices and not hardware.networks:
             return
         try:
-            shapes, program = cell.candidate.model.shapes, cell.candidate.program(ranks)
+            shapes = cell.candidate.model.shapes
+            program = cell.candidate.program(ranks)
             if not divides(shapes, program, ranks):  # without looking for numbers that would do
                 continue
-            length, dtype = cell.workload.length, cell.prediction.plan.dtype
+            length = cell.workload.length
+            dtype = cell.prediction.plan.dtype
             plan = plan_on_paper(shapes, program, ranks, length, dtype, "auto", cell.deployment.kv)
         except ValueError:
             continue
@@ -159,7 +164,8 @@ def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
 
 
 def _row(cell: SweepCell) -> dict[str, object]:
-    load, found = cell.workload, cell.prediction
+    load = cell.workload
+    found = cell.prediction
     row: dict[str, object] = {
         "program": cell.candidate.name,
         "ranks": cell.deployment.ranks,

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import comb
+from typing import NamedTuple
 
 from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
-from surgeon.cost.mixtures import ExpertLoad, divided_load, sliced_load
 from surgeon.language.program import Fork, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.latent import Latent
@@ -21,6 +23,61 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of, whole_experts
 from surgeon.runtime.plan.specification import Plan
+
+
+class ExpertLoad(NamedTuple):
+    """What a rank's experts have to do in a pass.
+
+    Attributes:
+        hit: how many of them some token goes to, the mean.
+        pairs: how many tokens all of them get together, the mean.
+    """
+
+    hit: float
+    pairs: float
+
+
+def sliced_load(experts: int, chosen: int, tokens: int) -> ExpertLoad:
+    """On a rank that has every expert, or some neurons of each."""
+    missed = (1 - min(chosen, experts) / experts) ** tokens
+    return ExpertLoad(experts * (1 - missed), float(tokens * min(chosen, experts)))
+
+
+@lru_cache(maxsize=4096)
+def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLoad:
+    """On the rank that most experts are hit on, where ranks have whole ones, about equally many."""
+    whole = sliced_load(experts, chosen, tokens)
+    own = -(-experts // ranks)
+    chosen = min(chosen, experts)
+    if tokens == 1:
+        most = _most_of_one(experts, chosen, ranks)
+    else:
+        hit = whole.hit / experts
+        below = 0.0
+        most = 0.0
+        chances = [comb(own, n) * hit**n * (1 - hit) ** (own - n) for n in range(own + 1)]
+        for chance in chances[:-1]:  # the mean of the highest of some is the sum of the chances that it is above n
+            below += chance
+            most += 1 - below**ranks
+    most = max(most, whole.hit / ranks)
+    return ExpertLoad(most, whole.pairs * most / whole.hit)
+
+
+def _most_of_one(experts: int, chosen: int, ranks: int) -> float:
+    """The mean of the most experts that a rank has of one token's: counts how many ways keep all ranks below it."""
+    sizes = [experts * (rank + 1) // ranks - experts * rank // ranks for rank in range(ranks)]
+    total = comb(experts, chosen)
+    mean = 0.0
+    for limit in range(chosen):
+        ways = [1] + [0] * chosen  # of choosing so many on the ranks so far, at most `limit` on each
+        for size in sizes:
+            ways = [
+                sum(ways[count - here] * comb(size, here) for here in range(min(limit, size, count) + 1))
+                for count in range(chosen + 1)
+            ]
+        mean += 1 - ways[chosen] / total
+    return mean
+
 
 OF_EXPERTS = " of experts"  # of their products' names
 SQUARES_BYTES = 8  # of a token: how large its queries and its keys are, in float32
@@ -59,7 +116,8 @@ class Forward:
         Args:
             least: new tokens of a text on either side, where texts are cut; None is returned where they are too few.
         """
-        texts, new = self.texts // 2, self.new // 2
+        texts = self.texts // 2
+        new = self.new // 2
         if self.texts % 2 and new >= least:
             asked = None if self.asked is None else 1  # of as good as none
             last = None if self.asked is None else min(self.asked, self.new - new)
@@ -67,7 +125,9 @@ class Forward:
                 Forward(self.texts, new, self.before, asked),
                 Forward(self.texts, self.new - new, self.before + new, last),
             )
-        return (replace(self, texts=texts), replace(self, texts=self.texts - texts)) if texts else None
+        if texts:
+            return (replace(self, texts=texts), replace(self, texts=self.texts - texts))
+        return None
 
     def keys(self, window: int | None, chunked: bool = False) -> int:
         """How many tokens' keys and values are read of each text.
@@ -78,7 +138,9 @@ class Forward:
         seen = self.before + self.new
         if window is not None and chunked:
             return seen - self.before // window * window
-        return seen if window is None else min(seen, window + self.new - 1)
+        if window is None:
+            return seen
+        return min(seen, window + self.new - 1)
 
     def pairs(self, window: int | None, chunked: bool = False) -> float:
         """Of a text's new tokens, how many tokens each looks at, all together."""
@@ -153,16 +215,20 @@ class RankWork:
             items += self._feed_forward(maps)
         if work.whole and self._normed(sublayer):
             items.append(self.numbers.copy("norm", 2 * stream))
-        return items if adds else [*items, self.numbers.copy("add", 3 * stream)]
+        if adds:
+            return items
+        return [*items, self.numbers.copy("add", 3 * stream)]
 
     def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
-        sublayer, plan = maps.sublayer, self.plan
+        sublayer = maps.sublayer
+        plan = self.plan
         if plan.latent is None:
             heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
             kept = plan.kept_factors(sublayer, kv_heads)
             yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
         else:
-            own, kept = plan.latent.share(sublayer.piece), None
+            own = plan.latent.share(sublayer.piece)
+            kept = None
             heads = kv_heads = own.stop - own.start
             yield from self._latent(plan.latent, maps, heads)
         if plan.family.attention.norms_all_heads:
@@ -186,7 +252,8 @@ class RankWork:
 
     def _latent(self, latent: Latent, maps: _Maps, heads: int) -> Iterable[Item]:
         """Queries, keys and values of so many heads, as `runtime/model/latent.py` makes them."""
-        products, made = latent.products(self.plan.hidden, heads), maps.tokens * heads * latent.width
+        products = latent.products(self.plan.hidden, heads)
+        made = maps.tokens * heads * latent.width
         yield maps.product("latents", *products["latents"])
         if latent.query_rank is not None:
             yield self.numbers.copy("norm", 2 * maps.tokens * latent.query_rank)
@@ -210,17 +277,23 @@ class RankWork:
 
     def _mixture(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
         """The router, the experts that tokens go to, and the shared ones, which are a feed-forward of slices."""
-        plan, part, size = self.plan, maps.of, self.plan.mixtures.size(maps.sublayer)
-        mixture, whole = self.shapes.layer_shapes.of(part.sublayer).mixture, whole_experts(plan, part)
+        plan = self.plan
+        part = maps.of
+        size = self.plan.mixtures.size(maps.sublayer)
+        mixture = self.shapes.layer_shapes.of(part.sublayer).mixture
+        whole = whole_experts(plan, part)
         assert size is not None
         assert mixture is not None
         chosen = min(mixture.top_k, size.experts)
         yield maps.product("router", size.experts, plan.hidden)
         yield self.numbers.copy("route", maps.tokens * (size.experts + 2 * chosen))
         if whole is None:
-            of, here, load = part.sublayer, size.experts, sliced_load(size.experts, chosen, maps.tokens)
+            of = part.sublayer
+            here = size.experts
+            load = sliced_load(size.experts, chosen, maps.tokens)
         else:
-            of, here = whole.of, len(whole.own)
+            of = whole.of
+            here = len(whole.own)
             load = divided_load(size.experts, chosen, maps.tokens, len(part.sharers))
         yield from self._experts(of, here, load, maps.tokens * chosen, forward)
         if "shared_gate" in self.shapes.layer_shapes.of(part.sublayer).matrices:
@@ -243,7 +316,8 @@ class RankWork:
                 if copied:
                     yield self.numbers.copy("copies", 2 * load.hit * width * depth)
                 moved = load.hit * width * depth + load.pairs * (width + depth)
-                flops, rows = 2 * load.pairs * width * depth, load.pairs / load.hit
+                flops = 2 * load.pairs * width * depth
+                rows = load.pairs / load.hit
                 yield Kernel(f"{role}{OF_EXPERTS}", "product", flops, self.numbers.size * moved, rows)
         yield self.numbers.copy("activation", 3 * load.pairs * matrices["up"][0])
         yield self.numbers.copy("mix", (load.pairs + forward.tokens) * self.plan.hidden)
@@ -262,7 +336,8 @@ class RankWork:
 
     def finish(self, step: Step, forward: Forward) -> list[Kernel]:
         """What every rank computes of the sum of a step that they have slices of."""
-        found, in_rank_space = [], self.in_rank_space(step)
+        found = []
+        in_rank_space = self.in_rank_space(step)
         for index, width in self._summed_apart(step).items():
             if index in in_rank_space:
                 found.append(self.numbers.product("second", forward.tokens, self.plan.hidden, width))
@@ -381,4 +456,6 @@ class _Maps:
 
 def _factors(rank: int | None, outputs: int, inputs: int) -> list[tuple[int, int]]:
     """The matrices, (out, in), of one matrix or of the two factors of a rank."""
-    return [(outputs, inputs)] if rank is None else [(rank, inputs), (outputs, rank)]
+    if rank is None:
+        return [(outputs, inputs)]
+    return [(rank, inputs), (outputs, rank)]

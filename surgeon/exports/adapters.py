@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.drafts import ADAPTER_FILE, WRAPPED
 from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import from_files, open_stored
 from surgeon.checkpoint.read import Checkpoint
@@ -33,7 +32,10 @@ from surgeon.models.families import Family, family_of
 from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model_state_dict
 from surgeon.opened import EditedModel
 
-BASE, ADAPTER = "base", "adapter"
+BASE = "base"
+ADAPTER = "adapter"
+ADAPTER_FILE = "adapter_model.safetensors"
+WRAPPED = "base_model.model."  # before the names of the model's own modules, as peft writes them
 _MERGE = "leave keep_adapter out, so that the adapter is merged into the weights"
 Names = dict[str, list[str]]  # of modules: as the written model calls those that one in memory becomes
 
@@ -64,7 +66,8 @@ def export_with_adapter(
         FileExistsError: if the target is in the way.
         OSError: if the disk is full or cannot be written; whatever is raised, the target is as it was.
     """
-    target, (name, config) = Path(folder), _only_adapter(model)
+    target = Path(folder)
+    name, config = _only_adapter(model)
     base: Any = model.get_base_model()
     lora = {path: module for path, module in base.named_modules() if isinstance(module, LoraLayer)}
     with staged(target) as partial:

@@ -20,11 +20,11 @@ from surgeon.exports.plan import DTYPES, ExportPlan, plan_export
 from surgeon.exports.prove import Proof, prove, reference_of, require_alike
 from surgeon.exports.report import edit_record, write_report
 from surgeon.exports.staging import check_target, staged
+from surgeon.findings.card import write_card
+from surgeon.findings.measured import Measured
 from surgeon.processes.files import check_space, show_bytes, write_json
 from surgeon.processes.folders import scratch
 from surgeon.progress import Advance, stretch
-from surgeon.results.card import write_card
-from surgeon.results.measured import Measured
 
 __all__ = ["DTYPES", "ExportPlan", "plan_export", "write_export"]
 
@@ -58,7 +58,8 @@ def write_export(
         OSError: if the disk is full or cannot be written. Whatever is raised, what was under the target's name before
             is there as it was, and nothing else.
     """
-    original, size = plan.original, plan.weight_bytes
+    original = plan.original
+    size = plan.weight_bytes
     source = original.checkpoint
     check_apart(source.folder, target)
     check_target(target, overwrite)
@@ -121,6 +122,7 @@ def check_apart(source: Path, target: Path) -> None:
     Raises:
         ValueError: naming both.
     """
-    first, second = source.resolve(), target.resolve()
+    first = source.resolve()
+    second = target.resolve()
     if first == second or first in second.parents or second in first.parents:
         raise ValueError(f"the target {target} and the model's folder {source} must lie apart; choose another target")

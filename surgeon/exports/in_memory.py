@@ -152,7 +152,8 @@ def export_with_codas(
 
 def _prove_codas(folder: Path, nodes: Sequence[int], codas: Sequence[Coda]) -> None:
     """Read what was written, and compare it with what it should be, bit for bit."""
-    program, found = open_stored(folder).program, read_codas(folder)
+    program = open_stored(folder).program
+    found = read_codas(folder)
     assert found is not None
     if len(program) != nodes[-1]:
         raise NotProven(f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}")
@@ -242,7 +243,9 @@ def _home_of(model: PreTrainedModel) -> Path | None:
         return None
     commit = getattr(model.config, "_commit_hash", None) or named.revision
     found = try_to_load_from_cache(named.repository, CONFIG, revision=commit)
-    return Path(found).parent if isinstance(found, str) else None
+    if isinstance(found, str):
+        return Path(found).parent
+    return None
 
 
 @torch.no_grad()

@@ -72,9 +72,11 @@ class WeightsOnDemand(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tuple(args), kwargs or {}
+        args = tuple(args)
+        kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__":  # dtype, shape and the like are those of the parameter itself
-            found, stored = func(*args, **kwargs), id(args[0]) in self.rows
+            found = func(*args, **kwargs)
+            stored = id(args[0]) in self.rows
             if stored and isinstance(found, Tensor):  # `weight.T`
                 return func(self.whole(args[0]))
             return torch.device("cpu") if stored and func == _DEVICE else found  # they are read into memory
@@ -120,7 +122,9 @@ def _product(x: Tensor, inference: bool, versions: Sequence[Tensor]) -> Tensor:
 def _by_parts(x: Tensor, compute: Callable[[Tensor, Tensor], Tensor], versions: Sequence[Tensor]) -> Tensor:
     """What is computed of equal parts of a batch, each with its own version of something."""
     found = [compute(part, own) for part, own in zip(x.chunk(len(versions)), versions, strict=True)]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(found)
 
 
 _DEVICE = Tensor.device.__get__
@@ -176,7 +180,8 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     are passed over.
     """
     _read_buffers(model, stored)
-    parameters, store = _parameters(model), stored.checkpoint
+    parameters = _parameters(model)
+    store = stored.checkpoint
     paths: dict[str, str | None] = {parameter: parameter for parameter in parameters}
     if store.wrapped is not None and not isinstance(model.config, type(stored.config)):
         # What is around the text decoder no text is computed with.
@@ -192,10 +197,8 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
         path, _, last = parameter.rpartition(".")
         empty = torch.empty_like(parameters[parameter], device="meta")
         setattr(model.get_submodule(path), last, nn.Parameter(empty, requires_grad=False))
-    known, ignored = (
-        set(chain.from_iterable(found.values())),
-        (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())),
-    )
+    known = set(chain.from_iterable(found.values()))
+    ignored = (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
     left = (name for name in store.names() if name not in known)
     unexpected = [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
     tied = model.all_tied_weights_keys
@@ -220,7 +223,8 @@ def _read_buffers(model: nn.Module, stored: StoredModel) -> None:
 
 def shape_of(names: tuple[str, ...], stored: StoredModel, like: Tensor) -> tuple[int, ...]:
     """The shape of a parameter that is stored so: that of one tensor, or of experts' matrices stacked as in it."""
-    first, store = stored.checkpoint.shape(names[0]), stored.checkpoint
+    first = stored.checkpoint.shape(names[0])
+    store = stored.checkpoint
     if len(first) == like.dim():
         return first
     experts = like.shape[0]

@@ -18,11 +18,11 @@ from surgeon.checkpoint.read import QUANTIZATION
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
+from surgeon.findings.measured import Identity
 from surgeon.language.operations.within import runs_whole_layers
 from surgeon.language.program import Program
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.opened import Model
-from surgeon.results.measured import Identity
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FACTOR_ENDINGS = (".first.weight", ".second.weight")
@@ -96,7 +96,9 @@ class ExportPlan:
     @property
     def passes(self) -> int:
         """How often the weights are gone through: the original's run, writing, and one or two runs to prove it."""
-        return 4 if any(tensor.rounded for tensor in self.tensors) else 3
+        if any(tensor.rounded for tensor in self.tensors):
+            return 4
+        return 3
 
     @property
     def needed_bytes(self) -> int:

@@ -45,7 +45,8 @@ EXACT_TOLERANCE = 1e-4
 # Rounding changes each computed weight by up to 2^-9 (bfloat16) or 2^-12 (float16) of itself.
 WRITTEN_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-BATCH, LENGTH = 2, 64
+BATCH = 2
+LENGTH = 64
 # A large model has many more weights than a small one that each token goes through, and its proof fewer tokens.
 LARGE, LARGE_LENGTH = 1 << 30, 8  # parameters, tokens
 
@@ -179,7 +180,9 @@ class _DerivedWhenRun(EditedLayers):
     keeps_derived = False
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
-        return self.derive(sublayer) if self.is_derived(sublayer) else super().owner(sublayer)
+        if self.is_derived(sublayer):
+            return self.derive(sublayer)
+        return super().owner(sublayer)
 
 
 def random_tokens(config: Any, length: int = LENGTH) -> Tensor:
@@ -220,7 +223,11 @@ def prove(
         exact = written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
     elif _only_linear(model, match, rounded.keys()):
         # One run in which each half of the batch has one version: most of the work is to read and fold the weights.
-        tokens, twice = reference.tokens.repeat(2, 1), lambda size: advance(2 * size)
+        tokens = reference.tokens.repeat(2, 1)
+
+        def twice(size: float) -> None:
+            advance(2 * size)
+
         exact, written = map(reference.difference, logits_of(tokens, rows=versions.both, advance=twice).chunk(2))
     else:
         written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
@@ -260,7 +267,9 @@ class _Versions:
 
     def both(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """Before rounding and as written, where that makes a difference."""
-        return self._compared(name) if name in self._rounded else self.written(name, count)
+        if name in self._rounded:
+            return self._compared(name)
+        return self.written(name, count)
 
     def exact(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """Before rounding."""
@@ -273,7 +282,8 @@ class _Versions:
 
     def _compared(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         self._wait(self._checkpoint.files[name].name)
-        written, first = self._checkpoint.tensor(name), 0
+        written = self._checkpoint.tensor(name)
+        first = 0
         for exact in self._rounded[name].rows():
             own = written[first : first + len(exact)] if exact.dim() else written
             bits = BITS[own.element_size()]  # so that NaNs are equal, and 0 is not -0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.belongings import CODAS, TEMPLATES
-from surgeon.checkpoint.drafts import ADAPTER_CONFIG, DRAFT_FILE, HealedDraft
 from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import sync_tree
 from surgeon.processes.folders import publish, scratch
@@ -75,18 +74,20 @@ def check_target(target: Path, overwrite: bool) -> None:
 def why_kept(folder: Path) -> str | None:
     """Why a folder must not be replaced, as the end of a sentence about it; nothing if it is a checkpoint and no more.
 
-    It is one if it has the surgeon.json of an export, or a config.json with a model's type beside safetensors weights;
-    and so is a healed draft.
+    It is one if it has the surgeon.json of an export, or a config.json with a model's type beside safetensors weights.
     """
-    report, config = _object(folder / "surgeon.json"), _object(folder / "config.json")
+    report = _object(folder / "surgeon.json")
+    config = _object(folder / "config.json")
     exported = all(isinstance(report.get(key), str) for key in ("surgeon", "form", "program"))
     is_model = isinstance(config.get("model_type"), str) and any(folder.glob("*.safetensors"))
-    if not exported and not is_model and not HealedDraft.is_at(folder):
+    if not exported and not is_model:
         return "is no checkpoint: it has no surgeon.json of an export, and no config.json with a model_type and weights"
     listed = report.get("files") if exported else None
-    known = set(listed) if isinstance(listed, dict) else {DRAFT_FILE, ADAPTER_CONFIG}
+    known = set(listed) if isinstance(listed, dict) else set()
     others = sorted(path.name for path in folder.iterdir() if not _belongs(path, known))
-    return f"holds what is no part of a checkpoint ({first_few(others, MOST_NAMED)})" if others else None
+    if others:
+        return f"holds what is no part of a checkpoint ({first_few(others, MOST_NAMED)})"
+    return None
 
 
 def _belongs(path: Path, known: set[str]) -> bool:
@@ -107,6 +108,8 @@ def _is_file(path: Path, is_known: bool, patterns: Iterable[str]) -> bool:
 def _object(path: Path) -> dict[str, Any]:
     """A JSON file's object; empty if there is none."""
     try:
-        return read_json(path) if path.is_file() else {}
+        if path.is_file():
+            return read_json(path)
+        return {}
     except (OSError, ValueError):
         return {}

@@ -56,16 +56,20 @@ def stock_layers_of(model: PreTrainedModel, state: dict[str, Tensor] | None = No
 
     def stored(sublayer: Sublayer) -> Sublayer:
         place = layers.stored_place(sublayer, groups)
-        return sublayer.stored_in(place) if layers.is_derived(sublayer) else replace(sublayer, layers=(place,))
+        if layers.is_derived(sublayer):
+            return sublayer.stored_in(place)
+        return replace(sublayer, layers=(place,))
 
     return StockLayers([*layers.original[0], *made], sources, layers.program.renamed(stored))
 
 
 def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | None) -> nn.Module:
     """A layer with the weights of a group's sublayers; those that the program does not have are as they were."""
-    made, weights = nn.Module(), edited.weights()
+    made = nn.Module()
+    weights = edited.weights()
     for kind in KINDS:
-        spec, owner = edited.family.spec(kind, group.layers[0]), edited.layer(group.layers[0])
+        spec = edited.family.spec(kind, group.layers[0])
+        owner = edited.layer(group.layers[0])
         count = group.count if kind in group.used else None
         pieces = [None] if count is None else [(index, count) for index in range(count)]
         sublayers = [group.sublayer(kind, piece) for piece in pieces]
@@ -82,7 +86,8 @@ def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor
     if not _lives(sublayer, edited):
         return edited.weights().by_role(sublayer)
     layer = sublayer.layers[0]
-    inside, own = f"{edited.family.layers}.{layer}.", f"{edited.family.layers}.{sublayer}."
+    inside = f"{edited.family.layers}.{layer}."
+    own = f"{edited.family.layers}.{sublayer}."
     store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
     if state is not None:
         found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
@@ -127,7 +132,9 @@ def _divided_dim(key: str) -> int | None:
     if role not in ROLES[ATTENTION] + ROLES[FEED_FORWARD] + SHARED:
         return None
     if role in WRITING:
-        return -1 if what in ("weight", "first.weight") else None
+        if what in ("weight", "first.weight"):
+            return -1
+        return None
     return None if what == "first.weight" else -1 if what == "bias" else -2  # matrices of experts are stacked
 
 

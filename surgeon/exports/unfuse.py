@@ -3,7 +3,7 @@
 So it can be trained with the tools for stock models, edited and exported again. What was folded stays so: of a pair the
 norm's gain is 1, and its shift is in the biases behind it, which the architecture must have a place for.
 
-The inverse of `surgeon.checkpoint.forms.fused_tensors`: heads take turns, one KV group of each layer at a time, and
+The inverse of `surgeon.checkpoint.forms.fused`: heads take turns, one KV group of each layer at a time, and
 neurons lie one layer after the other; q, k, v, gate and up have them in rows, o and down in columns.
 """
 
@@ -54,7 +54,9 @@ def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -
             original's architecture has no place for; the original's recipe has to be used then.
     """
     stored = open_stored(model)
-    checkpoint, fused, weights = stored.checkpoint, stored.config, stored.weights
+    checkpoint = stored.checkpoint
+    fused = stored.config
+    weights = stored.weights
     if form_of(checkpoint) is FORMS["fused"] and any(getattr(layer, "skip", ()) for layer in fused.per_layer_config):
         raise ValueError(_advice(checkpoint.where, "some of its layers have no attention or no MLP"))
     if form_of(checkpoint) is not FORMS["fused"] or stored.own is not None:
@@ -115,7 +117,8 @@ def unfused_config(checkpoint: Checkpoint, fused: Any, layers: list[int], progra
     said = fused.to_dict()
     for key, value in again.items():
         # As `transformers` reads it, or as it is stored.
-        found, stored = said.get(key), checkpoint.config.get(key)
+        found = said.get(key)
+        stored = checkpoint.config.get(key)
         if isinstance(value, float) and isinstance(found, float):
             agree = abs(value - found) <= _TOLERANCE * abs(found)
         else:
@@ -185,7 +188,8 @@ def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:
 
 def _program_of(parts: list[Parts], steps_per_layer: int) -> Program:
     """The stock model's program: the layers of each fused one read the same stream."""
-    nodes, first = [], 0
+    nodes = []
+    first = 0
     for part in parts:
         attentions, feed_forwards = (
             tuple(Sublayer(kind, (first + index,)) for index in range(part[kind])) for kind in KINDS

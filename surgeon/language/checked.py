@@ -45,7 +45,8 @@ def checked(
         return found
     except ValidationError as error:
         first = min(error.errors(), key=lambda each: (each["type"] not in UNKNOWN, each["type"] != "missing"))
-        type_, loc = first["type"], (*path, *first["loc"])
+        type_ = first["type"]
+        loc = (*path, *first["loc"])
         # pydantic spells keys, and has steps of its own ("[key]", into what stands for a whole) that lead nowhere here;
         # an entry that is missing is named all the same.
         spelled = {tuple(map(str, each)): each for each in lines}

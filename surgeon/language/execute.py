@@ -120,7 +120,9 @@ def partial_output(node: Node, stream: Tensor, machine: Machine) -> Partial:
 def fork_output(fork: Fork, stream: Tensor, machine: Machine) -> Tensor:
     """The sum of what the branches assigned to this machine add, each started from the given stream."""
     outputs = [branch_output(branch, stream, part) for branch, part in machine.assign(fork)]
-    return reduce(torch.add, outputs) if outputs else torch.zeros_like(stream)
+    if outputs:
+        return reduce(torch.add, outputs)
+    return torch.zeros_like(stream)
 
 
 def branch_output(branch: Branch, stream: Tensor, machine: Machine) -> Tensor:

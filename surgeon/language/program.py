@@ -201,7 +201,8 @@ class Program:
 @lru_cache(maxsize=4096)  # so that nodes of unedited layers are mostly the same objects, which are soon compared
 def layer_nodes(layer: int, steps_per_layer: int = 2) -> tuple[Node, ...]:
     """The nodes of one unedited layer."""
-    attention, feed_forward = Sublayer(ATTENTION, (layer,)), Sublayer(FEED_FORWARD, (layer,))
+    attention = Sublayer(ATTENTION, (layer,))
+    feed_forward = Sublayer(FEED_FORWARD, (layer,))
     if steps_per_layer == 1:
         return (Step((attention, feed_forward)),)
     return (Step((attention,)), Step((feed_forward,)))
@@ -258,8 +259,10 @@ def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
 
 
 _RANK = r"[a-z]+\d{1,9}"
-_PARTS, _EXPERTS = r"[AF]\d{1,9}(?:~[AF]\d{1,9})*", r"(?:!e\d{1,9}(?:,e\d{1,9})*)?"
-_WIDTH, _PIECE = r"(?:#\d{1,9})?", r"(?:/\d{1,9}:\d{1,9})?"
+_PARTS = r"[AF]\d{1,9}(?:~[AF]\d{1,9})*"
+_EXPERTS = r"(?:!e\d{1,9}(?:,e\d{1,9})*)?"
+_WIDTH = r"(?:#\d{1,9})?"
+_PIECE = r"(?:/\d{1,9}:\d{1,9})?"
 _TOKEN = re.compile(rf"\s*([\[\]{{}}|>]|{_PARTS}{_EXPERTS}{_WIDTH}{_PIECE}(?:@{_RANK}(?:,{_RANK})*)?|$)")
 _DEEPEST = 50  # forks in each other
 
@@ -276,14 +279,16 @@ class _Parser:
 
     def advance(self) -> str:
         """Take the current token and look at the next one."""
-        taken, match = self.token, _TOKEN.match(self.text, self.place)
+        taken = self.token
+        match = _TOKEN.match(self.text, self.place)
         if match is None:
             found = self.text[self.place :].split()[0]
             start = self.text.index(found, self.place)
             raise ValueError(
                 f"cannot read {found!r} at character {start} of the program; expected e.g. A4, F4, [, {{, >"
             )
-        self.place, self.token = match.end(), match[1]
+        self.place = match.end()
+        self.token = match[1]
         return taken
 
     def program(self) -> Program:

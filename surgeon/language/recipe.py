@@ -241,7 +241,8 @@ class DocumentReader:
             read = read_yaml(text)
         except YamlError as error:
             raise self.error(error.line, error.problem) from error
-        self.document, self.lines = read.value, read.lines
+        self.document = read.value
+        self.lines = read.lines
 
     def error(self, line: int, message: str) -> ValueError:
         return ValueError(f"{self.source}:{line}: {message}")

@@ -160,7 +160,8 @@ class Sublayer:
 
     def _matrix_parameters(self, role: str, shapes: LayerShapes) -> int:
         outputs, inputs = shapes.matrix(self, role)
-        rank, bias = self.rank(role), shapes.biases.get(role, 0)
+        rank = self.rank(role)
+        bias = shapes.biases.get(role, 0)
         if role not in WRITING:
             bias = bias * outputs // shapes.matrices[role][0]  # of what is left of its outputs
         if rank is not None and rank > min(outputs, inputs):
@@ -171,9 +172,11 @@ class Sublayer:
             if divided % count:
                 raise ValueError(f"{self}: {divided} features of {role} do not divide into {count} slices")
             if role in WRITING:
-                inputs, bias = inputs // count, 0 if index else bias
+                inputs = inputs // count
+                bias = 0 if index else bias
             else:
-                outputs, bias = outputs // count, bias // count
+                outputs = outputs // count
+                bias = bias // count
         return bias + (outputs * inputs if rank is None else rank * (outputs + inputs))
 
 
@@ -214,7 +217,9 @@ class LayerShapes:
         require_experts(sublayer, None if mixture is None else mixture.experts)
         if mixture is None:
             return 1
-        return mixture.experts if sublayer.experts is None else len(sublayer.experts)
+        if sublayer.experts is None:
+            return mixture.experts
+        return len(sublayer.experts)
 
     def check_experts(self, sublayers: Iterable[Sublayer]) -> None:
         """Refuse sublayers with experts that their layers do not have, and averages of mixtures.
@@ -234,11 +239,14 @@ class LayerShapes:
         outputs, inputs = self.matrices[role]
         if sublayer.width is None:
             return outputs, inputs
-        width, units = sublayer.width, self.units[sublayer.kind]
+        width = sublayer.width
+        units = self.units[sublayer.kind]
         require_width(sublayer, units)
         if sublayer.kind == FEED_FORWARD and self.mixture is not None:
             raise ValueError(f"{sublayer}: {NO_WIDTH}")
-        return (outputs, inputs * width // units) if role in WRITING else (outputs * width // units, inputs)
+        if role in WRITING:
+            return (outputs, inputs * width // units)
+        return (outputs * width // units, inputs)
 
     def narrowed(self, kind: str, width: int) -> LayerShapes:
         """Those of layers whose sublayers of a kind have so many KV groups or neurons; without biases."""

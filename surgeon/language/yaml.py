@@ -122,8 +122,11 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        line, anchor, is_alias = event.start_mark.line + 1, event.anchor, isinstance(event, yaml.AliasEvent)
-        before, around = (self.entries, self.characters), self.deepest
+        line = event.start_mark.line + 1
+        anchor = event.anchor
+        is_alias = isinstance(event, yaml.AliasEvent)
+        before = (self.entries, self.characters)
+        around = self.deepest
         self.entries += not is_alias
         self.depth += 1
         self.deepest = self.depth
@@ -135,7 +138,8 @@ class _Loader(yaml.SafeLoader):
                     _line(self.anchors[anchor]), "it has an alias to itself inside; write out what is meant"
                 )
             entries, characters, below = self.sizes[anchor]
-            self.entries, self.characters = self.entries + entries, self.characters + characters
+            self.entries = self.entries + entries
+            self.characters = self.characters + characters
             self.deepest = self.depth + below
         elif isinstance(node, yaml.ScalarNode):
             self.characters += len(node.value)
@@ -169,7 +173,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        tag, text = str(node.tag), node.value
+        tag = str(node.tag)
+        text = node.value
         if tag not in self.yaml_constructors:
             raise YamlError(_line(node), f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported; remove it")
         if not isinstance(node, yaml.ScalarNode):

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,30 @@ import torch
 
 from surgeon.analysis import screen
 from surgeon.analysis.cells import SCANNED
+from surgeon.commands.calibrate import calibrate
+from surgeon.commands.check import RANKS, check
+from surgeon.commands.predict import predict
+from surgeon.commands.report import ReportPage, report
+from surgeon.commands.scan import scan
+from surgeon.commands.similarity import similarity
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import hardware_of, load_hardware
-from surgeon.library.calibrate import calibrate
-from surgeon.library.check import RANKS, check
+from surgeon.findings.check import NO, Check
+from surgeon.findings.explore import BUSY, Exploration
+from surgeon.findings.prediction import Predictions
+from surgeon.findings.result import RunResult
+from surgeon.findings.scan import Scan
+from surgeon.findings.search import SearchRun
+from surgeon.findings.similarity import Similarity
 from surgeon.library.explore_rounds import SIZES, ExploreRound, plan_rounds
 from surgeon.library.next_steps import NextSteps
 from surgeon.library.opening import as_list
-from surgeon.library.predict import Predictions, predict
-from surgeon.library.report import ReportPage, report
-from surgeon.library.scan import scan
 from surgeon.library.search import search
-from surgeon.library.similarity import similarity
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import make_folder, write_text
 from surgeon.progress import TimeOver, clock, time_limit
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO, load_windows, window_for
-from surgeon.results.check import NO, Check
-from surgeon.results.explore import BUSY, ExploreRun
-from surgeon.results.result import RunResult
-from surgeon.results.scan import Scan
-from surgeon.results.search import SearchRun
-from surgeon.results.similarity import Similarity
 from surgeon.threads import usable_cores
 from surgeon.words import hanging, known, number, plural
 
@@ -56,27 +57,6 @@ _DRAWN = 0.1  # of the time, at most, for that first page
 _SELDOM = 5  # times as long as a page takes, until there is another one
 _MEASURING = 0.3  # of the time that is left, for measuring this machine
 _PROBE = 0.2  # seconds, to see how much of the processors is free
-
-
-@dataclass(frozen=True, repr=False)
-class Exploration(ExploreRun):
-    """What an exploration has found.
-
-    Attributes:
-        checked: what would work with the model.
-        scan, similarity, search: what the passes have found; None where one cannot be done or had no time, which
-            `left_out` says.
-        predictions: what the program at the knee would cost, on the hardware found and on what was asked for.
-        page: all of it.
-    """
-
-    _: KW_ONLY
-    checked: Check
-    scan: Scan | None
-    similarity: Similarity | None
-    search: SearchRun | None
-    predictions: Sequence[Predictions]
-    page: ReportPage
 
 
 def explore(
@@ -198,9 +178,9 @@ class _Exploring:
         self.record |= {"done": [], "free": 1.0}
         self._watch_other_work()
         self.drawing = min(_DRAWING / self.record["free"], _DRAWN * 60 * float(self.record["minutes"]))
-        if not (self.folder / ExploreRun.RECORD).is_file():
+        if not (self.folder / Exploration.RECORD).is_file():
             return
-        earlier = ExploreRun.read(self.folder, self.model.hash)
+        earlier = Exploration.read(self.folder, self.model.hash)
         for name in ("data", "separator"):
             if earlier.record.get(name) != self.record[name]:
                 raise ValueError(
@@ -314,12 +294,12 @@ class _Exploring:
         self.steps[name] = did, self.steps.get(name, ("", 0.0))[1] + time.monotonic() - start
         self._run().write(self.folder)
 
-    def _run(self) -> ExploreRun:
+    def _run(self) -> Exploration:
         """What there is, as of now."""
         rows = [(name, did, round(seconds, 1)) for name, (did, seconds) in self.steps.items()]
         left_out = [f"{name}: {why}" for name, why in self.left_out.items()]
         record = self.record | {"spent": round(self.spent, 1), "left_out": left_out}
-        return ExploreRun(pd.DataFrame(rows, columns=["step", "did", "seconds"]), record=record)
+        return Exploration(pd.DataFrame(rows, columns=["step", "did", "seconds"]), record=record)
 
     def _measure_machine(self) -> None:
         """Measure this machine, unless its figures are known, where there is time for it."""

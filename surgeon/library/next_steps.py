@@ -8,11 +8,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from surgeon.findings.check import NO, Check
+from surgeon.findings.explore import NextStep
+from surgeon.findings.scan import Scan
+from surgeon.findings.search import SearchRun
 from surgeon.quality.data import DEMO
-from surgeon.results.check import NO, Check
-from surgeon.results.explore import NextStep
-from surgeon.results.scan import Scan
-from surgeon.results.search import SearchRun
 from surgeon.words import plural
 
 _STEPS = 100  # of healing: enough to see what it brings

@@ -9,10 +9,10 @@ from typing import Any
 
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.errors import shown
+from surgeon.findings.result import RunResult
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
 from surgeon.opened import EditedModel, Model
-from surgeon.results.result import RunResult
 
 
 def stored_model(
@@ -56,9 +56,11 @@ def as_range(layers: range | str | None) -> range | None:
     return parse_range(layers)
 
 
-def as_list(given: str | Path | Program | Sequence[Any]) -> list[str]:
+def as_list(given: str | float | Path | Program | Sequence[Any]) -> list[str]:
     """What may be given as one, or as several, as texts."""
-    return [str(one) for one in ([given] if isinstance(given, str | Path | Program) else given)]
+    if isinstance(given, str | float | Path | Program):
+        return [str(given)]
+    return [str(one) for one in given]
 
 
 def as_folder(found: str | Path | RunResult) -> Path:

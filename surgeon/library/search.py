@@ -16,6 +16,7 @@ from surgeon.analysis.subject import Subject
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import needs_extra
+from surgeon.findings.search import SearchRun
 from surgeon.library.opening import check_counts, warn
 from surgeon.library.search_heal import require_text_to_heal
 from surgeon.library.search_result import SearchResult, end_search
@@ -33,7 +34,6 @@ from surgeon.quality.data import (
     tokens_before_rest,
     window_for,
 )
-from surgeon.results.search import SearchRun
 from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.here import ROUNDS, ranks_here
 from surgeon.searches.known import Known

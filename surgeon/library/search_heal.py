@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from surgeon.checkpoint.load import load
+from surgeon.commands.heal import heal
 from surgeon.language.recipe import Recipe
-from surgeon.library.heal import heal
 from surgeon.opened import Model
 from surgeon.quality.data import Windows, load_windows, shared_windows
 from surgeon.quality.summary import estimate
@@ -48,9 +48,9 @@ def heal_finalists(
             print(f"search: healing trial {one.trial.number} into {target}", file=sys.stderr, flush=True)
             heal(recipe_of(one.trial), data, target, settings=settings, window=window, separator=unseen.separator)
         values = judge.values(load(target).float())
-        assert values.divergence is not None
-        found = estimate(values.nll, values.divergence)
-        measured = MeasuredProgram.of(found, unseen.predicted, values.nll, values.divergence)
+        nll = values["nll"]
+        divergence = values["divergence"]
+        measured = MeasuredProgram.of(estimate(nll, divergence), unseen.predicted, nll, divergence)
         after.append(replace(one, unseen=measured))
     how = f"healed for {steps:,} steps ({settings.method}) on {data}, in {folder / FOLDER}"
     return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)

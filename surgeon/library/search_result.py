@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from surgeon.findings.search import SearchRun
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.library.search_heal import heal_finalists
@@ -16,7 +17,6 @@ from surgeon.library.search_setup import SearchSetup
 from surgeon.processes.files import write_text
 from surgeon.quality.data import Windows
 from surgeon.quality.text import OWN, VERIFIED
-from surgeon.results.search import SearchRun
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.drafting import FoundDraft, by_verified_keys
 from surgeon.searches.front import QualityCurve, quality_curves

@@ -13,12 +13,12 @@ from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.cost.hardware import Hardware
 from surgeon.errors import shown
+from surgeon.findings.result import RunResult
 from surgeon.library.opening import as_folder, warn
 from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import Windows
-from surgeon.results.result import RunResult
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.known import Known, measured_ranks, open_factors, read_known

@@ -90,7 +90,8 @@ def as_stored(model: PreTrainedModel) -> Iterator[Program]:
     Raises:
         ValueError: if the program has weights that no layer has, which only live while the model runs it.
     """
-    layers, program = decoder_layers(model), program_of(model)
+    layers = decoder_layers(model)
+    program = program_of(model)
     if not isinstance(layers, EditedLayers):
         yield program
         return
@@ -122,7 +123,9 @@ def edited_layers(model: PreTrainedModel) -> EditedLayers:
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model takes token ids from; `accelerate` brings them to an embedding that is somewhere else meanwhile."""
-    return torch.device("cpu") if model.device.type == "meta" else model.device
+    if model.device.type == "meta":
+        return torch.device("cpu")
+    return model.device
 
 
 def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:

@@ -106,7 +106,8 @@ class EditedLayers(nn.Module):
 
     def _share_norms(self) -> None:
         """Derived sublayers of one layer that are stored as one have its norm between them."""
-        path, norms = self.family.attention.norm, dict[int, nn.Module]()
+        path = self.family.attention.norm
+        norms = dict[int, nn.Module]()
         assert path is not None
         groups = self.stored_groups
         for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
@@ -128,7 +129,9 @@ class EditedLayers(nn.Module):
 
     def stored_place(self, sublayer: Sublayer, groups: Groups) -> int:
         """The number of the layer that a sublayer is stored in."""
-        return len(self.original[0]) + groups.place(sublayer) if self.is_derived(sublayer) else sublayer.layers[0]
+        if self.is_derived(sublayer):
+            return len(self.original[0]) + groups.place(sublayer)
+        return sublayer.layers[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
         """Derived sublayers are stored as layers (`stored_groups`): a trainer that goes on finds them there."""
@@ -158,7 +161,8 @@ class EditedLayers(nn.Module):
         """Whether it has weights that no layer has: an average, some experts or units of it, a slice, or factors."""
         if len(sublayer.layers) > 1 or sublayer.piece is not None:
             return True
-        kind, (layer,) = sublayer.kind, sublayer.layers
+        kind = sublayer.kind
+        (layer,) = sublayer.layers
         if sublayer.width is not None and sublayer.width != self._held_width(kind, layer):
             return True
         if sublayer.experts is not None and sublayer.experts != self._held_experts(layer):
@@ -198,7 +202,8 @@ class EditedLayers(nn.Module):
                 "processes; export the program, and load what is written"
             )
         weights = self.weights()
-        mixture, experts = weights.spec(sublayer).mixture, weights.stored_experts(sublayer.layers[0])
+        mixture = weights.spec(sublayer).mixture
+        experts = weights.stored_experts(sublayer.layers[0])
         if mixture is not None and experts is not None and sublayer.kind == FEED_FORWARD and sublayer.experts:
             check_kept(sublayer.experts, experts, mixture.routing(self.config))
         return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), weights)
@@ -267,13 +272,16 @@ class EditedLayers(nn.Module):
         """What the decoder calls in place of a layer: all slots keep their arguments, the last one runs the program."""
         collected.append(dict(zip(self.family.arguments, given, strict=False)) | arguments)
         stream = self.run(hidden_states, collected) if runs else hidden_states
-        return (stream, None) if self.family.returns_tuple else stream
+        if self.family.returns_tuple:
+            return (stream, None)
+        return stream
 
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
         """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
         if self.counts_apart:
             _count_in_cache(arguments[-1], stream, len(arguments) - 1)
-        machine, first = ModelMachine(self, arguments), 0
+        machine = ModelMachine(self, arguments)
+        first = 0
         if self.begins is not None:
             first, given = self.begins
             stream = given.to(stream)
@@ -285,7 +293,8 @@ class EditedLayers(nn.Module):
         """The stream after some nodes, all of them landed; each is seen on its way (`stream_tap`)."""
         state = State(stream)
         for node in nodes:
-            before, state = state, advance(state, node, machine)
+            before = state
+            state = advance(state, node, machine)
             if before.pending is not None:
                 self.stream_tap(before.stream, state.stream)
         end: Tensor = self.stream_tap(state.stream, land(state, machine.add).stream)
@@ -347,9 +356,11 @@ class ModelMachine(Machine):
         return self.layers.owner(sublayer)
 
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
-        owner, spec = self.owner(sublayer), self.layers.family.spec(sublayer.kind, sublayer.layers[0])
+        owner = self.owner(sublayer)
+        spec = self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         if sublayer.kind == ATTENTION:
-            slot, verified = self.slot_of(sublayer), self.layers.verified
+            slot = self.slot_of(sublayer)
+            verified = self.layers.verified
             arguments = self.arguments[slot] if verified is None else verified.given(sublayer, self.arguments[slot])
             call = partial(_attention, owner, spec, slot, arguments)
         else:

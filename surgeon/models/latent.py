@@ -37,7 +37,8 @@ class Latent:
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Of an attention's matrices, on a stream of so many features, and of its latents' norms, by their modules."""
-        made, expanded = self.heads * self.width, self.heads * (self.width - self.turned + self.value)
+        made = self.heads * self.width
+        expanded = self.heads * (self.width - self.turned + self.value)
         found: dict[str, tuple[int, ...]] = {
             "kv_a_proj_with_mqa": (self.rank + self.turned, hidden),
             "kv_a_layernorm": (self.rank,),
@@ -54,7 +55,8 @@ class Latent:
 
         What reads the stream is one matrix, and values are as wide as keys.
         """
-        queries, expanded = heads * self.width, heads * (self.width - self.turned + self.value)
+        queries = heads * self.width
+        expanded = heads * (self.width - self.turned + self.value)
         found = {"latents": (self.rank + self.turned + (self.query_rank or queries), hidden)}
         if self.query_rank is not None:
             found["q"] = (queries, self.query_rank)

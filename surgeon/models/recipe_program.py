@@ -20,7 +20,8 @@ def recipe_program(recipe: Recipe, config: Any, own: Program | None = None) -> P
         ValueError: as `Recipe.program`; if the architecture is not supported, or the model runs a program of its own
             that is not its layers, each whole and once.
     """
-    family, layers = family_of(config), int(config.num_hidden_layers)
+    family = family_of(config)
+    layers = int(config.num_hidden_layers)
     if own is not None:
         try:
             require_whole_layers(own, layers)

@@ -97,7 +97,8 @@ def check_groups(experts: int, routing: Routing) -> None:
     Raises:
         ValueError: if the experts do not divide into the groups, or the groups chosen from have too few.
     """
-    groups, least = routing.groups, routing.group_best
+    groups = routing.groups
+    least = routing.group_best
     if experts % groups or experts // groups < least:
         raise ValueError(
             f"{experts} experts do not divide into {groups} groups of {least} or more; keep equally many of each group"

@@ -67,7 +67,8 @@ class ModelShapes:
             ValueError: if its architecture is not supported, or its sizes fit no model.
         """
         family = family_of(config)
-        units, latent = family.units(config), family.latent(config)
+        units = family.units(config)
+        latent = family.latent(config)
         shapes = cls(
             name=name,
             family=family,
@@ -122,7 +123,9 @@ class ModelShapes:
     @property
     def position_rows(self) -> int:
         """Rows of a learned position embedding, 0 without one."""
-        return self.positions + self.family.position_offset if self.family.position_embedding else 0
+        if self.family.position_embedding:
+            return self.positions + self.family.position_offset
+        return 0
 
     @property
     def outside_layers(self) -> int:

@@ -60,7 +60,8 @@ def _undescribed(config: PreTrainedConfig, family: Family) -> str:
         own = {name.removesuffix(".weight").removesuffix(".bias") for name, _ in layer.named_parameters()}
         for path in own ^ described:
             where.setdefault(path if path in own else f"no {path}", []).append(index)
-    whole, found = len(layers), sorted(where.items())
+    whole = len(layers)
+    found = sorted(where.items())
     return _some([f"{name} in {len(of)} of {whole} layers" if len(of) < whole else name for name, of in found])
 
 

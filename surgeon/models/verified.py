@@ -91,13 +91,17 @@ class VerifiedKeys:
     def _mask(self, layer: int, keys: Tensor) -> Tensor:
         """Which of both kinds of keys each token reads, (1, 1, T, 2 T)."""
         tokens = torch.arange(keys.shape[2], device=keys.device)
-        own, other = tokens[:, None], tokens[None]
-        sees, window = other <= own, self._windows[layer] if self._windows else None
+        own = tokens[:, None]
+        other = tokens[None]
+        sees = other <= own
+        window = self._windows[layer] if self._windows else None
         if window is not None:
             sees &= other >= (own // window * window if self._family.chunked else own - window + 1)
         in_flight = own // ROUND == other // ROUND
         mask = torch.cat([sees & ~in_flight, sees & in_flight], -1)[None, None]
-        return mask if self._as_bools else torch.zeros_like(mask, dtype=keys.dtype).masked_fill(~mask, -torch.inf)
+        if self._as_bools:
+            return mask
+        return torch.zeros_like(mask, dtype=keys.dtype).masked_fill(~mask, -torch.inf)
 
 
 class _Joined:

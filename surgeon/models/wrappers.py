@@ -93,7 +93,9 @@ class Wrapper:
     def path_around(self, name: str) -> str:
         """Where the wrapper's class has what is not of the text decoder, by its stored name."""
         inside = self.decoder.startswith("model.") and not name.startswith("model.")
-        return f"model.{name}" if inside else name
+        if inside:
+            return f"model.{name}"
+        return name
 
     @property
     def _places(self) -> Prefixes:
@@ -118,7 +120,9 @@ def text_entries(entries: Entries) -> Entries:
         ValueError: as `Wrapper.text_entries`.
     """
     wrapper = wrapper_of(entries)
-    return entries if wrapper is None else wrapper.text_entries(entries)
+    if wrapper is None:
+        return entries
+    return wrapper.text_entries(entries)
 
 
 def _plainly_rotary(model_type: str) -> Callable[[Entries], Entries]:

@@ -37,7 +37,7 @@ class Child:
         """Start it.
 
         Args:
-            command: of the interpreter, as in ["-m", "surgeon.cli"]; it finds the same modules as this process.
+            command: of the interpreter, as in ["-m", "surgeon.commands"]; it finds the same modules as this process.
             log: gets what it writes, behind what is there.
             threads: it computes with.
             descriptors: that it has in common with this process.
@@ -115,7 +115,8 @@ def when_parent_ends(act: Callable[[], object]) -> threading.Thread:
     if parent is not None:
         lifeline = parent.sentinel
     else:
-        lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+        lifeline = os.dup(0)
+        nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
 

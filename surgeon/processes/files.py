@@ -69,7 +69,9 @@ def finite(value: Any) -> Any:
         return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
         return [finite(inside) for inside in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -120,6 +122,8 @@ def show_bytes(count: int) -> str:
     size = float(count)
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+            if unit == "bytes":
+                return f"{size:.0f} {unit}"
+            return f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"

@@ -46,7 +46,8 @@ class Journal(ABC):
     """
 
     def __init__(self, path: Path | None, work: str, identity: dict[str, Any] | None = None) -> None:
-        self.path, self.work = path, work
+        self.path = path
+        self.work = work
         self._file: BinaryIO | None = None
         if path is not None:
             make_folder(path.parent)
@@ -160,4 +161,6 @@ def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
 
 def _brief(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= _SHOWN else text[:12] + "..."
+    if len(text) <= _SHOWN:
+        return text
+    return text[:12] + "..."

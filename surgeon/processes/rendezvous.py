@@ -182,7 +182,8 @@ class Rendezvous:
 
     def _unjoined(self, ranks: set[int]) -> str:
         names = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
-        torchrun, where = self.torchrun, self._listener.getsockname()[0]
+        torchrun = self.torchrun
+        where = self._listener.getsockname()[0]
         return (
             f"{names} of {torchrun.ranks} did not join rank 0 at {where} within {torchrun.patience:g} s; see what they "
             "say, and whether they reach that address"
@@ -242,7 +243,8 @@ class Rank0Address:
             prove(connected, self.secret, first=False)
             connection = Connection(connected.detach())
             location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface)
-            host, now = socket.gethostname(), time.monotonic()
+            host = socket.gethostname()
+            now = time.monotonic()
             connection.send(
                 Hello(purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now)
             )

@@ -14,7 +14,9 @@ from surgeon.processes.torchrun import TorchrunEnvironment
 PROOF_SECONDS = 10  # that somebody who connects has to prove to know the secret
 
 # A machine that vanishes (no power, no network) sends nothing: its connections are given up after these seconds.
-IDLE_SECONDS, PROBE_SECONDS, PROBES = 2, 1, 4
+IDLE_SECONDS = 2
+PROBE_SECONDS = 1
+PROBES = 4
 _SILENCE_MILLISECONDS = (IDLE_SECONDS + PROBE_SECONDS * PROBES) * 1000
 
 

@@ -128,4 +128,6 @@ def check_ranks(torchrun: TorchrunEnvironment, ranks: int) -> None:
 def ranks_of_this_machine(ranks: int) -> int:
     """How many of so many ranks run on this machine."""
     torchrun = read_environment()
-    return ranks if torchrun is None else torchrun.local_ranks
+    if torchrun is None:
+        return ranks
+    return torchrun.local_ranks

@@ -65,7 +65,9 @@ class Watchdog:
         seconds = min(seconds, 2 * self.interval)  # what is more, this process was not there to see
         self._unheard = [each + seconds for each in self._unheard]
         self._stuck = self._stuck + seconds if busy else 0.0
-        return self._diagnosis() if self._stuck > self._patience else None
+        if self._stuck > self._patience:
+            return self._diagnosis()
+        return None
 
     def _diagnosis(self) -> str:
         """Which ranks are at fault."""

@@ -40,7 +40,9 @@ _OF_MESSAGES = ("role", "content", "tool_calls")
 
 def conversation_columns(row: Row) -> tuple[str, ...]:
     """Which of a row's columns hold a conversation, as docs/training-text.md has them; () if none."""
-    preferences = _PREFERENCES[:1] if all(isinstance(row.get(name), list) for name in _PREFERENCES) else ()
+    preferences: tuple[str, ...] = ()
+    if all(isinstance(row.get(name), list) for name in _PREFERENCES):
+        preferences = _PREFERENCES[:1]
     return next((columns for columns in _COLUMNS if row.keys() >= set(columns)), preferences)
 
 
@@ -87,9 +89,13 @@ def read_conversations(
         return None
     column, rows = found
     first = list(islice(rows, 1))
-    columns = conversation_columns(first[0][1]) if first else ()
+    columns: tuple[str, ...] = ()
+    if first:
+        columns = conversation_columns(first[0][1])
     if column is not None:
-        columns = (column,) if first and isinstance(first[0][1].get(column), list) else ()
+        columns = ()
+        if first and isinstance(first[0][1].get(column), list):
+            columns = (column,)
     if not columns:
         return None
     following = islice(chain(first, rows), after, None)
@@ -149,7 +155,8 @@ class ConversationTokenizer:
         """
         parts = [row.get(column) for column in self.columns]
         if len(parts) > 1 and isinstance(parts[0], str) and isinstance(parts[1], str | None):
-            found, used = self._texts(parts[0], parts[1], where), self.columns
+            found = self._texts(parts[0], parts[1], where)
+            used = self.columns
         else:
             asked, said = self._parts(parts, where)
             system = _system(row, [*asked, *said], where)
@@ -171,14 +178,18 @@ class ConversationTokenizer:
                 )
             return [], said
         *before, said = (_messages(part, place) for part, place in zip(parts, places, strict=True))
-        asked = before[0] if before else []
+        asked = []
+        if before:
+            asked = before[0]
         return asked, said[len(asked) :] if said[: len(asked)] == asked else said  # which some data says again
 
     def _chat(self, chat: _Chat, asked: int) -> ConversationTokens:
         """A chat's tokens, of whose first messages none is an answer."""
         answers = [end for end in chat.answers() if end > asked]
         ends = [end for end in chat.ends() if end > asked]
-        behind = {"answers_behind_empty": len(answers) - len(ends)} if len(answers) > len(ends) else {}
+        behind = {}
+        if len(answers) > len(ends):
+            behind = {"answers_behind_empty": len(answers) - len(ends)}
         sizes = {"answer_characters": sum(_size(chat.messages[end - 1]) for end in answers)}
         if not ends:
             return ConversationTokens(left_out={"rows_without_answer": 1} | behind, sizes=sizes)
@@ -190,7 +201,9 @@ class ConversationTokenizer:
             return ConversationTokens(left_out={"rows_too_long": 1} | behind, sizes=sizes)
         marked = not asked and chat.has_marks  # they would count the answers in a prompt, too
         found = chat.marked(ends[fitting - 1]) if marked else chat.compared(ends[:fitting])
-        cut = {"answers_cut": len(ends) - fitting} if fitting < len(ends) else {}
+        cut = {}
+        if fitting < len(ends):
+            cut = {"answers_cut": len(ends) - fitting}
         if found.ids:
             cut |= dict.fromkeys(chat.unused(ends[fitting - 1]), 1)
             sizes |= {"characters": len(chat.text(ends[fitting - 1])), "tokens": len(found.ids)}
@@ -267,14 +280,19 @@ class _Chat:
         """The messages up to the last of these ends, with the answers of which the template shows what they are."""
         whole = self.text(ends[-1])
         coded = self._tokens(ends[-1])
-        trained, across = list[list[int]](), Counter[str]()
+        trained = list[list[int]]()
+        across = Counter[str]()
         for end in ends:
             asked = self.text(end - 1, asks=True)
-            answer = _within(coded, len(asked), _common(whole, self.text(end))) if whole.startswith(asked) else []
+            answer = []
+            if whole.startswith(asked):
+                answer = _within(coded, len(asked), _common(whole, self.text(end)))
             if any(answer):
                 trained.append(answer)
                 across.update(_across(coded, len(asked)))
-        lost = {"answers_rewritten": len(ends) - len(trained)} if len(trained) < len(ends) else {}
+        lost = {}
+        if len(trained) < len(ends):
+            lost = {"answers_rewritten": len(ends) - len(trained)}
         if not trained:
             return ConversationTokens(left_out=lost)
         answers = [int(any(token)) for token in zip(*trained, strict=True)]
@@ -324,7 +342,9 @@ def _within(coded: Any, first: int, behind: int) -> list[int]:
 
 def _across(coded: Any, place: int) -> dict[str, int]:
     """Whether a token begins before a place of a text and ends behind it."""
-    return {"answers_across": 1} if any(start < place < end for start, end in coded["offset_mapping"]) else {}
+    if any(start < place < end for start, end in coded["offset_mapping"]):
+        return {"answers_across": 1}
+    return {}
 
 
 def _common(one: str, other: str) -> int:
@@ -355,11 +375,13 @@ def _message(message: Any, where: str) -> Message:
         raise ValueError(f"{where} has no role (or from): {shown(message)}")
     if (role := message[keys[0]]) not in _ROLES:
         raise ValueError(f"{where} has an unknown role, {shown(role)}; known: {', '.join(_ROLES)}")
-    content, weight = message.get(keys[1]), message.get("weight")
+    content = message.get(keys[1])
+    weight = message.get("weight")
     if _ROLES[role] == "assistant":
         if weight not in (None, 1):
             raise ValueError(f"{where} has the weight {shown(weight)}, and all answers count; leave it out, or the key")
-        content = "" if content is None else content
+        if content is None:
+            content = ""
     others = {name: value for name, value in message.items() if name not in (*keys, "weight")}
     return plain_message({"role": _ROLES[role], "content": content, **others}, where)
 
@@ -374,14 +396,18 @@ def _system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
     said = prompts | ({"its first message": messages[0]["content"]} if begins else {})
     if len(set(said.values())) > 1:
         raise ValueError(f"{where}: {' and '.join(said)} have different system prompts; leave all but one out")
-    return [] if begins else [{"role": "system", "content": text} for text in set(prompts.values())]
+    if begins:
+        return []
+    return [{"role": "system", "content": text} for text in set(prompts.values())]
 
 
 def _tools(row: Row, where: str) -> list[Any] | None:
     """What the model may call, as chat templates take it; tables have it as JSON, too."""
     tools = row.get("tools")
     try:
-        found = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        found = tools
+        if isinstance(tools, str) and tools.strip():
+            found = json.loads(tools)
     except ValueError as error:
         raise ValueError(f"{where}: column 'tools' is no JSON ({error}); mend this row") from error
     if not isinstance(found or [], list):

@@ -55,8 +55,12 @@ class Windows:
 
     def record(self, name: str = "data") -> dict[str, Any]:
         """Which text this is, as JSON values, under names that begin with the given one."""
-        column = {} if self.column is None else {f"{name}_column": self.column}
-        left_out = {f"{name}_left_out": dict(self.left_out)} if self.left_out else {}
+        column = {}
+        if self.column is not None:
+            column = {f"{name}_column": self.column}
+        left_out = {}
+        if self.left_out:
+            left_out = {f"{name}_left_out": dict(self.left_out)}
         return {name: self.source, f"{name}_hash": self.digest, **column, **left_out}
 
     @property
@@ -123,7 +127,8 @@ def load_windows(
             break
     ids, notes = _cut(ids, data, window, after, wanted)
     notes = [*([] if at_most else notes), *reading.lines(data)]
-    notes += [] if apart else marks_in_text(tokenizer, ids, data)
+    if not apart:
+        notes += marks_in_text(tokenizer, ids, data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
     return Windows(tensor, data, digest_of(tensor), separator, tuple(notes), reading.column, +reading.left_out)
 
@@ -177,7 +182,9 @@ def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tup
         )
     if read == wanted:
         return ids[after:read], []
-    behind = f" behind the first {after}" if after else ""
+    behind = ""
+    if after:
+        behind = f" behind the first {after}"
     asked = f"of the {wanted - after} asked for"
     return ids[after:read], [f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"]
 
@@ -212,8 +219,11 @@ def held_out(
         FileNotFoundError: if there is no such other text.
         ValueError: if there are not two windows of it, or it holds windows that were searched on.
     """
-    window, separator = searched.ids.shape[1], searched.separator
-    wanted = max(searched.ids.numel(), LEAST_HELD_OUT * window) if tokens is None else tokens
+    window = searched.ids.shape[1]
+    separator = searched.separator
+    wanted = max(searched.ids.numel(), LEAST_HELD_OUT * window)
+    if tokens is not None:
+        wanted = tokens
     if wanted < LEAST_HELD_OUT * window:
         raise ValueError(
             f"held-out text of {wanted} tokens is less than {LEAST_HELD_OUT} windows of {window}, without which there "

@@ -10,7 +10,7 @@ are where sampled acceptance is asked for, which takes all probabilities of both
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,66 +20,48 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from surgeon.models.families import family_of
+from surgeon.quality.summary import ACCEPTANCES
 
 # A block of logits stays in a CPU's cache: computing 4,096 tokens at once took 1.7 times as long.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 LEAST_ROWS = 128
 _VOCABULARY_PART = 16384
-GREEDY, SAMPLED = ACCEPTANCES = ("greedy_acceptance", "sampled_acceptance")  # of what a program drafts
+GREEDY, SAMPLED = ACCEPTANCES
 
 
-@dataclass(frozen=True)
-class Quality:
-    """Per window: the means over its predicted tokens, float64, (windows,).
+# A program's quality window by window: by name, means over each one's predicted tokens, float64, (windows,).
+#   nll: negative log-likelihood of the text, nats.
+#   divergence: KL(original || changed) over the full vocabulary, nats.
+#   greedy_acceptance: the share of tokens at which the original's likeliest one is it here, too.
+#   sampled_acceptance, where it was asked for: sum_v min(p_v, q_v), the chance that a token which is drawn here is
+#     accepted as one of the original's (Leviathan et al. 2023, corollary 3.6).
+#   blocks, where some were asked for: the divergence of parts of each window in order, (windows, parts).
+ByWindow = dict[str, Tensor]
 
-    Attributes:
-        nll: negative log-likelihood of the text, nats.
-        divergence: KL(original || changed) over the full vocabulary, nats.
-        greedy_acceptance: the share of tokens at which the original's likeliest one is it here, too.
-        sampled_acceptance: sum_v min(p_v, q_v), the chance that a token which is drawn here is accepted as one of the
-            original's (Leviathan et al. 2023, corollary 3.6); None if it was not asked for.
-        blocks: the divergence of parts of each window in order, as many as were asked for and about as long, (windows,
-            parts); None if none were.
+
+def quality_of_original(nll: Tensor, sampled: bool = False) -> ByWindow:
+    """The original's own, which differs from itself in nothing.
+
+    Args:
+        sampled: whether sampled acceptance is asked for.
     """
-
-    nll: Tensor
-    divergence: Tensor
-    greedy_acceptance: Tensor
-    sampled_acceptance: Tensor | None = None
-    blocks: Tensor | None = None
-
-    @property
-    def numbers(self) -> dict[str, Tensor]:
-        named = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def cpu(self) -> Quality:
-        return Quality(**{name: tensor.cpu() for name, tensor in self.numbers.items()})
-
-    @classmethod
-    def of_original(cls, nll: Tensor, sampled: bool = False) -> Quality:
-        """The original's own, which differs from itself in nothing.
-
-        Args:
-            sampled: whether sampled acceptance is asked for.
-        """
-        ones = torch.ones_like(nll)
-        return cls(nll, torch.zeros_like(nll), ones, ones if sampled else None)
+    ones = torch.ones_like(nll)
+    found = {"nll": nll, "divergence": torch.zeros_like(nll), GREEDY: ones}
+    if sampled:
+        found[SAMPLED] = ones
+    return found
 
 
-def joined(parts: Sequence[Quality]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def joined(parts: Sequence[ByWindow]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Negative log-likelihood and divergence of windows that were measured in parts, (windows,) each."""
-    nll, divergence = (torch.cat([getattr(part, name) for part in parts]) for name in ("nll", "divergence"))
+    nll, divergence = (torch.cat([part[name] for part in parts]) for name in ("nll", "divergence"))
     return nll.cpu().numpy(), divergence.cpu().numpy()
 
 
-def one_after_the_other(parts: Sequence[Quality]) -> Quality:
+def one_after_the_other(parts: Sequence[ByWindow]) -> ByWindow:
     """Of windows that were measured in parts, all of them in order, with the numbers that all parts have."""
-    if len(parts) == 1:
-        return parts[0]
-    numbers = [part.numbers for part in parts]
-    there = [name for name in numbers[0] if all(name in own for own in numbers)]
-    return Quality(**{name: torch.cat([own[name] for own in numbers]) for name in there})
+    there = [name for name in parts[0] if all(name in part for part in parts)]
+    return {name: torch.cat([part[name] for part in parts]) for name in there}
 
 
 @dataclass(frozen=True)
@@ -100,7 +82,7 @@ class ReferencePredictions:
     kept: Tensor
     constant: Tensor
     likeliest: Tensor
-    quality: Quality
+    quality: ByWindow
     normed: Tensor | None = None
 
 
@@ -142,9 +124,13 @@ class OutputHead:
             input_ids: (windows, tokens).
             sampled: whether programs that are compared get their sampled acceptance, too.
         """
-        hidden, targets = self.predicting(stream), _targets(input_ids)
-        nll, constant = hidden.new_empty(len(hidden), dtype=torch.float32), []
-        kept = hidden if self.softcap else torch.empty_like(hidden, dtype=torch.float32)
+        hidden = self.predicting(stream)
+        targets = _targets(input_ids)
+        nll = hidden.new_empty(len(hidden), dtype=torch.float32)
+        constant = []
+        kept = hidden
+        if not self.softcap:
+            kept = torch.empty_like(hidden, dtype=torch.float32)
         likeliest = torch.empty_like(targets)
         for rows in self._blocks(len(hidden)):
             logits = self.logits(hidden[rows])
@@ -160,18 +146,22 @@ class OutputHead:
             own = self.bias is not None and not self.softcap
             constant.append(-entropy - self._scaled(p @ self.bias.float()) if own else -entropy)
         mean = _window_means(nll, len(input_ids))
-        own_quality, normed = Quality.of_original(mean, sampled), hidden if sampled else None
+        own_quality = quality_of_original(mean, sampled)
+        normed = None
+        if sampled:
+            normed = hidden
         return ReferencePredictions(input_ids, kept, torch.cat(constant), likeliest, own_quality, normed)
 
     @torch.inference_mode()
-    def compare(self, stream: Tensor, reference: ReferencePredictions, blocks: int = 0) -> Quality:
+    def compare(self, stream: Tensor, reference: ReferencePredictions, blocks: int = 0) -> ByWindow:
         """The quality of a changed program on the reference's windows.
 
         Args:
             stream: as in `reference`.
-            blocks: into how many parts each window is cut for `Quality.blocks`; at most one for each predicted token.
+            blocks: into how many parts each window is cut for its `blocks`; at most one for each predicted token.
         """
-        hidden, targets = self.predicting(stream), _targets(reference.input_ids)
+        hidden = self.predicting(stream)
+        targets = _targets(reference.input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)
         target_logit, cross, same, shared = (torch.empty_like(nll) for _ in range(4))
         for rows in self._blocks(len(hidden)):
@@ -191,10 +181,16 @@ class OutputHead:
         log_normaliser = nll + target_logit
         divergence = reference.constant - cross + log_normaliser
         windows = len(reference.input_ids)
-        parts = _part_means(divergence, windows, blocks) if blocks else None
-        nll, divergence, accepted = (_window_means(one, windows) for one in (nll, divergence, same))
-        drawn = None if reference.normed is None else _window_means(shared, windows)
-        return Quality(nll, divergence, accepted, drawn, parts)
+        found = {
+            "nll": _window_means(nll, windows),
+            "divergence": _window_means(divergence, windows),
+            GREEDY: _window_means(same, windows),
+        }
+        if reference.normed is not None:
+            found[SAMPLED] = _window_means(shared, windows)
+        if blocks:
+            found["blocks"] = _part_means(divergence, windows, blocks)
+        return found
 
     def predicting(self, stream: Tensor) -> Tensor:
         """The normed stream of the tokens that predict one, (predicted tokens, hidden)."""
@@ -208,7 +204,9 @@ class OutputHead:
     def finished(self, product: Tensor) -> Tensor:
         """Logits from what the matrix makes of normed streams."""
         logits = self._scaled(product)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
 
     def unfinished(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """The gradient for the product from that for the logits, whose place may be taken."""
@@ -217,7 +215,9 @@ class OutputHead:
         return self._scaled(gradient)
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        return logits if self.scale is None else logits * self.scale
+        if self.scale is None:
+            return logits
+        return logits * self.scale
 
     def _expected(self, p: Tensor) -> Tensor:
         """The head's rows averaged by probabilities, in float32; other weights are converted a part at a time."""
@@ -233,7 +233,9 @@ class OutputHead:
 
 def _likeliest(logits: Tensor) -> Tensor:
     """The ids of the greatest logits; on a CPU numpy finds them in a tenth of torch's time."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 def _shared(logits: Tensor, log_q: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.quality.head import Quality, ReferencePredictions
+from surgeon.quality.head import ReferencePredictions, quality_of_original
 from surgeon.quality.identified import UNREADABLE, open_identified, write_identified
 
 REFERENCE_FILE = "reference.safetensors"
@@ -53,13 +53,16 @@ class TextReferences:
         ids = self.ids[windows.start : windows.stop].to(kept.device)
         by_token = kept.flatten(0, 1), constant.flatten(), likeliest.flatten()
         normed = (one.flatten(0, 1) for one in more)
-        return ReferencePredictions(ids, *by_token, Quality.of_original(nll, self.sampled), *normed)
+        return ReferencePredictions(ids, *by_token, quality_of_original(nll, self.sampled), *normed)
 
     def __setitem__(self, windows: range, reference: ReferencePredictions) -> None:
-        given = [reference.kept, reference.constant, reference.likeliest, reference.quality.nll]
-        given += [reference.normed] if self.sampled and reference.normed is not None else []
+        given = [reference.kept, reference.constant, reference.likeliest, reference.quality["nll"]]
+        if self.sampled and reference.normed is not None:
+            given += [reference.normed]
         for name, tensor in zip(self.names, given, strict=True):
-            shaped = tensor if name == "nll" else tensor.unflatten(0, (len(windows), -1))
+            shaped = tensor
+            if name != "nll":
+                shaped = tensor.unflatten(0, (len(windows), -1))
             if name not in self.tensors:
                 self.tensors[name] = shaped.new_empty((len(self.ids), *shaped.shape[1:]))
             self.tensors[name][windows.start : windows.stop] = shaped

@@ -23,7 +23,8 @@ DEMO = "demo"
 TEXT_FILES = (".txt", ".md", ".py")
 DEMO_TRAINING = "demo:train"
 ROW_SEPARATOR = "\n\n"  # between rows that are read as one text
-_ROWS_TOGETHER, _CHARACTERS_TOGETHER = 1000, 1 << 20
+_ROWS_TOGETHER = 1000
+_CHARACTERS_TOGETHER = 1 << 20
 
 
 def are_apart(data: str, separator: str | None, by_row: bool = False) -> bool:
@@ -132,7 +133,9 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
     if there is not None and there.is_file():
         return there, None
     name, colon, column = data.rpartition(":")
-    beside = on_disk(name) if colon else None
+    beside = None
+    if colon:
+        beside = on_disk(name)
     if beside is not None and beside.is_file():
         return beside, column
     if there is not None and data != DEMO:
@@ -142,7 +145,8 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
             f"{data} is a pipe or a device, which can be read only once; write it to a file (zcat text.gz > text.txt), "
             "or name the file itself (text and JSON lines are also read from .gz)"
         )
-    name = name if colon and is_table(Path(name)) else data
+    if not (colon and is_table(Path(name))):
+        name = data
     file = Path(name)
     if ending(file) in TEXT_FILES or is_packed(file) or is_table(file) or is_path(name):
         raise FileNotFoundError(f"there is no file {name}")
@@ -151,7 +155,8 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
 
 def _split(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[str]:
     """What stands between separators and the line ends beside them, in a text that comes in pieces; blank parts not."""
-    rest, is_first = "", True
+    rest = ""
+    is_first = True
     for piece in pieces:
         *parts, rest = (rest + piece).split(separator)
         for part in parts:
@@ -173,7 +178,8 @@ def _joined(rows: Iterable[str]) -> Iterator[str]:
     for row in rows:
         if len(piece) == _ROWS_TOGETHER or characters > _CHARACTERS_TOGETHER:
             yield ROW_SEPARATOR.join([*piece, ""])
-            piece, characters = [], 0
+            piece = []
+            characters = 0
         piece.append(row)
         characters += len(row)
     if any(row.strip() for row in piece):
@@ -211,7 +217,9 @@ def _without_nulls(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]
 def _without_null_keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_null_keys(each) for name, each in value.items() if each is not None}
-    return [_without_null_keys(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_null_keys(each) for each in value]
+    return value
 
 
 def _parts(data: str) -> list[str]:

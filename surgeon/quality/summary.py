@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
-from scipy import stats
 
 CONFIDENCE = 0.95
+UNKNOWN = (math.nan, math.nan)  # of an interval
 
 Values = NDArray[np.float64]  # (windows,)
 
@@ -18,7 +20,9 @@ Values = NDArray[np.float64]  # (windows,)
 def perplexity(nll: Values) -> float:
     """Exp of the mean negative log-likelihood; infinity where that is beyond any number, or is none itself."""
     mean = float(np.mean(nll))
-    return math.exp(mean) if mean < 700 else math.inf
+    if mean < 700:
+        return math.exp(mean)
+    return math.inf
 
 
 def pooled(values: Values, counts: Values) -> Values:
@@ -35,13 +39,17 @@ def pooled(values: Values, counts: Values) -> Values:
 def mean_divergence(divergence: Values) -> float:
     """The mean over windows, nats per token; infinity where it is no number. Rounding alone can make it less than 0."""
     mean = float(np.mean(divergence))
-    return max(0.0, mean) if math.isfinite(mean) else math.inf
+    if math.isfinite(mean):
+        return max(0.0, mean)
+    return math.inf
 
 
 def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """The interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
     if len(values) < 2 or not np.isfinite(values).all():
         return -math.inf, math.inf
+    from scipy import stats  # half a second that a page of files need not wait
+
     error = float(stats.sem(values))
     if error == 0:
         return float(values[0]), float(values[0])
@@ -49,41 +57,127 @@ def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, flo
     return float(low), float(high)
 
 
-def known_interval(values: Values, least: float = -math.inf, most: float = math.inf) -> tuple[float, float] | None:
-    """The same of what is between `least` and `most`, or None where it cannot be told."""
+def known_interval(values: Values, least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
+    """The same of what is between `least` and `most`; NaN where it cannot be told."""
     low, high = interval(values)
-    return (max(least, low), min(most, high)) if math.isfinite(high) else None
+    if math.isfinite(high):
+        return (max(least, low), min(most, high))
+    return UNKNOWN
 
 
 def perplexity_interval(nll: Values) -> tuple[float, float] | None:
     """The 95% interval of the perplexity, which is at least 1, if it can be told."""
-    ends = known_interval(nll, least=0.0)
-    return None if ends is None else (_exp(ends[0]), _exp(ends[1]))
+    low, high = known_interval(nll, least=0.0)
+    if math.isnan(low):
+        return None
+    return (_exp(low), _exp(high))
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Perplexity and divergence with their 95% intervals; NaN where there is no interval."""
+class Quality:
+    """How well a program predicts a text, with 95% intervals over windows; NaN: not known.
+
+    Attributes:
+        divergence: KL(original || program) in nats per token; NaN where there is nothing to compare with.
+        tokens: how many were predicted.
+        greedy_acceptance: the share of tokens at which both models find the same one likeliest: how often a token that
+            the program drafts is the original's own.
+        sampled_acceptance: the mean over tokens of sum_v min(p_v, q_v), the chance that a token which is drawn from
+            the program is accepted as one of the original's (Leviathan et al. 2023, corollary 3.6).
+        acceptance_keys: whose keys and values of earlier tokens the program reads for its acceptance: "verified", the
+            original's, as drafts do, or its "own"; None where that is not said.
+    """
 
     perplexity: float
-    perplexity_low: float
-    perplexity_high: float
-    divergence: float
-    divergence_low: float
-    divergence_high: float
+    perplexity_low: float = math.nan
+    perplexity_high: float = math.nan
+    divergence: float = math.nan
+    divergence_low: float = math.nan
+    divergence_high: float = math.nan
+    tokens: int = 0
+    greedy_acceptance: float = math.nan
+    greedy_acceptance_low: float = math.nan
+    greedy_acceptance_high: float = math.nan
+    sampled_acceptance: float = math.nan
+    sampled_acceptance_low: float = math.nan
+    sampled_acceptance_high: float = math.nan
+    acceptance_keys: str | None = None
 
     @property
-    def numbers(self) -> tuple[float, ...]:
-        """In the order of the table's columns."""
-        return tuple(vars(self).values())
+    def estimates(self) -> dict[str, float]:
+        """Perplexity and divergence with their intervals, as columns of a table."""
+        return {name: getattr(self, name) for name in ESTIMATE_COLUMNS}
+
+    def knows(self, metric: str) -> bool:
+        """Whether a number is known."""
+        return not math.isnan(getattr(self, metric))
+
+    def ends(self, metric: str) -> tuple[float, float]:
+        """The interval of a number; NaN where it is not known."""
+        return getattr(self, f"{metric}_low"), getattr(self, f"{metric}_high")
+
+    def words(self, metric: str, digits: int, of_ends: int = 0) -> str:
+        """A number with its interval in brackets, for people; `of_ends` digits of it where they are others."""
+        low, high = self.ends(metric)
+        text = f"{getattr(self, metric):.{digits}{'f' if metric in ACCEPTANCES else 'g'}}"
+        if math.isnan(low):
+            return text
+        how = f".{of_ends or digits}g"
+        return f"{text} ({low:{how}} to {high:{how}})"
+
+    def table(self) -> pd.DataFrame:
+        """A row for each number that there is, with the ends of its interval."""
+        known = [metric for metric in METRICS if self.knows(metric)]
+        rows = [(metric, getattr(self, metric), *self.ends(metric)) for metric in known]
+        return pd.DataFrame(rows, columns=["metric", "value", "low", "high"])
+
+    def line(self) -> str:
+        text = f"perplexity {self.words('perplexity', 4)}"
+        if self.knows("divergence"):
+            text += f", divergence {self.words('divergence', 3)}"
+        return f"{text} over {self.tokens:,} tokens"
+
+    def as_draft(self) -> str:
+        """For people, in one line: how well it would draft for the original; nothing where that is not known."""
+        if not self.knows("sampled_acceptance"):
+            return ""
+        by = ""
+        if self.acceptance_keys is not None:
+            by = f", by {self.acceptance_keys} keys and values"
+        greedy = self.words("greedy_acceptance", 3)
+        return f"as a draft: acceptance {greedy} greedy, {self.words('sampled_acceptance', 3)} sampled{by}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values: each number, and its interval as a pair; None where they are not known."""
+        found: dict[str, Any] = {}
+        for metric in METRICS:
+            ends = self.ends(metric)
+            found[metric] = getattr(self, metric) if self.knows(metric) else None
+            found[f"{metric}_interval"] = None if math.isnan(ends[0]) else list(ends)
+        return found | {"tokens": self.tokens, "acceptance_keys": self.acceptance_keys}
+
+    @classmethod
+    def from_json(cls, entries: Mapping[str, Any]) -> Quality:
+        """The inverse of `to_json`, of what was read from a file, or has the ends of intervals as columns do."""
+        numbers = {"perplexity": math.nan}
+        for metric in METRICS:
+            if entries.get(metric) is not None:
+                numbers[metric] = float(entries[metric])
+            columns = entries.get(f"{metric}_low"), entries.get(f"{metric}_high")
+            low, high = entries.get(f"{metric}_interval") or columns
+            if low is not None and high is not None:
+                numbers |= {f"{metric}_low": float(low), f"{metric}_high": float(high)}
+        return cls(**numbers, tokens=int(entries["tokens"]), acceptance_keys=entries.get("acceptance_keys"))
 
 
-ESTIMATE_COLUMNS = [field.name for field in fields(Estimate)]
+ACCEPTANCES = ("greedy_acceptance", "sampled_acceptance")  # of what a program drafts
+METRICS = ("perplexity", "divergence", *ACCEPTANCES)
+ESTIMATE_COLUMNS = [f"{metric}{end}" for metric in METRICS[:2] for end in ("", "_low", "_high")]
 
 
 def estimate(
     nll: Values, divergence: Values, base: Values | None = None, windows: Sequence[int] | None = None
-) -> Estimate:
+) -> Quality:
     """What is known of a program from its values on all windows, or on some, each (windows,).
 
     On all windows perplexity is exp of the mean nll, and its interval exp of that of the mean (Student's t over
@@ -97,23 +191,22 @@ def estimate(
         windows: which ones the values belong to.
     """
     if base is None or windows is None or len(nll) == len(base):
-        value, (low, high) = perplexity(nll), interval(nll)
+        value = perplexity(nll)
+        low, high = interval(nll)
     else:
         difference = nll - base[list(windows)]
-        value, (low, high) = perplexity(base.mean() + difference), _interval_on_some(nll, difference, base)
-    divergence_low, divergence_high = interval(divergence)
-    known = math.isfinite(divergence_high)
-    return Estimate(
+        value = perplexity(base.mean() + difference)
+        low, high = _interval_on_some(nll, difference, base)
+    return Quality(
         value,
         _exp(low) if math.isfinite(low) else math.nan,
         _exp(high) if math.isfinite(high) else math.nan,
         mean_divergence(divergence),
-        max(0.0, divergence_low) if known else math.nan,
-        max(0.0, divergence_high) if known else math.nan,
+        *_known(*interval(divergence)),
     )
 
 
-def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_divergence: Values) -> Estimate:
+def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_divergence: Values) -> Quality:
     """What is known of a program from its values on the first windows, beside another's on all of them.
 
     Both perplexity and divergence are the other's on all windows, and the mean difference to it on these; intervals as
@@ -127,24 +220,32 @@ def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_di
     found = estimate(nll, divergence, other_nll, range(count))
     difference = divergence - other_divergence[:count]
     low, high = _interval_on_some(divergence, difference, other_divergence)
-    known = math.isfinite(high)
-    return replace(
-        found,
-        divergence=mean_divergence(other_divergence.mean() + difference),
-        divergence_low=max(0.0, low) if known else math.nan,
-        divergence_high=max(0.0, high) if known else math.nan,
-    )
+    least, most = _known(low, high)
+    mean = mean_divergence(other_divergence.mean() + difference)
+    return replace(found, divergence=mean, divergence_low=least, divergence_high=most)
+
+
+def _known(low: float, high: float) -> tuple[float, float]:
+    """The interval of what is at least 0; NaN where it cannot be told."""
+    if not math.isfinite(high):
+        return UNKNOWN
+    return max(0.0, low), max(0.0, high)
 
 
 def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple[float, float]:
-    count, of_all = len(values), len(base)
+    count = len(values)
+    of_all = len(base)
     if count < 2 or not np.isfinite(values).all():
         return interval(values)
     variance = np.var(values, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
+    from scipy import stats
+
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
     mean = float(base.mean() + difference.mean())
     return mean - half, mean + half
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    if value < 700:
+        return math.exp(value)
+    return math.inf

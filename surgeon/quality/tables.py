@@ -22,7 +22,8 @@ PARQUET = ".parquet"
 TEXT_COLUMN = "text"
 _ROLE_KEYS = {"role", "from"}  # of messages
 _PARQUET_ROWS = 64
-_ROWS_LOOKED_AT, _CHARACTERS_LOOKED_AT = 1000, 1 << 26
+_ROWS_LOOKED_AT = 1000
+_CHARACTERS_LOOKED_AT = 1 << 26
 
 Row = dict[str, Any]
 
@@ -77,7 +78,9 @@ def read_rows(path: Path, reading: Reading, columns: list[str] | None = None) ->
                     row += 1
                     yield f"{path}: row {row}", values
     except UnicodeDecodeError as error:
-        which = f": column {columns[0]!r} is" if columns else " is"
+        which = " is"
+        if columns:
+            which = f": column {columns[0]!r} is"
         reason = f"not text in UTF-8 (byte {error.start} of a row behind row {row})"
         raise ValueError(f"{path}{which} {reason}; mend that row") from error
 
@@ -103,7 +106,9 @@ def read_column(
     looked_at, is_whole = _look(rows, chosen)
     if not looked_at:
         raise ValueError(f"{source} is empty; give a file with rows in it")
-    place = source if is_whole else f"{source} (its first {len(looked_at):,} rows)"
+    place = source
+    if not is_whole:
+        place = f"{source} (its first {len(looked_at):,} rows)"
     is_guessed = column is None and chosen not in looked_at[-1][1]
     if is_guessed:
         with_text = dict.fromkeys(name for _, row in looked_at for name in _of_text(row))
@@ -154,7 +159,9 @@ def _of_text(row: Row) -> list[str]:
 
 
 def _holds_messages(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
+    first = None
+    if isinstance(value, list) and value:
+        first = value[0]
     return isinstance(first, dict) and not first.keys().isdisjoint(_ROLE_KEYS)
 
 

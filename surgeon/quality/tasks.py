@@ -54,7 +54,9 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     """
     _check_tokenizer(lm.tokenizer, tasks, settings.chat)
     tracker = GeneralConfigTracker()
-    template = lm.chat_template(settings.chat) if settings.chat else None
+    template = None
+    if settings.chat:
+        template = lm.chat_template(settings.chat)
     tracker.log_experiment_args("hf", {"pretrained": name}, None, template, settings.chat)
     # lm-eval forks for its bootstrap, which a process with threads in it should not; it prints to stdout; and outside a
     # repository the git that it asks for a hash complains.

@@ -23,7 +23,8 @@ MOST_NEW_TOKENS = 256
 _SPLIT = "test"
 _VERSION = 1.0
 _NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(\.[0-9]+)?")
-_QUESTION, _ANSWER = "Question:", "Answer:"
+_QUESTION = "Question:"
+_ANSWER = "Answer:"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def _mean(*names: str) -> list[dict[str, Any]]:
 
 
 def _multiple_choice(row: Row, where: str) -> Row:
-    query, choices = _text(row["query"], "query", where).rstrip(), _texts(row["choices"], "choices", where)
+    query = _text(row["query"], "query", where).rstrip()
+    choices = _texts(row["choices"], "choices", where)
     # To a question that says so lm-eval's tasks add the word for the answer.
     asks = query.startswith(_QUESTION) and not query.endswith(_ANSWER)
     return {
@@ -74,7 +76,8 @@ def _continuation(row: Row, where: str) -> Row:
 
 def _number(row: Row, where: str) -> Row:
     answer = row["answer"]
-    answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
     answer = target = _text(answer, "answer", where).strip()
     if not _NUMBER.fullmatch(answer):
         raise ValueError(
@@ -190,16 +193,20 @@ def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}")
     rows: list[Row] = []
-    form, reasoned = FORMS[0], False
+    form = FORMS[0]
+    reasoned = False
     for number, row in read_json_lines(path):
         where = f"{path}:{number}"
         if not rows:
             fitting = [each for each in FORMS if set(each.keys) <= set(row)]
             if len(fitting) != 1:
                 known = "; ".join(f"{', '.join(each.keys)} ({each.name})" for each in FORMS)
-                what = "fit several kinds of task" if fitting else "fit no kind of task"
+                what = "fit no kind of task"
+                if fitting:
+                    what = "fit several kinds of task"
                 raise ValueError(f"{where}: the keys {', '.join(row)} {what}; a row has one of: {known}")
-            form, reasoned = fitting[0], "chain_of_thought" in row
+            form = fitting[0]
+            reasoned = "chain_of_thought" in row
         missing = [key for key in form.keys if key not in row]
         if form.name == "number" and ("chain_of_thought" in row) != reasoned:
             raise ValueError(f"{where}: either every row has a chain_of_thought or none has")

@@ -60,7 +60,9 @@ class Seeds:
     @classmethod
     def all(cls, seed: int | None) -> Seeds:
         """The same for all, or lm-eval's own where none is given."""
-        return cls() if seed is None else cls(seed, seed, seed, seed)
+        if seed is None:
+            return cls()
+        return cls(seed, seed, seed, seed)
 
     def set(self) -> None:
         """Seed the generators; tasks shuffle when they are loaded."""
@@ -162,7 +164,9 @@ class _Loader:
         found = fnmatch.filter(self.known.all_subtasks, name) if "*" in name else [name]
         if not found or found[0] not in self.known.all_tasks:
             near = difflib.get_close_matches(name, [*PRESETS, *self.known.all_tasks], n=1)
-            hint = did_you_mean(name, near) if near else "`lm-eval ls tasks` lists all"
+            hint = "`lm-eval ls tasks` lists all"
+            if near:
+                hint = did_you_mean(name, near)
             raise ValueError(f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})")
         return [item for one in found for item in _build(self.known, one)]
 
@@ -195,7 +199,9 @@ def _manager(folder: Path) -> TaskManager:
     """What can be named in a folder of YAML files: its own tasks, and lm-eval's if a group in it has some of those."""
     inside = TaskManager(include_defaults=False, include_path=str(folder))
     named = {name for group in inside.all_groups for name in _members(inside.task_index[group].cfg or {})}
-    return inside if named <= set(inside.all_tasks) else TaskManager(include_path=str(folder))
+    if named <= set(inside.all_tasks):
+        return inside
+    return TaskManager(include_path=str(folder))
 
 
 def _members(group: dict[str, Any]) -> Iterator[str]:
@@ -230,7 +236,9 @@ def _build(manager: TaskManager, name: str) -> list[Any]:
 
 
 def _leaves(item: Any) -> list[Any]:
-    return list(item.get_all_tasks()) if isinstance(item, Group) else [item]
+    if isinstance(item, Group):
+        return list(item.get_all_tasks())
+    return [item]
 
 
 def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:

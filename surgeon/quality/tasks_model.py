@@ -34,7 +34,9 @@ class Answers(Journal):
         self._values: dict[str, Any] = {}
         self._cut: set[str] = set()
         self._unwritten: list[tuple[str, Any, bool]] = []
-        path = None if folder is None else folder / f"answers-{_hash(identity)[:12]}.jsonl"
+        path = None
+        if folder is not None:
+            path = folder / f"answers-{_hash(identity)[:12]}.jsonl"
         super().__init__(path, "evaluation of this model")
 
     def __contains__(self, key: str) -> bool:

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, cast
 from surgeon.words import plural
 
 PACKED = ".gz"
-_FIRST_BLOCK, _LARGEST_BLOCK = 1 << 16, 1 << 22
+_FIRST_BLOCK = 1 << 16
+_LARGEST_BLOCK = 1 << 22
 _CONVERT = "convert it, as in: iconv -f {} -t UTF-8 {{path}} > utf8.txt"
 # What a file is that begins so, and what to do; of two beginnings the longer one comes first.
 _NO_TEXT = {
@@ -74,8 +75,12 @@ class Reading:
         }
         words |= {name: f"{name} of {plural(count[name], 'row')}" for name in sorted(count) if name not in words}
         named = [words[name] for name in words if count[name]]
-        read = f" (of {plural(self.rows, 'row')} read)" if self.rows else ""
-        left_out = [f"{source}: left out {', '.join(named)}{read}"] if named else []
+        read = ""
+        if self.rows:
+            read = f" (of {plural(self.rows, 'row')} read)"
+        left_out = []
+        if named:
+            left_out = [f"{source}: left out {', '.join(named)}{read}"]
         return [*self.notes, *left_out, *(f"{source}: {line}" for line in self._of_answers())]
 
     def _of_answers(self) -> Iterator[str]:
@@ -149,7 +154,9 @@ def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
     reading = reading or Reading()
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_text(path, reading) as file:
-        size, before, begun = _FIRST_BLOCK, file.tell(), ""
+        size = _FIRST_BLOCK
+        before = file.tell()
+        begun = ""
         while True:
             block = file.read(size)
             if (place := block.find(0)) >= 0:
@@ -162,13 +169,17 @@ def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
                 piece = begun + decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, before - carried + error.start) from error
-            begun = "\r" if block and piece.endswith("\r") else ""  # of a line end, perhaps
+            # Of a line end, perhaps.
+            begun = ""
+            if block and piece.endswith("\r"):
+                begun = "\r"
             piece = piece.removesuffix(begun)
             reading.left_out["carriage_returns"] += piece.count("\r\n")
             yield piece.replace("\r\n", "\n")
             if not block:
                 return
-            before, size = before + len(block), min(2 * size, _LARGEST_BLOCK)
+            before = before + len(block)
+            size = min(2 * size, _LARGEST_BLOCK)
 
 
 def _not_utf8(where: object, byte: int) -> ValueError:
@@ -188,7 +199,9 @@ def read_json_lines(path: Path, reading: Reading | None = None) -> Iterator[tupl
             where = f"{path}:{number}"
             try:
                 text = line.decode().removeprefix("\ufeff")  # where files with such marks have been joined
-                row = json.loads(text) if text.strip() else None
+                row = None
+                if text.strip():
+                    row = json.loads(text)
             except UnicodeDecodeError as error:
                 raise _not_utf8(where, before + error.start) from error
             except (ValueError, RecursionError) as error:

@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Characters: in the first block of a document, in the longest, in what two have in common.
-_FIRST, _BLOCK, _OVERLAP = 1 << 15, 1 << 17, 1 << 11
+_FIRST = 1 << 15
+_BLOCK = 1 << 17
+_OVERLAP = 1 << 11
 _AGREEING = 16  # tokens
 _AT_ONCE = 1 << 18  # characters that are tokenized together, on all cores
 
@@ -100,7 +102,8 @@ class TextTokens:
     def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
         """The tokens of documents that come in pieces, some at a time; its state is that behind what it gave last."""
         blocks = (block for pieces in documents for block in self._cut(pieces))
-        rest, most = islice(blocks, self._blocks, None), _FIRST
+        rest = islice(blocks, self._blocks, None)
+        most = _FIRST
         while batch := _up_to(rest, most):
             coded = self._code([block.text for block in batch])
             found = list(map(self._joined, batch, coded))
@@ -110,13 +113,17 @@ class TextTokens:
             yield [Tokens(np.array(self._around[1], np.int32))]
 
     def _cut(self, pieces: Iterable[str]) -> Iterator[_Block]:
-        held, begins, size = "", True, _FIRST
+        held = ""
+        begins = True
+        size = _FIRST
         for piece in pieces:
             for start in range(0, len(piece), _BLOCK):
                 held += piece[start : start + _BLOCK]
                 while self.is_fast and len(held) > size:
                     yield _Block(held[:size], begins, False)
-                    held, begins, size = held[size - _OVERLAP :], False, min(2 * size, _BLOCK)
+                    held = held[size - _OVERLAP :]
+                    begins = False
+                    size = min(2 * size, _BLOCK)
         yield _Block(held, begins, True)
 
     def _code(self, texts: list[str]) -> list[_Coded]:
@@ -126,10 +133,14 @@ class TextTokens:
 
     def _joined(self, block: _Block, coded: _Coded) -> Tokens:
         """The tokens that a block adds, up to where the next one begins."""
-        before, first = (self._around[0] if self._blocks == 0 else []), 0
+        before = []
+        if self._blocks == 0:
+            before = self._around[0]
+        first = 0
         if not block.begins:
             if (seam := self._seam(coded)) is None:
-                seam, coded = (len(self._held), 0), self._code([block.text[_OVERLAP:]])[0]
+                seam = (len(self._held), 0)
+                coded = self._code([block.text[_OVERLAP:]])[0]
             left, first = seam
             before = [id_ for id_, *_ in self._held[:left]]
         end, self._held = len(coded.ids), []
@@ -138,7 +149,12 @@ class TextTokens:
             end = coded.token_at(start)
             self._held = [(id_, begin - start, stop - start) for id_, begin, stop in coded.placed(end)]
         self._blocks += 1
-        begin, close = (self._marks[0] if block.begins else []), (self._marks[1] if block.ends else [])
+        begin = []
+        if block.begins:
+            begin = self._marks[0]
+        close = []
+        if block.ends:
+            close = self._marks[1]
         return Tokens(np.array([*begin, *before, *coded.ids[first:end], *close], np.int32), ends=block.ends)
 
     def _seam(self, coded: _Coded) -> tuple[int, int] | None:
@@ -153,7 +169,9 @@ class TextTokens:
                 both = zip(self._held[token : token + _AGREEING], own[at:], strict=False)
                 agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
                 best = max(best, (agreeing, token, at), key=itemgetter(0))
-        return best[1:] if best[0] else None
+        if best[0]:
+            return best[1:]
+        return None
 
 
 def _up_to(blocks: Iterator[_Block], most: int) -> list[_Block]:

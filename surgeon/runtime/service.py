@@ -43,13 +43,11 @@ from surgeon.runtime.plan.stretches import with_stretches
 from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.stream import OpenRequest, Stream
 from surgeon.runtime.worker.messages import Account, Cancel, Progress, Recorded, Report
+from surgeon.runtime.worker.pipeline import connect
 from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.rank_process import RankFailed
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.ring import connect
 from surgeon.runtime.worker.worker import load, serve
-
-DRAFT_TOKENS = 1  # that a coda drafts at a time, if nobody says: with more, fewer are accepted and none was faster
 
 
 class Service(AbstractContextManager["Service"]):
@@ -89,19 +87,23 @@ class Service(AbstractContextManager["Service"]):
             RankFailed: if a rank fails.
         """
         self.options = options = options or ServiceOptions()
-        ranks, device, program = options.ranks.ranks, options.ranks.device, options.program
+        ranks = options.ranks.ranks
+        device = options.ranks.device
+        program = options.program
         shared = 1 if options.pipeline else ranks
         plan = make_plan(model, shared, options.max_tokens, program, device, halves=options.halves, **options.ways)
         if options.pipeline:
-            plan = with_stretches(plan, ranks, options.drafting)
+            # Texts that fill all ranks gain nothing by drafts, and codas are for the checkpoint's own program.
+            plan = with_stretches(plan, ranks, drafts=options.max_batch < ranks and program is None)
         elif options.draft == CODA:
             plan = with_coda(plan)
         elif options.draft is not None and options.draft != LOOKUP:
             plan = with_draft(plan, model, options.draft)
         drafts = 0
         if options.draft is not None:
-            drafts = options.draft_tokens or (DRAFT_TOKENS if options.draft == CODA else MOST_AHEAD)
-        sizes, here = (options.max_batch, options.blocks, options.memory), ranks_of_this_machine(ranks)
+            drafts = options.draft_tokens or MOST_AHEAD
+        sizes = (options.max_batch, options.blocks, options.memory)
+        here = ranks_of_this_machine(ranks)
         free: Callable[[], int] = free_bytes
         with ExitStack() as undone:
             if device == "cuda" and options.memory is None:  # asking opens a context on a GPU: only its rank does
@@ -113,17 +115,17 @@ class Service(AbstractContextManager["Service"]):
         self.kernels = kernels_used(device, self.plan.dtype)
         self.capacity = Capacity.of(self.plan, self.blocks, options.max_batch, device)
         self.max_tokens = self.capacity.longest
-        as_pays = options.draft not in (None, CODA) and options.draft_tokens is None
+        as_pays = options.draft is not None and options.draft_tokens is None
         stretches = max(1, len(self.plan.stretches))
         pass_tokens = max(PASS_TOKENS[device] // stretches, options.max_batch * (1 + drafts))
-        waiting, long_texts = options.max_waiting, self.plan.long_texts
+        waiting = options.max_waiting
+        long_texts = self.plan.long_texts
         limits = Limits(
             *(options.max_batch, self.max_tokens, waiting, pass_tokens, self.plan.ends, drafts),
             long_texts=long_texts,
             as_pays=as_pays,
             looked_up=options.draft == LOOKUP,
             stretches=stretches,
-            in_flight=1 if self.plan.coda is None else options.in_flight or stretches,
         )
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
@@ -224,7 +226,8 @@ class Service(AbstractContextManager["Service"]):
             RankFailed: if a rank has failed.
             ValueError: if the service is closed.
         """
-        ticket, ranks = next(self._numbers), self.plan.ranks
+        ticket = next(self._numbers)
+        ranks = self.plan.ranks
         with self._changed:
             accounts: dict[int, Figures] = {}
             self._accounts[ticket] = accounts
@@ -270,7 +273,8 @@ class Service(AbstractContextManager["Service"]):
         with self._changed:
             if not self._closed:
                 self.failure = self.failure or failure
-            left, self._open = list(self._open.values()), {}
+            left = list(self._open.values())
+            self._open = {}
             self._changed.notify_all()
         self._ended.set()
         for opened in left:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from surgeon.checkpoint.drafts import HealedDraft
 from surgeon.language.program import Program
 from surgeon.processes.watchdog import PATIENCE_SECONDS
 from surgeon.runtime.plan.drafts import named_draft
 from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.worker.options import RankOptions
 
-CODA, LOOKUP = "coda", "lookup"
+CODA = "coda"
+LOOKUP = "lookup"
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,17 @@ class ServiceOptions:
         max_waiting: requests that may be open beyond `max_batch`.
         patience: seconds without any progress after which ranks that have something to do are given up.
         dtype, decoding, low_rank, kv: as of `Ways`.
-        halves: which passes are computed in two halves, one while the other's reductions are on their way: all that can
-            be ("on"), none ("off"), or those sizes of pass that are faster so, as tried while they are computed
-            ("auto").
+        halves: whether passes are computed in two halves, one while the other's reductions are on their way: all that
+            can be ("on"), or none ("off").
         draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
-            variant of the model by name ("lp"), or a draft that was healed for it; "coda" where the checkpoint's first
+            variant of the model by name ("lp"); "coda" where the checkpoint's first
             rack and its coda do; "lookup" where a text's own tokens do, what came before behind its last few ones;
             None for none. Greedy tokens and what a seed draws stay the same (as far as rounding does not decide), and
             what else is drawn keeps its distribution.
-        draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py). With a coda one by
-            default: each more is accepted less often, and was slower wherever it was measured.
+        draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py).
         pipeline: have each rank hold a stretch of the program, one behind the other, in place of a share of all of it;
             while one computes what the one before has sent, that goes on with other texts, or with what the coda of the
             checkpoint's first rack drafts, if it has any. Texts are the same.
-        in_flight: in a pipeline, how many tokens may be on their way through the ranks: of several texts those of each,
-            and else those that the coda has drafted; with 1 it drafts none. By default as many as there are ranks if
-            fewer texts are computed together, else 1.
 
     Raises:
         ValueError: if the ranks are not connected, a number is too small, there are no such drafts or not of another
@@ -64,10 +59,9 @@ class ServiceOptions:
     low_rank: str = "auto"
     kv: str = "auto"
     halves: str = "off"
-    draft: Program | str | HealedDraft | None = None
+    draft: Program | str | None = None
     draft_tokens: int | None = None
     pipeline: bool = False
-    in_flight: int | None = None
 
     def __post_init__(self) -> None:
         self._check_pipeline()
@@ -90,7 +84,7 @@ class ServiceOptions:
                 "collectives none leave the ranks unconnected, and their text would be wrong; use auto (surgeon bench "
                 "measures with none)"
             )
-        least_of = {"max_batch": 1, "max_waiting": 0, "max_tokens": 2, "blocks": 1, "draft_tokens": 1, "in_flight": 1}
+        least_of = {"max_batch": 1, "max_waiting": 0, "max_tokens": 2, "blocks": 1, "draft_tokens": 1}
         for name, least in least_of.items():
             number = getattr(self, name)
             if number is not None and number < least:
@@ -100,8 +94,6 @@ class ServiceOptions:
 
     def _check_pipeline(self) -> None:
         if not self.pipeline:
-            if self.in_flight is not None:
-                raise ValueError("in_flight says how many tokens are on their way through a pipeline; ask for one, too")
             return
         if self.draft is not None:
             raise ValueError(
@@ -119,14 +111,6 @@ class ServiceOptions:
     def ways(self) -> Ways:
         """How ranks compute it."""
         return {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
-
-    @property
-    def drafting(self) -> bool | None:
-        """Whether the coda of a pipeline's first rack drafts; None for where there is one, and too few texts."""
-        if self.in_flight is not None:
-            return self.in_flight > 1
-        # Codas are for the checkpoint's own program.
-        return None if self.max_batch < self.ranks.ranks and self.program is None else False
 
     @property
     def most_open(self) -> int:

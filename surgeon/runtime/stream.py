@@ -47,7 +47,8 @@ class Stream:
             yield self._read(self._events.get())
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Queue[Event | Exception]()
 
         def put(event: Event | Exception) -> None:
             with suppress(RuntimeError):  # the loop has closed
@@ -129,7 +130,8 @@ class OpenRequest:
 
     def event(self, output: Output) -> Event | UndefinedLogits:
         """What the client is told of something that came from the ranks."""
-        token, reason = output.token, output.finish_reason
+        token = output.token
+        reason = output.finish_reason
         if reason == "undefined":
             so_far = f"{len(self._request.prompt)} tokens of the prompt, {self._new} new ones"
             return UndefinedLogits(
@@ -163,10 +165,14 @@ class OpenRequest:
             return ""
         text = "" if token is None else self._text.add(token)
         shown = self._stops.add(text + self._text.rest() if last else text)
-        return shown + self._stops.rest() if last else shown
+        if last:
+            return shown + self._stops.rest()
+        return shown
 
     def _usage(self) -> Usage:
-        prompt, latest, seconds = len(self._request.prompt), self._latest, self._newest - self._first
+        prompt = len(self._request.prompt)
+        latest = self._latest
+        seconds = self._newest - self._first
         if latest is None:
             return Usage(prompt, 0, self._new)
         return Usage(prompt, latest.cached, self._new, latest.drafted, latest.accepted, seconds)

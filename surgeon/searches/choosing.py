@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 
-from surgeon.results.trials import DRAFT_TIME
+from surgeon.findings.trials import DRAFT_TIME
 from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.quantities import DRAFT, Aspect

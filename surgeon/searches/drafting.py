@@ -19,6 +19,7 @@ from surgeon.benchmarks.drafting import MeasuredDrafts
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.cost.drafts import DraftedPrediction, draft_on_paper
 from surgeon.cost.plans import plan_on_paper
+from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.models.edit import program_of, restore
@@ -26,7 +27,6 @@ from surgeon.models.verified import NoVerifiedKeys, draft_on_text
 from surgeon.opened import Model
 from surgeon.processes.files import finite
 from surgeon.quality.text import OWN, VERIFIED, logits_of, text_values
-from surgeon.results.trials import DRAFT_TIME
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.pricing import Pricing
@@ -119,7 +119,7 @@ def by_verified_keys(
         for program in [one for one in measured if one != dense]:
             draft, own = draft_on_text(model, program, evaluator.factors), measured[program]
             values = text_values(logits_of(model), evaluator.windows.ids, draft=draft)
-            accepted = {name: tuple(getattr(values, name).tolist()) for name in own.acceptances}
+            accepted = {name: tuple(values[name].tolist()) for name in own.acceptances}
             found[program] = replace(own, acceptances=accepted)
     except NoVerifiedKeys as error:
         return measured, str(error)

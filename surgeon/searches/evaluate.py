@@ -31,9 +31,9 @@ from surgeon.models.edit import program_of, require_unedited
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.progress import require_time
 from surgeon.quality.data import Windows
-from surgeon.quality.head import ACCEPTANCES, OutputHead, Quality, joined, one_after_the_other
+from surgeon.quality.head import ByWindow, OutputHead, joined, one_after_the_other
 from surgeon.quality.references import REFERENCE_FILE, TextReferences
-from surgeon.quality.summary import Values, estimate, estimate_beside
+from surgeon.quality.summary import ACCEPTANCES, Values, estimate, estimate_beside
 from surgeon.searches.race import Race, blocks_per_window
 from surgeon.searches.trial import MeasuredProgram
 
@@ -126,7 +126,7 @@ class Evaluator:
                     f"programs are raced against one measured on all {count} windows, not on {len(best.divergences)}"
                 )
             leader = np.array(best.nll), np.array(best.divergences)
-        parts: dict[Program, list[Quality]] = defaultdict(list)
+        parts: dict[Program, list[ByWindow]] = defaultdict(list)
         lost: set[Program] = set()
 
         def is_done(program: Program, windows: range) -> bool:
@@ -161,7 +161,7 @@ class Evaluator:
             options = replace(options, cache=None, ran=lambda amount: self._ran(amount * part))
         return streams_after(self.model, ids, windows, plan, options)
 
-    def _is_lost(self, parts: list[Quality], best: MeasuredProgram) -> bool:
+    def _is_lost(self, parts: list[ByWindow], best: MeasuredProgram) -> bool:
         if best.blocks:
             own = _blocks(parts)
             return self.race.is_lost(own, np.array(best.blocks[: len(own)]), self.blocks)
@@ -211,8 +211,8 @@ class Evaluator:
             return self.limit
         return max(0, int(KEPT_SHARE * available_bytes(self.model.device, self.memory)))
 
-    def _summary(self, parts: list[Quality], leader: tuple[Values, Values] | None) -> MeasuredProgram:
-        numbers = {name: tensor.numpy() for name, tensor in one_after_the_other(parts).numbers.items()}
+    def _summary(self, parts: list[ByWindow], leader: tuple[Values, Values] | None) -> MeasuredProgram:
+        numbers = {name: tensor.numpy() for name, tensor in one_after_the_other(parts).items()}
         nll, divergence = numbers["nll"], numbers["divergence"]
         blocks = tuple(_blocks(parts).tolist()) if self.blocks > 1 else ()
         accepted = {name: tuple(numbers[name].tolist()) for name in ACCEPTANCES if name in numbers}
@@ -223,7 +223,7 @@ class Evaluator:
         return MeasuredProgram.of(found, tokens, nll, divergence, **known)
 
 
-def _blocks(parts: list[Quality]) -> Values:
+def _blocks(parts: list[ByWindow]) -> Values:
     """The divergence of the blocks of windows that were measured in parts, in order."""
-    values: Values = torch.cat([part.blocks.flatten() for part in parts if part.blocks is not None]).numpy()
+    values: Values = torch.cat([part["blocks"].flatten() for part in parts if "blocks" in part]).numpy()
     return values

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.findings.trials import MOST_DIVERGENCE
 from surgeon.quality.summary import CONFIDENCE, interval
-from surgeon.results.trials import MOST_DIVERGENCE
 from surgeon.searches.optimise import Numbers
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect

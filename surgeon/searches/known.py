@@ -31,19 +31,18 @@ from surgeon.analysis.scan import JOURNAL
 from surgeon.analysis.spectrum_journal import read_findings
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.factor_cache import FactorCache
+from surgeon.findings.edit import Choice, Edit, as_choice
+from surgeon.findings.scan import Scan
+from surgeon.findings.sensitivity import Sensitivity
+from surgeon.findings.similarity import Similarity
+from surgeon.findings.spectrum import Spectrum
 from surgeon.language.operations.lowrank import saves
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, FactorSource, TruncatedSVD, WeightMatrix
 from surgeon.opened import Model
 from surgeon.quality.data import Windows
-from surgeon.quality.head import ACCEPTANCES
-from surgeon.quality.summary import Values, estimate, mean_divergence
-from surgeon.results.edit import Choice, Edit, as_choice
-from surgeon.results.scan import Scan
-from surgeon.results.sensitivity import Sensitivity
-from surgeon.results.similarity import Similarity
-from surgeon.results.spectrum import Spectrum
+from surgeon.quality.summary import ACCEPTANCES, Values, estimate, mean_divergence
 from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Numbers
@@ -316,9 +315,9 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
             continue
         ranks.setdefault((matrix.layer, matrix.role), []).append(rank)
         text = str(ranked(model.program, {matrix: rank}))
-        divergence[text] = mean_divergence(quality.divergence)
+        divergence[text] = mean_divergence(quality["divergence"])
         if identity.get("data") == windows.digest:
-            programs[text] = _measured(quality.nll, quality.divergence, windows)
+            programs[text] = _measured(quality["nll"], quality["divergence"], windows)
     if not ranks:
         raise ValueError(
             f"{folder} has measured no rank that saves parameters, so that there is nothing to search; run surgeon "

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
+from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.operations.within import require_whole_layers
@@ -21,7 +22,6 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Expect, Recipe
 from surgeon.language.sublayer import ATTENTION
 from surgeon.opened import Model
-from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.spaces.base import Claim, Space
 from surgeon.searches.spaces.experts import KeptExperts, Orders
 

@@ -9,9 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
+from surgeon.findings.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
+from surgeon.findings.trials import MOST_DIVERGENCE
 from surgeon.language.program import Program
-from surgeon.results.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
-from surgeon.results.trials import MOST_DIVERGENCE
 from surgeon.searches.goals import Goal, Prices
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import BEAM, Counts, Damage, Flags, Numbers, Savings, best_choices, useful_edits

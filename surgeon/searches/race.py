@@ -9,7 +9,7 @@ Windows are few and long, so where they are few they are cut into blocks of 64 t
 are alike: a program that errs on one is likelier to err on the next. So b blocks of a window say as much as
 b / (1 + (b - 1) r) that are independent (Kish 1965, Survey Sampling, the design effect), with r their correlation,
 about 0.25 on the demo model whatever was changed. Programs are looked at several times, and r is no constant: alpha
-is a setting, and `scripts/search/race.py` counts the false stops.
+is a setting, and docs/measured-searches.md counts how often the best was stopped.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
+from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.program import Program
-from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.limits import Limit, SearchBudget
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.quantities import DEPTH, DRAFT_PASS, Aspect

@@ -14,10 +14,10 @@ import pandas as pd
 from optuna.trial import FrozenTrial
 
 from surgeon.checkpoint.read import read_json
+from surgeon.findings.search import SearchRun
 from surgeon.language.recipe import Recipe
 from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
-from surgeon.results.search import SearchRun
 from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import FrontPoint, QualityCurve
 from surgeon.searches.goals import PricedQuestion

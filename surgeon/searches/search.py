@@ -19,8 +19,8 @@ from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.samplers import CmaEsSampler
 from optuna.trial import FrozenTrial, TrialState
 
+from surgeon.findings.edit import SOURCES, Choice
 from surgeon.language.program import Program
-from surgeon.results.edit import SOURCES, Choice
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.known import Known

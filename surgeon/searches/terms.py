@@ -212,7 +212,9 @@ def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
             sample = _sampled(head, after[: len(few)], count)
             changed |= dict.fromkeys(places[program], sample)
             if np.isnan(divergence[places[program]]).any():
-                divergence[places[program]] = mean_divergence(head.compare(after, reference).divergence.cpu().numpy())
+                divergence[places[program]] = mean_divergence(
+                    head.compare(after, reference)["divergence"].cpu().numpy()
+                )
     there = [*changed]
     found[np.ix_(there, there)] = correlations(covariances(head, original, [changed[place] for place in there]))
     return Terms(plan.completed(divergence), found, tokens, evaluator.sublayers - before)

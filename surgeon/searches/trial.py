@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
+from surgeon.findings.edit import Choice, Edit
 from surgeon.language.program import Program
-from surgeon.quality.summary import Estimate, Values
-from surgeon.results.edit import Choice, Edit
+from surgeon.quality.summary import Quality, Values
 
 _BY_PLACE = ("nll", "divergences", "blocks", "draft_times")  # of the text
 
@@ -25,7 +25,7 @@ class MeasuredProgram:
         nll, divergences: by window, in the order of the text, of as many windows as were run.
         blocks: the same as `divergences` by smaller parts of the windows, which races look at; nothing where windows
             are many.
-        acceptances: by window, too, of what the program would draft for the original, by name, as `Quality` has them.
+        acceptances: by window, too, of what the program would draft for the original, by name.
         draft_times: by window, too: of a token, where the program drafts for the unedited model, in parts of that one's
             (`searches.drafting.valued`); nothing where that is not asked for, or it cannot.
         whole: whether those were all; else it was stopped, being worse than the best, and the numbers are estimates.
@@ -59,7 +59,7 @@ class MeasuredProgram:
         return asdict(self)
 
     @classmethod
-    def of(cls, found: Estimate, tokens: int, nll: Values, divergences: Values, **more: Any) -> MeasuredProgram:
+    def of(cls, found: Quality, tokens: int, nll: Values, divergences: Values, **more: Any) -> MeasuredProgram:
         """What was estimated from the windows that were run.
 
         Args:
@@ -82,7 +82,7 @@ class Proposal:
 
     Attributes:
         key: the program's text: equal programs are tried once.
-        source: where the choice comes from, one of `surgeon.results.edit.SOURCES`.
+        source: where the choice comes from, one of `surgeon.findings.edit.SOURCES`.
         level: for which budget it was made, where a search has several: the effective depth, say.
     """
 

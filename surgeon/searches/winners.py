@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.findings.edit import Choice
+from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
 from surgeon.processes.files import finite
 from surgeon.quality.summary import CONFIDENCE, interval
-from surgeon.results.edit import Choice
-from surgeon.results.trials import DRAFT_TIME
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.words import in_words, listed

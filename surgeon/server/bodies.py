@@ -116,7 +116,9 @@ class Body(BaseModel):
     @property
     def choices(self) -> int:
         """How many answers each prompt gets."""
-        return 1 if self.n is None else self.n
+        if self.n is None:
+            return 1
+        return self.n
 
     @property
     def wants_usage(self) -> bool:
@@ -175,7 +177,9 @@ class Body(BaseModel):
             purpose = "fit" if asked == 0 else "leave room for an answer"
             raise invalid(f"the prompt has {prompt} tokens; at most {most} {purpose}", self.prompt_field)
         if asked is None:
-            return room - prompt if self.default_new_tokens is None else min(self.default_new_tokens, room - prompt)
+            if self.default_new_tokens is None:
+                return room - prompt
+            return min(self.default_new_tokens, room - prompt)
         if self.max_tokens not in (None, asked):
             raise invalid(f"max_tokens is {self.max_tokens} and max_completion_tokens {asked}; give one of them", name)
         if asked < self.fewest_new_tokens:
@@ -199,7 +203,9 @@ class CompletionBody(Body):
 
     @property
     def fewest_new_tokens(self) -> int:
-        return 0 if self.echo else super().fewest_new_tokens
+        if self.echo:
+            return 0
+        return super().fewest_new_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -207,7 +213,9 @@ class CompletionBody(Body):
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+        if self.echo:
+            return self.logprobs
+        return None
 
 
 class ChatBody(Body):
@@ -223,7 +231,9 @@ class ChatBody(Body):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if self.logprobs:
+            return self.top_logprobs or 0
+        return None
 
     def check(self) -> None:
         super().check()

@@ -76,7 +76,9 @@ def failed(reason: Exception) -> ApiError:
 def short(value: Any) -> str:
     """A client's value, short enough for a message."""
     text = _SHORT.repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+    if len(text) <= MOST_SHOWN:
+        return text
+    return f"{text[: MOST_SHOWN - 3]}..."
 
 
 def explain(errors: Sequence[Any]) -> ApiError:

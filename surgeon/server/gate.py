@@ -81,7 +81,9 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
         return too_large()
     if state.service.failure is not None:
         return failed(state.service.failure)
-    return draining() if state.draining else None
+    if state.draining:
+        return draining()
+    return None
 
 
 def too_large() -> ApiError:
@@ -104,7 +106,8 @@ def check_origin(origin: str) -> str:
         return origin
     try:
         parts = urlsplit(origin)
-        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
+        host = (parts.hostname or "").encode("idna").decode()
+        port = parts.port
     except ValueError:  # no port, no address, no name that there can be
         host = ""
     if not host or ANY in host or not parts.scheme:

@@ -35,7 +35,9 @@ class Prompt:
 
 def separate(given: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
     """The prompts of a completion, which may have one or several."""
-    return given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        return given
+    return [given]
 
 
 class Texts:
@@ -60,9 +62,11 @@ class Texts:
             ApiError: if it has no tokens, certainly too many, or is not text.
         """
         if isinstance(given, str):
-            tokens, text = self._encode(given, "prompt", most), given
+            tokens = self._encode(given, "prompt", most)
+            text = given
         else:
-            tokens, text = given, None
+            tokens = given
+            text = None
         if not tokens:
             raise invalid("prompt is empty: it has no tokens; give at least one", "prompt")
         return Prompt(tokens, text)
@@ -80,8 +84,11 @@ class Texts:
         Where a tokenizer does not write the given text again (it has special tokens in it, or is normalised), only the
         tokenizer itself can tell.
         """
-        tokens, text = prompt.tokens, prompt.text
-        continuation, pieces, offsets = Continuation(self.tokenizer, ()), [], []
+        tokens = prompt.tokens
+        text = prompt.text
+        continuation = Continuation(self.tokenizer, ())
+        pieces = []
+        offsets = []
         for token in tokens:
             pieces.append(continuation.add(token))
             offsets.append(continuation.begins)

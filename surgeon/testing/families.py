@@ -75,7 +75,8 @@ class FamilyContract:
         shapes = family.layer_shapes(model.config).of(Sublayer("F", (1,)))
         weights = ModelWeights(ModuleStore(model), family, family.head_dim(model.config))
         for kind in KINDS:
-            spec, sublayer = family.spec(kind, 1), Sublayer(kind, (1,))
+            spec = family.spec(kind, 1)
+            sublayer = Sublayer(kind, (1,))
             for path in (*spec.called, *spec.head_norms):
                 layer.get_submodule(path)
             units = family.units(model.config, 1)
@@ -122,14 +123,15 @@ class FamilyContract:
         """Over the model's own sublayers, and over those of the plain computation where there is one."""
         edited = _edited(restore(model), name)
         found = _logits(edited, ids)
-        own, plain = OwnSublayers(restore(edited), ids), self.plain(model)
+        own = OwnSublayers(restore(edited), ids)
+        plain = self.plain(model)
         expected = [
             sublayers.logits(EDITS[name][1](sublayers, sublayers.embed(ids)))
             for sublayers in (own, plain)
             if sublayers is not None
         ]
         for logits in expected:
-            torch.testing.assert_close(found, logits, rtol=2e-5, atol=2e-5)
+            _assert_same(found, logits)
 
     def test_what_cannot_be_sliced_says_so(self, model: PreTrainedModel) -> None:
         if _can_be_sliced(model):
@@ -156,11 +158,13 @@ class FamilyContract:
 
     def test_a_mixture_is_what_its_roles_and_its_routing_say(self, model: PreTrainedModel) -> None:
         family = family_of(model.config)
-        spec, whole = family.spec("F", 1), Sublayer("F", (1,))
+        spec = family.spec("F", 1)
+        whole = Sublayer("F", (1,))
         if spec.mixture is None:
             return
         weights = ModelWeights(ModuleStore(model), family, family.head_dim(model.config))
-        tensors, x = weights.by_role(whole), torch.randn(1, 9, model.config.hidden_size)
+        tensors = weights.by_role(whole)
+        x = torch.randn(1, 9, model.config.hidden_size)
         with torch.no_grad():
             output = model.get_submodule(f"{family.layers}.1.{spec.modules[0]}")(x)
         expected = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
@@ -170,7 +174,8 @@ class FamilyContract:
         found = torch.zeros_like(x[0])
         for token, expert, share in zip(range(9), chosen, shares, strict=True):
             for e, part in zip(expert.tolist(), share, strict=True):
-                own, read = {role: one[e] for role, one in tensors.items() if len(one) == 4}, x[0, token]
+                own = {role: one[e] for role, one in tensors.items() if len(one) == 4}
+                read = x[0, token]
                 weighs = spec.mixture.weighs_inputs
                 found[token] += _expert(model, own, part * read) if weighs else part * _expert(model, own, read)
         shared = {role.removeprefix("shared_"): one for role, one in tensors.items() if role.startswith("shared_")}
@@ -222,7 +227,7 @@ class FamilyContract:
         mask = torch.cat([pad, torch.ones_like(ids)], 1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         got = _logits(model, torch.cat([pad, ids], 1), attention_mask=mask, position_ids=positions)
-        torch.testing.assert_close(got[:, pad.shape[1] :], _logits(model, ids), rtol=1e-4, atol=1e-5)
+        _assert_same(got[:, pad.shape[1] :], _logits(model, ids))
 
     @pytest.mark.parametrize("name", ["shuffle", "prune", "repeat", "lp"])
     def test_per_layer_entries_of_the_config_follow_their_layers(self, model: PreTrainedModel, name: str) -> None:
@@ -237,7 +242,8 @@ class FamilyContract:
 
     @pytest.mark.parametrize("name", EDITS)
     def test_restoring_gives_everything_back(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
-        stock, config = _logits(model, ids), model.config.to_dict()
+        stock = _logits(model, ids)
+        config = model.config.to_dict()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         restore(_edited(model, name))
         assert model.config.to_dict() == config
@@ -250,15 +256,18 @@ class FamilyContract:
     @pytest.mark.parametrize("kind", KINDS)
     def test_projections_are_found_where_they_are_packed(self, model: PreTrainedModel, kind: str) -> None:
         """Each projection's own matrix: its product against what the module gives on its features, and packed again."""
-        family, whole = family_of(model.config), Sublayer(kind, (1,))
-        spec, head_dim = family.spec(kind, 1), family.head_dim(model.config)
+        family = family_of(model.config)
+        whole = Sublayer(kind, (1,))
+        spec = family.spec(kind, 1)
+        head_dim = family.head_dim(model.config)
         if spec.mixture is not None:
             return  # whose roles are tested by themselves
         weights = ModelWeights(ModuleStore(model), family, head_dim)
         tensors = weights.by_role(whole)
         for projection in spec.projections:
             module: Any = model.get_submodule(f"{family.layers}.1.{projection.path}")
-            matrix, name = weights.matrix(whole, projection.role), f"{projection.role}.weight"
+            matrix = weights.matrix(whole, projection.role)
+            name = f"{projection.role}.weight"
             assert isinstance(matrix, Dense)
             x = torch.randn(3, matrix.shape[1])
             with torch.no_grad():
@@ -340,7 +349,8 @@ def _can_be_sliced(model: PreTrainedModel) -> bool:
 
 
 def _edited(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    program, family = EDITS[name][0](_dense(model)), family_of(model.config)
+    program = EDITS[name][0](_dense(model))
+    family = family_of(model.config)
     for sublayer in program.sublayers():
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         mixture = spec.mixture
@@ -357,12 +367,14 @@ def _edited(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 def _expert(model: PreTrainedModel, tensors: Tensors, x: Tensor) -> Tensor:
     """What one expert makes of a token's normed stream."""
-    config, family = model.config, family_of(model.config)
+    config = model.config
+    family = family_of(model.config)
     gate, up = (functional.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias")) for role in ("gate", "up"))
     assert family.mixture is not None
     if family.mixture.clamped_gate is not None:
         alpha, limit = family.mixture.clamped_gate(config)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit) + 1
         activated = gate * torch.sigmoid(alpha * gate)
     else:
         activated = ACT2FN[getattr(config, family.activation)](gate)

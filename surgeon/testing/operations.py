@@ -23,7 +23,9 @@ LAYERS = 8
 STRETCHES = (range(2, 6), range(0, 8), range(1, 3), range(3, 4), range(2, 7))
 RANKS = 2
 STEPS_PER_LAYER = (2, 1)
-_QUERIES, _KEYS, _NEURONS = (32, 32), (16, 32), (48, 32)
+_QUERIES = (32, 32)
+_KEYS = (16, 32)
+_NEURONS = (48, 32)
 SHAPES = LayerShapes(
     {"q": _QUERIES, "k": _KEYS, "v": _KEYS, "o": _QUERIES, "gate": _NEURONS, "up": _NEURONS, "down": (32, 48)},
     units={"A": 2, "F": 48},
@@ -77,7 +79,8 @@ class OperationContract:
             assert Program.parse(str(program)) == program
             assert operation.apply(dense, layers, self.shapes, **given) == program
             assert {layer for sublayer in program.sublayers() for layer in sublayer.layers} <= set(range(LAYERS))
-            before, after = layers.start * steps_per_layer, (LAYERS - layers.stop) * steps_per_layer
+            before = layers.start * steps_per_layer
+            after = (LAYERS - layers.stop) * steps_per_layer
             assert program.nodes[:before] == dense.nodes[:before], "what comes before the stretch stays"
             assert program.nodes[len(program.nodes) - after :] == dense.nodes[len(dense) - after :], (
                 "and what comes after"
@@ -87,7 +90,8 @@ class OperationContract:
     def test_its_seed_is_all_that_is_random(self, operation: Operation, given: dict[str, Any]) -> None:
         if "seed" not in operation.parameters.model_fields:
             pytest.skip("nothing is random")
-        dense, layers = Program.dense(LAYERS), range(LAYERS)
+        dense = Program.dense(LAYERS)
+        layers = range(LAYERS)
         by_seed = {seed: operation.apply(dense, layers, self.shapes, **{**given, "seed": seed}) for seed in range(20)}
         assert (len(set(by_seed.values())) > 1) != self.draws_weights
         for seed, program in by_seed.items():
@@ -140,7 +144,8 @@ class OperationContract:
     @pytest.mark.parametrize("steps_per_layer", STEPS_PER_LAYER)
     def test_its_variants_have_a_program(self, operation: Operation, steps_per_layer: int) -> None:
         """Or an error that names the variant and the layers."""
-        dense, layers = Program.dense(LAYERS, steps_per_layer), range(2, 6)
+        dense = Program.dense(LAYERS, steps_per_layer)
+        layers = range(2, 6)
         for shown, declared in operation.variants.items():
             assert (":" in shown) == (declared.argument is not None), f"{shown}: the number stands behind a colon"
             assert declared.over is None or declared.over in VARIANTS

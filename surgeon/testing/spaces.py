@@ -13,10 +13,10 @@ from transformers import AutoConfig
 
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
+from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.opened import Model
-from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect
@@ -108,7 +108,8 @@ class SpaceContract:
             program = alone.program([edit])
             assert program != dense
             steps = alone.model.family.steps_per_layer
-            before, after = edit.first * steps, (alone.model.num_layers - edit.stop) * steps
+            before = edit.first * steps
+            after = (alone.model.num_layers - edit.stop) * steps
             assert program.nodes[:before] == dense.nodes[:before], f"{edit} changes what comes before"
             assert program.nodes[len(program) - after :] == dense.nodes[len(dense) - after :], f"{edit}: what follows"
 

@@ -108,7 +108,9 @@ class OwnSublayers:
 
     def _call_of_attention(self, k: int) -> tuple[list[Any], dict[str, Any]]:
         """What the model hands an attention, with a placeholder for the stream."""
-        spec, normed, calls = self.family.spec("A", k), [], []
+        spec = self.family.spec("A", k)
+        normed = []
+        calls = []
         attention = self.layers[k].get_submodule(spec.modules[0])
         hooks = [
             attention.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True),
@@ -141,7 +143,8 @@ class OwnSublayers:
 
     @torch.no_grad()
     def attention(self, k: int, x: Tensor) -> Tensor:
-        spec, (args, kwargs) = self.family.spec("A", k), self.calls[k]
+        spec = self.family.spec("A", k)
+        args, kwargs = self.calls[k]
         normed = x if spec.norm is None else self._through(k, [spec.norm], x)
         positional = [normed if value is _STREAM else value for value in args]
         named = {name: normed if value is _STREAM else value for name, value in kwargs.items()}
@@ -156,7 +159,9 @@ class OwnSublayers:
     def _scaled(self, output: Tensor) -> Tensor:
         """What is added of an output."""
         scale = self.family.output_scale(self.model.config)
-        return output if scale is None else output * scale
+        if scale is None:
+            return output
+        return output * scale
 
     def _through(self, k: int, paths: Iterable[str], x: Tensor) -> Tensor:
         for path in paths:
@@ -181,7 +186,8 @@ class OwnSublayers:
 
     @torch.no_grad()
     def narrowed(self, k: int, kind: str, count: int) -> OwnSublayers:
-        other, whole = OwnSublayers(self.model, self.ids), Sublayer(kind, (k,))
+        other = OwnSublayers(self.model, self.ids)
+        whole = Sublayer(kind, (k,))
         weights = ModelWeights(ModuleStore(other.model), self.family, self.family.head_dim(self.model.config))
         projections = self.family.spec(kind, k).projections
         (writing,) = (one for one in projections if not one.reads_stream)
@@ -204,7 +210,8 @@ class OwnSublayers:
 
     @torch.no_grad()
     def experts(self, k: int, kept: tuple[int, ...]) -> OwnSublayers:
-        other, spec = OwnSublayers(self.model, self.ids), self.family.spec("F", k)
+        other = OwnSublayers(self.model, self.ids)
+        spec = self.family.spec("F", k)
         assert spec.mixture is not None
         parent, _, name = spec.modules[0].rpartition(".")
         config: Any = copy.deepcopy(self.model.config)
@@ -222,7 +229,8 @@ class OwnSublayers:
     @torch.no_grad()
     def _norm_only(self, k: int, projection: Projection, norm: str, kept: Tensor) -> None:
         """Have a norm of all heads take the mean over some KV groups only, (groups,): all others are zero for it."""
-        linear, gain = self.layers[k].get_submodule(projection.path), self.layers[k].get_parameter(f"{norm}.weight")
+        linear = self.layers[k].get_submodule(projection.path)
+        gain = self.layers[k].get_parameter(f"{norm}.weight")
         share = kept.sum() / len(kept)
         for parameter in linear.parameters():
             by_group = parameter.unflatten(0, (len(kept), -1))

@@ -46,14 +46,16 @@ def _defaults() -> dict[str, Any]:
     return {each.name: each.default for each in fields(TrainingArguments) if each.init}
 
 
-def parse_trainer_arguments(texts: Iterable[str]) -> dict[str, Any]:
-    """Arguments of TrainingArguments from texts like "gradient_checkpointing=true".
+def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of TrainingArguments from texts like "gradient_checkpointing=true"; by name they are themselves.
 
     Raises:
         ValueError: if one has no "=", is unknown, is not taken (`trainer_table`), or its value cannot be read.
     """
+    if isinstance(texts, Mapping):
+        return dict(texts)
     found: dict[str, Any] = {}
-    for text in texts:
+    for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"the trainer argument {text!r} has no value; write it as NAME=VALUE")

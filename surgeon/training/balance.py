@@ -31,7 +31,10 @@ class ExpertBalance:
 
     def __init__(self, model: nn.Module) -> None:
         layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
-        self.weight, self.routers, self.top_k, self._logits = 0.0, list[nn.Module](), 0, 0
+        self.weight = 0.0
+        self.routers = list[nn.Module]()
+        self.top_k = 0
+        self._logits = 0
         if layers is None or layers.family.mixture is None:
             return
         config: Any = layers.config
@@ -39,7 +42,8 @@ class ExpertBalance:
         routers = routers_of(layers)
         if asked and any(each.requires_grad for router in routers for each in router.parameters()):
             self.weight = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
-            self.routers, self.top_k = routers, layers.family.mixture.routing(config).top_k
+            self.routers = routers
+            self.top_k = layers.family.mixture.routing(config).top_k
             self._logits = layers.family.mixture.logits
 
     @contextmanager

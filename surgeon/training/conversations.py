@@ -37,7 +37,10 @@ class ConversationSource:
     """Conversations as tokens, for a `TokenStore`; none is longer than a window."""
 
     def __init__(self, tokenizer: Any, data: str, window: int) -> None:
-        self.source, self._tokenizer, self._window, self._reading = data, tokenizer, window, Reading()
+        self.source = data
+        self._tokenizer = tokenizer
+        self._window = window
+        self._reading = Reading()
 
     def identity(self) -> dict[str, Any]:
         """The table's name, size and time, the window, and what conversations are written with."""
@@ -94,7 +97,7 @@ def load_texts(
     if len(others) == len(names):
         return load_train_texts(tokenizer, data, window, tokens, held_out, held_out_tokens, separator, documents, cache)
     if others:
-        (first, *_) = (name for name in names if name not in others)
+        first, *_ = (name for name in names if name not in others)
         raise ValueError(f"{first} holds conversations, and {others[0]} does not; give texts of one sort")
     if separator is not None:
         raise ValueError(f"{names[0]} holds conversations, which are apart as they are; leave the separator out")
@@ -111,7 +114,9 @@ def load_texts(
 
 
 def _held_out(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
-    reading, read, total = Reading(), list[Tokens](), 0
+    reading = Reading()
+    read = list[Tokens]()
+    total = 0
     for each in read_conversations(tokenizer, data, window, reading) or ():
         read.append(_tokens(each))
         total += len(each.ids)

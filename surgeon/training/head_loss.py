@@ -88,8 +88,10 @@ def by_liger(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLoss:
     """
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
-    rows, scale = task.rows.to(stream.device), 1.0 if head.scale is None else head.scale
-    some, bias = stream[rows] * scale, None if head.bias is None else head.bias * scale
+    rows = task.rows.to(stream.device)
+    scale = 1.0 if head.scale is None else head.scale
+    some = stream[rows] * scale
+    bias = None if head.bias is None else head.bias * scale
     given = some, dense(head.weight), task.labels.to(stream.device)[rows], bias
     options = None, IGNORED, 0.0, 0.0, "sum", head.softcap, False, torch.float32
     nll, *_ = LigerFusedLinearCrossEntropyFunction.apply(*given, *options)
@@ -124,14 +126,16 @@ class _LossInPlaceOfLogits:
 
     def __init__(self, model: PreTrainedModel) -> None:
         head: Any = model.get_output_embeddings()
-        self.model, self.plain = model, head.forward
+        self.model = model
+        self.plain = head.forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, stream: Tensor) -> Tensor:
         if self.ask is None:
             logits: Tensor = self.plain(stream)
             return logits
-        head, task = OutputHead(self.model), self.ask()
+        head = OutputHead(self.model)
+        task = self.ask()
         self.found = loss_of_stream(stream.flatten(0, -2).to(head.weight.device), head, task)
         # In the place of logits nothing, which yet comes from all that the loss comes from: DDP looks for that.
         return self.found.loss.reshape(1, 1, 1)[..., :0]
@@ -144,7 +148,8 @@ class _KnownGradient(torch.autograd.Function):
     def forward(
         ctx: Any, stream: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, task: LogitsTask
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kind, dtype = stream.device.type, weight.dtype
+        kind = stream.device.type
+        dtype = weight.dtype
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
             dtype = torch.bfloat16  # not so with float16: the gradient, which is not scaled yet, would be too small
         with torch.autocast(kind, enabled=False):
@@ -158,7 +163,8 @@ class _KnownGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, wanted: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         assert ctx.gradients is not None, "there is one way back: gradients are handed on in the memory they are in"
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         return *(None if one is None else one.mul_(wanted) for one in gradients), None, None
 
 
@@ -172,12 +178,14 @@ def _gradients(
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Divergence and negative log-likelihood, (2,), and the loss's gradients for stream, matrix and bias, or None."""
-    inputs, sum_dtype = (stream, weight, bias), torch.promote_types(dtype, torch.float32)
+    inputs = (stream, weight, bias)
+    sum_dtype = torch.promote_types(dtype, torch.float32)
     of_stream, of_weight, of_bias = gradients = [
         torch.zeros_like(one, dtype=sum_dtype) if need and one is not None else None
         for one, need in zip(inputs, needed, strict=False)
     ]
-    matrix, shift = dense(weight).to(dtype), None if bias is None else bias.to(dtype)
+    matrix = dense(weight).to(dtype)
+    shift = None if bias is None else bias.to(dtype)
     sums = stream.new_zeros(2, dtype=sum_dtype)
     limit = CHUNK_BYTES.get(stream.device.type, CHUNK_BYTES["cpu"])
     chunk = max(LEAST_ROWS, limit // (matrix.element_size() * len(matrix)))

@@ -13,7 +13,6 @@ from surgeon.checkpoint.companions import companions_at
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.read import DEMO
 from surgeon.checkpoint.training import Training, layers_by_recipe
-from surgeon.exports.drafts import check_adapters
 from surgeon.exports.plan import layout_of
 from surgeon.exports.prove import original_model
 from surgeon.exports.report import source_record
@@ -26,8 +25,6 @@ from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import hub_name
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.provenance import provenance
-from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.drafts import require_shared, with_draft
 from surgeon.training.model import TrainedModel
 from surgeon.training.racks.build import require_known
 from surgeon.training.racks.partition import Racks
@@ -35,8 +32,6 @@ from surgeon.training.racks.tensors import tensors_of
 from surgeon.training.scope import adapter_targets, shapes_to_train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
-
-DRAFT_RANKS = 1, 2, 4, 8  # on one of which it has to run beside its model
 
 
 def open_to_heal(
@@ -100,13 +95,17 @@ def _made_from(edited: EditedModel) -> EditedModel | None:
 
 def _report(edited: EditedModel) -> dict[str, Any] | None:
     """What surgeon.json says of an edited checkpoint that is healed as it is."""
-    return edited.model.report if edited.asked is None else None
+    if edited.asked is None:
+        return edited.model.report
+    return None
 
 
 def program_to_heal(edited: EditedModel) -> Program:
     """What an edited model runs, in the numbers of the original's layers."""
     report = _report(edited)
-    return edited.program if report is None else Program.parse(report["program"])
+    if report is None:
+        return edited.program
+    return Program.parse(report["program"])
 
 
 def check_shapes(edited: EditedModel, settings: TrainSettings, racks: Racks | None, form: str | None) -> None:
@@ -206,64 +205,13 @@ def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:
         record: of the run (`record_of`).
     """
     entries = {name: value for name, value in record.items() if name not in ("command", "model", "recipe", "program")}
-    model, report = edited.model, _report(edited)
+    model = edited.model
+    report = _report(edited)
     if report is not None:
-        recipe, source = report.get("recipe"), report["source"]
+        recipe = report.get("recipe")
+        source = report["source"]
         entries |= {"earlier": report["trained"]} if "trained" in report else {}
     else:
         recipe = None if edited.recipe is None else replace(edited.recipe, model=model.public_name).to_yaml()
         source = source_record(model)
     return Training(recipe, program_to_heal(edited), source, entries)
-
-
-def draft_settings(settings: TrainSettings, others: bool) -> TrainSettings:
-    """The settings by which a draft is trained: as given, reading the original's keys and values.
-
-    Args:
-        others: whether something else is asked for that a draft cannot have.
-
-    Raises:
-        ValueError: if it is not distilled, or more is trained than norms or adapters.
-    """
-    if others:
-        raise ValueError(
-            "a draft is its model's matrices with norms or adapters of its own: it has no racks, no other teacher, no "
-            "dtype, and no base beside its adapter; leave these out, or heal it as a model"
-        )
-    if settings.distillation is None:
-        raise ValueError("a draft is healed towards its original's predictions; distil the logits")
-    if settings.lora is None and settings.scope not in ("norms", "edited-norms"):
-        raise ValueError(
-            f"a draft shares its model's matrices, and the scope {settings.scope} trains these; train norms, "
-            "edited-norms, or adapters (lora)"
-        )
-    return replace(settings, distillation=replace(settings.distillation, drafting=True))
-
-
-def check_draft(edited: EditedModel, student: PreTrainedModel, settings: TrainSettings) -> None:
-    """Refuse, before it is trained, what could not draft for its model, or not be written as what it changes.
-
-    Raises:
-        ValueError: if it is no edit of a model, its weights do not follow from the model's, or no number of ranks can
-            run it beside that.
-    """
-    if edited.asked is None or edited.model.own is not None:
-        raise ValueError(f"{edited.name} is no edit of an unedited model; give a recipe, or a model with a program")
-    if edited.factors is not None:
-        raise ValueError(f"{edited.name} has factors that follow from a text, and a draft has its model's weights")
-    reasons = []
-    for ranks in DRAFT_RANKS:
-        try:
-            planned = with_draft(make_plan(edited.model, ranks, None), edited.model, edited.program).draft
-            assert planned is not None
-            require_shared(planned, "drafts are healed on the model's keys and values")
-            break
-        except ValueError as error:
-            reasons.append(error)
-    else:
-        raise ValueError(f"it could draft on no number of ranks: {reasons[0]}")
-    if settings.lora is not None:
-        targets = adapter_targets(student, settings.scope, edited.program, settings.router)
-        if targets.parameters:
-            raise ValueError(f"adapters would lie on {targets.parameters[0]}, of many experts together; train norms")
-        check_adapters(student, targets.modules, edited.model.weights)

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.models.families import family_of
-from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
+from surgeon.quality.summary import Quality, Values
 from surgeon.quality.text import (
     Logits,
-    TextQuality,
-    TextValues,
     evaluated,
     logits_of,
     split_windows,
@@ -28,10 +26,10 @@ class Measure(Protocol):
     """What judges a model while it is trained."""
 
     @property
-    def original(self) -> TextQuality | None:
+    def original(self) -> Quality | None:
         """The original's own quality; None without one."""
 
-    def measure(self, model: nn.Module, step: int) -> TextQuality:
+    def measure(self, model: nn.Module, step: int) -> Quality:
         """The quality of a model as it is after so many steps, without dropout."""
 
 
@@ -40,20 +38,15 @@ class HeldOutQuality:
 
     The original itself need not stay in memory: its logits are the head on the stream.
 
-    Args:
-        drafting: whether models are judged as drafts of the original, which then stays in memory: they read its keys
-            and values of earlier tokens (models/verified.py).
-
     Attributes:
         original: the original's own quality; None without one.
     """
 
-    def __init__(self, windows: Windows, original: PreTrainedModel | None, drafting: bool = False) -> None:
+    def __init__(self, windows: Windows, original: PreTrainedModel | None) -> None:
         self.ids, self.answers = windows.ids, windows.answers
-        self._verifies = original if drafting else None
         self._streams: dict[bytes, Tensor] = {}
         self._head: OutputHead | None = None
-        self.original: TextQuality | None = None
+        self.original: Quality | None = None
         if original is None:
             return
         found = list[Tensor]()
@@ -69,30 +62,19 @@ class HeldOutQuality:
             hook.remove()
         self.original = text_quality(self._logits, self.ids, bar=False, answers=self.answers)
 
-    def measure(self, model: nn.Module, step: int = 0) -> TextQuality:  # noqa: ARG002 - parts of models need it
+    def measure(self, model: nn.Module, step: int = 0) -> Quality:  # noqa: ARG002 - parts of models need it
         """The quality of a model as it is, without dropout."""
-        return self.quality(model, self._logits_of(model))
+        return self.quality(model, logits_of(model))
 
-    def quality(self, model: nn.Module, logits: Logits) -> TextQuality:
+    def quality(self, model: nn.Module, logits: Logits) -> Quality:
         """The same by logits that the model takes part in, asked for window by window in their order."""
         with evaluated(model):
             return text_quality(logits, self.ids, self._reference, bar=False, answers=self.answers)
 
-    def values(self, model: nn.Module) -> TextValues:
+    def values(self, model: nn.Module) -> dict[str, Values]:
         """The same window by window, as `text_values` gives it."""
         with evaluated(model):
-            return text_values(self._logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
-
-    def _logits_of(self, model: nn.Module) -> Logits:
-        verifies, own = self._verifies, logits_of(model)
-        if verifies is None:
-            return own
-
-        def as_draft(ids: Tensor) -> Tensor:
-            with drafting(model, VerifiedKeys.of(verifies, ids.to(verifies.device))[1]):
-                return own(ids)
-
-        return as_draft
+            return text_values(logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
 
     @property
     def _reference(self) -> Logits | None:

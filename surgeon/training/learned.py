@@ -34,7 +34,8 @@ def learned_lines(text: TrainingText, tokenizer: Any, show_row: bool = False) ->
 def _first_row(text: TrainingText, tokenizer: Any) -> str:
     """The first document or conversation of a text, decoded; what is learned of it stands between marks."""
     row = text.rows.with_format("numpy")[0]
-    ids, learned = row["input_ids"], row.get("labels", row["input_ids"]) != IGNORED
+    ids = row["input_ids"]
+    learned = row.get("labels", row["input_ids"]) != IGNORED
     begins = np.flatnonzero(row["position_ids"] == 0) if "position_ids" in row else np.zeros(1, int)
     end = begins[1] if len(begins) > 1 else len(ids)
     turns = np.flatnonzero(np.diff(learned[:end])) + 1  # from what is learned to what is not, and back

@@ -127,7 +127,8 @@ class TopLogits:
 
     def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
         ids, log_p, rest = (each[rows].to(log_q.device) for each in (self.ids.long(), self.log_p, self.rest))
-        p, others = log_p.exp(), _without(log_q, ids)
+        p = log_p.exp()
+        others = _without(log_q, ids)
         # Where nothing is left for the others, their share is 0, and its logarithm no number to reckon with.
         log_q_rest = torch.where(rest.isneginf(), 0, others.logsumexp(-1))
         share = torch.where(rest.isneginf(), 0, rest.exp() * (rest - log_q_rest))
@@ -176,8 +177,10 @@ class LogitsTask:
         Raises:
             ValueError: if the teacher has another vocabulary.
         """
-        target, labels = None if self.target is None else self.target.at(rows), self.labels[rows.to(self.labels.device)]
-        labels, sums = labels.to(logits.device), []
+        target = None if self.target is None else self.target.at(rows)
+        labels = self.labels[rows.to(self.labels.device)]
+        labels = labels.to(logits.device)
+        sums = []
         for block in blocks(logits):
             student = head.finished(logits[block].to(torch.promote_types(logits.dtype, torch.float32)))
             divergence, nll, gradient = self._block(target, block, labels[block], student)
@@ -206,7 +209,9 @@ class LogitsTask:
 
 
 def _times(slope: Tensor, weight: float) -> Tensor:
-    return slope if weight == 1 else slope.mul_(weight)
+    if weight == 1:
+        return slope
+    return slope.mul_(weight)
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:

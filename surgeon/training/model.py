@@ -22,7 +22,7 @@ from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.supervisor import train_racks
 from surgeon.training.racks.trained import finish_racks
 from surgeon.training.resume import finish_run
-from surgeon.training.run import RunFigures, Trained, train
+from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 from surgeon.words import plural
@@ -70,7 +70,9 @@ class RackOptions:
     @property
     def process_options(self) -> ProcessOptions | None:
         """How processes go about it; None where racks take turns."""
-        return ProcessOptions(self.average, self.ahead, replicas=self.replicas) if self.processes else None
+        if self.processes:
+            return ProcessOptions(self.average, self.ahead, replicas=self.replicas)
+        return None
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,14 @@ class TrainedModel:
     folder: Path
     method: str
     racks: Racks | None = None
-    figures: tuple[RunFigures, ...] = ()
+    figures: tuple[Trained, ...] = ()
     codas: tuple[Coda, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """What racks came to by their codas, for people."""
         for rack, one in zip([] if self.racks is None else self.racks.texts[:-1], self.figures, strict=False):
-            before, after = one.before.perplexity, one.after.perplexity
+            before = one.before.perplexity
+            after = one.after.perplexity
             yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
 
     def record(self, texts: TrainTexts, settings: TrainSettings) -> dict[str, Any]:
@@ -128,7 +131,8 @@ class TrainedModel:
             NotProven: if what was written is not the model, or its program not the one that was trained.
             OSError, ValueError: as `surgeon.export`.
         """
-        model, racks = self.whole.merged(), self.racks
+        model = self.whole.merged()
+        racks = self.racks
         if racks is None:
             return export(model, output, **options)
         return export_with_codas(model, output, racks.texts, racks.ends, racks.depth, self.codas, **options)
@@ -177,7 +181,9 @@ def train_model(
     """
     if racks is None:
         one = train(model, texts, settings, folder, original, program, dict(identity), device)
-        return None if one is None else TrainedModel(one, folder, settings.method)
+        if one is None:
+            return None
+        return TrainedModel(one, folder, settings.method)
     asked = RacksToTrain(model, racks, texts, settings, folder, original, identity, seed, device)
     if by_hand:
         prepare(asked, processes)
@@ -185,7 +191,8 @@ def train_model(
             print(*commands, sep="\n")
             return None
     found = train_racks(asked, processes)
-    last, seconds = found.results[-1], sum(result.seconds for result in found.results)
+    last = found.results[-1]
+    seconds = sum(result.seconds for result in found.results)
     whole = Trained(last.steps, last.tokens, seconds, last.original, last.before, last.after, found.model)
     cut = f"rack by rack (layers {', '.join(racks.texts)}) with codas of {plural(racks.depth, 'layer')}"
     return TrainedModel(whole, folder, f"{settings.method}, {cut}", racks, found.results, found.codas)

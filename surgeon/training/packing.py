@@ -45,7 +45,9 @@ def documents_of(name: str) -> Documents:
 
 def columns(documents: Documents) -> tuple[str, ...]:
     """The columns that rows have: `input_ids`, and of documents that are apart `position_ids` and `labels`."""
-    return ("input_ids",) if documents == "joined" else ("input_ids", "position_ids", "labels")
+    if documents == "joined":
+        return ("input_ids",)
+    return ("input_ids", "position_ids", "labels")
 
 
 def attends_across(config: Any) -> bool:
@@ -68,7 +70,9 @@ class Packer:
     """
 
     def __init__(self, window: int, documents: Documents = "joined", pad: int = 0) -> None:
-        self.window, self.documents, self.pad = window, documents_of(documents), pad
+        self.window = window
+        self.documents = documents_of(documents)
+        self.pad = pad
         self._open = [_nothing()] if documents != "whole" else []  # windows, as their marked tokens (`_marked`)
         self._document = _nothing()  # a whole one, as far as it has come
         self._begins = True  # a document, with the next token
@@ -82,7 +86,8 @@ class Packer:
             return
         self._document = np.concatenate([self._document, marked], axis=1)
         if tokens.ends:
-            document, self._document = self._document, _nothing()
+            document = self._document
+            self._document = _nothing()
             document[1, :: self.window] = 1  # for the rest of a long one may share a window with others
             for start in range(0, document.shape[1], self.window):
                 yield from self._place(document[:, start : start + self.window])
@@ -90,7 +95,8 @@ class Packer:
     def rest(self) -> Iterator[Row]:
         """The windows of whole documents that are not full, once there are no more tokens; else a rest is left out."""
         if self.documents == "whole":
-            left, self._open = self._open, []
+            left = self._open
+            self._open = []
             yield from map(self._padded, left)
 
     def state(self) -> dict[str, Any]:
@@ -104,7 +110,8 @@ class Packer:
     def resume(self, state: dict[str, Any]) -> None:
         """Go on where another one was that said `state`."""
         self._open = [_from_lists(each) for each in state["open"]]
-        self._document, self._begins = _from_lists(state["document"]), bool(state["begins"])
+        self._document = _from_lists(state["document"])
+        self._begins = bool(state["begins"])
 
     def _cut(self, marked: NDArray[np.int32]) -> Iterator[Row]:
         (held,) = self._open
@@ -125,7 +132,8 @@ class Packer:
             if len(self._open) == _OPEN:
                 yield self._padded(self._open.pop(room.index(min(room))))
             self._open.append(document)
-            left, index = self.window - document.shape[1], len(self._open) - 1
+            left = self.window - document.shape[1]
+            index = len(self._open) - 1
         if left == 0:
             yield self._row(self._open.pop(index))
 

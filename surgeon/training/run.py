@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from surgeon.models.edit import program_of
 from surgeon.models.lora import LoraLayer, PeftModel
 from surgeon.models.weights.store import Compact
 from surgeon.progress import progress
-from surgeon.quality.text import TextQuality
+from surgeon.quality.summary import Quality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import EarlyEnd, beside_others, step_of
 from surgeon.training.distill.distiller import Distiller
@@ -35,8 +35,8 @@ from surgeon.training.trainer import LossParts, ModelTrainer
 
 
 @dataclass(frozen=True)
-class RunFigures:
-    """What a run came to, in numbers.
+class Trained:
+    """The result of a run.
 
     Attributes:
         steps: that were made; fewer than asked for where it ended early.
@@ -44,42 +44,31 @@ class RunFigures:
         seconds: that it took, measurements included.
         original, before, after: quality on the held-out text, of the original (None where there is none), and of the
             model before and after its training.
+        model: edited, trained; with its adapters, where there are any (`merged` has them in its matrices); None where
+            another process has it.
     """
 
     steps: int
     tokens: int
     seconds: float
-    original: TextQuality | None
-    before: TextQuality
-    after: TextQuality
+    original: Quality | None
+    before: Quality
+    after: Quality
+    model: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
+        """The numbers as JSON values."""
+        numbers = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
+        original = None if self.original is None else self.original.to_json()
+        return numbers | {"original": original, "before": self.before.to_json(), "after": self.after.to_json()}
 
     @classmethod
-    def from_json(cls, entries: Mapping[str, Any]) -> RunFigures:
+    def from_json(cls, entries: Mapping[str, Any]) -> Trained:
         """The inverse of `to_json`."""
         qualities = {
-            name: entries[name] and TextQuality.from_json(entries[name]) for name in ("original", "before", "after")
+            name: entries[name] and Quality.from_json(entries[name]) for name in ("original", "before", "after")
         }
         return cls(**{**entries, **qualities})
-
-
-@dataclass(frozen=True)
-class Trained(RunFigures):
-    """What a run came to.
-
-    Attributes:
-        model: edited, trained; with its adapters, where there are any (`merged` has them in its matrices).
-    """
-
-    model: Any
-
-    @property
-    def figures(self) -> RunFigures:
-        """The numbers alone, without the model."""
-        return RunFigures(self.steps, self.tokens, self.seconds, self.original, self.before, self.after)
 
     def merged(self) -> PreTrainedModel:
         """The model with its adapters merged into its matrices; they are gone from it then."""
@@ -180,7 +169,8 @@ def train(
         log = RunLog(trainer, folder if is_first else None, checkpoint, tokens)
         trainer.checkpoints.carried = log.files
         trainer.add_callback(log)
-        done, before = 0 if checkpoint is None else step_of(checkpoint), None
+        done = 0 if checkpoint is None else step_of(checkpoint)
+        before = None
         if is_first:
             with needs_extra("train", "training"):
                 from torch.utils.tensorboard import SummaryWriter
@@ -228,12 +218,13 @@ def _task_by(
             raise ValueError("there is no original to distil from; name it as the teacher")
         return TrainingTask(HeldOutQuality(texts.held_out, None))
     original = load_original()
-    held_out = HeldOutQuality(texts.held_out, original, wanted is not None and wanted.drafting)
+    held_out = HeldOutQuality(texts.held_out, original)
     if wanted is None:
         return TrainingTask(held_out)
     if wanted.kept is None:
         return TrainingTask(held_out, Distiller(wanted, program, original))
-    text, dtype = texts.training, str(original.dtype).removeprefix("torch.")
+    text = texts.training
+    dtype = str(original.dtype).removeprefix("torch.")
     follows = str(known.get("original")), dtype, text.digest, len(text), text.window, wanted.kept, wanted.temperature
     teacher = keep_logits(original, text, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
     return TrainingTask(held_out, Distiller(wanted, program, teacher))

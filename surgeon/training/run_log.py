@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +12,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from surgeon.processes.files import whole_file
 from surgeon.progress import Advance
-from surgeon.quality.text import TextQuality
+from surgeon.quality.summary import Quality
 from surgeon.training.checkpoints import step_of
 from surgeon.training.resume import add_to_record, read_record
 from surgeon.training.trainer import ModelTrainer
 
 _BEFORE = "before"  # its training: in the record
-TRAINING_FILE, HELD_OUT_FILE = "training.csv", "held_out.csv"
+TRAINING_FILE = "training.csv"
+HELD_OUT_FILE = "held_out.csv"
 TRAINING = ("step", "tokens", "seconds", "loss", "learning_rate", "logits", "hidden", "text", "balance")
 HELD_OUT = (
     *("step", "seconds", "perplexity", "perplexity_low", "perplexity_high"),
@@ -45,11 +45,14 @@ class RunLog(TrainerCallback):
     """
 
     def __init__(self, trainer: ModelTrainer, folder: Path | None, checkpoint: Path | None, tokens: int) -> None:
-        self.trainer, self.folder, self.tokens = trainer, folder, tokens
+        self.trainer = trainer
+        self.folder = folder
+        self.tokens = tokens
         self.files = () if folder is None else (folder / TRAINING_FILE, folder / HELD_OUT_FILE)
         self.advance: Advance = lambda _: None
         self.latest: dict[str, float] = {}
-        self._before, self._begun = 0.0, time.monotonic()
+        self._before = 0.0
+        self._begun = time.monotonic()
         for path, columns in zip(self.files, (TRAINING, HELD_OUT), strict=False):
             rows: list[dict[str, str]] = []
             if checkpoint is not None:
@@ -72,18 +75,20 @@ class RunLog(TrainerCallback):
         names = ("loss", "divergence" if "divergence" in self.latest else "perplexity")
         return ", ".join(f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest)
 
-    def held_out_before(self) -> TextQuality | None:
+    def held_out_before(self) -> Quality | None:
         """What was measured before the first step, if it was."""
         if self.folder is None or not read_rows(self.folder / HELD_OUT_FILE):
             return None
         before = read_record(self.folder).get(_BEFORE)
-        return None if before is None else TextQuality.from_json(before)
+        if before is None:
+            return None
+        return Quality.from_json(before)
 
-    def held_out(self, step: int, seconds: float, quality: TextQuality) -> None:
+    def held_out(self, step: int, seconds: float, quality: Quality) -> None:
         """Add a row on held-out text; of the first one, every digit is put into the run's record."""
         if self.folder is None:
             return
-        _append(self.folder / HELD_OUT_FILE, HELD_OUT, {"step": step, "seconds": seconds} | flat(quality))
+        _append(self.folder / HELD_OUT_FILE, HELD_OUT, {"step": step, "seconds": seconds} | quality.estimates)
         if step == 0:
             add_to_record(self.folder, {_BEFORE: quality.to_json()})
 
@@ -108,23 +113,9 @@ class RunLog(TrainerCallback):
         quality = self.trainer.latest
         assert quality is not None
         self.latest["perplexity"] = quality.perplexity
-        if quality.divergence is not None:
+        if quality.knows("divergence"):
             self.latest["divergence"] = quality.divergence
         self.held_out(state.global_step, self.seconds, quality)
-
-
-def flat(quality: TextQuality) -> dict[str, float]:
-    """A quality as columns; what is not known is NaN."""
-    unknown = (math.nan, math.nan)
-    perplexity, divergence = quality.perplexity_interval or unknown, quality.divergence_interval or unknown
-    return {
-        "perplexity": quality.perplexity,
-        "perplexity_low": perplexity[0],
-        "perplexity_high": perplexity[1],
-        "divergence": math.nan if quality.divergence is None else quality.divergence,
-        "divergence_low": divergence[0],
-        "divergence_high": divergence[1],
-    }
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

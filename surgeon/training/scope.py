@@ -29,7 +29,8 @@ def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
     Where layers were only taken out, those are the ones of the layers before and after the gap: their input has
     changed the most.
     """
-    nodes, found = program.nodes, set[Sublayer]()
+    nodes = program.nodes
+    found = set[Sublayer]()
     for tag, _, _, begin, end in SequenceMatcher(None, dense.nodes, nodes, autojunk=False).get_opcodes():
         if tag == "equal":
             continue
@@ -197,7 +198,8 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
         yield model
     elif scope == "edited":
         for sublayer in edited_in(model, program):
-            spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
+            spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
+            owner = layers.owner(sublayer)
             yield from (owner.get_submodule(path) for path in spec.called)
     elif scope == "routers":
         yield from routers_of(layers)
@@ -205,6 +207,7 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
         if scope == "norms":
             yield model.get_submodule(layers.family.final_norm)
         for sublayer in dict.fromkeys(layers.program.sublayers()) if scope == "norms" else edited_in(model, program):
-            spec, owner = layers.family.spec(sublayer.kind, sublayer.layers[0]), layers.owner(sublayer)
+            spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
+            owner = layers.owner(sublayer)
             norms = (spec.norm, spec.post_norm, *spec.head_norms)
             yield from (owner.get_submodule(path) for path in norms if path is not None)

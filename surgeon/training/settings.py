@@ -19,7 +19,8 @@ SCOPES = ("edited", "all", "norms", "edited-norms", "routers")
 ROUTERS = ("trained", "frozen")
 DEFAULT_STEPS = 1000
 Count = Annotated[int, Strict()]  # of at least 1
-LEARNING_RATE, LORA_LEARNING_RATE = 1e-4, 1e-3
+LEARNING_RATE = 1e-4
+LORA_LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,9 @@ class TrainSettings:
         """The learning rate at its highest."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE
+        if self.lora is None:
+            return LEARNING_RATE
+        return LORA_LEARNING_RATE
 
     def steps_on(self, windows: int) -> int:
         """How many steps the run takes with this many windows of training text.
@@ -152,11 +155,14 @@ class TrainSettings:
             )
         if self.steps is not None:
             return self.steps
-        return DEFAULT_STEPS if self.epochs is None else max(1, round(self.epochs * windows / self.batch))
+        if self.epochs is None:
+            return DEFAULT_STEPS
+        return max(1, round(self.epochs * windows / self.batch))
 
     def notes_on(self, windows: int) -> list[str]:
         """What the user should know of a run on this many windows of training text, one line each."""
-        steps, notes = self.steps_on(windows), list[str]()
+        steps = self.steps_on(windows)
+        notes = list[str]()
         if self.warmup >= steps:
             notes.append(
                 f"the learning rate rises over {plural(self.warmup, 'step')}, and the run has {steps}: it never comes "
@@ -183,7 +189,9 @@ class TrainSettings:
         what = names.get(self.scope, self.scope)
         what = what if self.router == "trained" else f"{what} but routers"
         trained = what if self.lora is None else f"adapters of rank {self.lora} on {what}"
-        return trained if self.distillation is None else f"{trained}, distilled from the original"
+        if self.distillation is None:
+            return trained
+        return f"{trained}, distilled from the original"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""

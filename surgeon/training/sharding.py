@@ -79,7 +79,9 @@ def _parameters(modules: list[nn.Module]) -> set[int]:
 @torch.no_grad()
 def whole_of(parameter: Tensor) -> Tensor:
     """A parameter in one piece; where it is shared out, all processes ask for it at the same time."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor()
+    return parameter.detach()
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -28,22 +29,85 @@ from surgeon.quality.data import (
     load_windows,
     marks_in_text,
 )
-from surgeon.quality.sources import are_apart
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.sources import DEMO, DEMO_TRAINING, are_apart, documents, file_and_column, files_in, is_folder
+from surgeon.quality.tables import is_table
+from surgeon.quality.text_files import Reading
+from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
 from surgeon.training.packing import Documents, pieces
-from surgeon.training.text_source import TextSource
 from surgeon.training.token_store import TokenStore, as_table
 from surgeon.words import plural
+
+
+class TextSource:
+    """A text as tokens, for a `TokenStore`.
+
+    Args:
+        data, separator: as `load_windows` takes them.
+        documents: other than joined, a text without a separator is by rows and files.
+
+    Raises:
+        ValueError: if documents are to be apart, and it is one text, or the tokenizer has no marks to put between.
+        FileNotFoundError: if it is no text.
+    """
+
+    def __init__(self, tokenizer: Any, data: str, separator: str | None, documents: Documents) -> None:
+        self.source = data
+        self.separator = separator
+        self.by_row = documents != "joined"
+        self.apart = are_apart(data, separator, self.by_row)
+        path, _ = (None, None) if is_folder(data) else file_and_column(data)
+        if self.by_row and separator is None and path is not None and not is_table(path):
+            raise ValueError(
+                f"{data} is one text, whose documents cannot be told apart; give the separator between them, or join "
+                "them"
+            )
+        self._files = files_in(data) if path is None and is_folder(data) else [path] if path is not None else []
+        self._tokens = TextTokens(tokenizer, self.apart)
+        self._reading = Reading()
+        self._tokenizer = tokenizer
+
+    def identity(self) -> dict[str, Any]:
+        """The text's name, and the size and the time of its files; of the demo's, what it says."""
+        files: list[Any] = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self._files]
+        if self.source in (DEMO, DEMO_TRAINING):
+            files = [hashlib.sha256("".join(chain(*documents(self.source, None))).encode()).hexdigest()]
+        follows = {"text": self.source, "files": files, "separator": self.separator, "by_row": self.by_row}
+        if self.separator is not None or self.by_row:
+            follows["ends"] = "as they are"  # of documents, which once were stripped
+        return follows | {"tokenizer": tokenizer_digest(self._tokenizer)}
+
+    def read(self) -> Iterator[list[Tokens]]:
+        """As `TokenSource` has it."""
+        return self._tokens.read(documents(self.source, self.separator, self._reading, self.by_row))
+
+    def state(self) -> dict[str, Any]:
+        """As `TokenSource` has it."""
+        return self._tokens.state()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """As `TokenSource` has it; the text is read again up to there, and not tokenized."""
+        self._tokens.resume(state)
+
+    def known(self) -> dict[str, Any]:
+        """As `TokenSource` has it."""
+        reading = self._reading
+        left_out = dict(+reading.left_out)
+        return {"column": reading.column, "left_out": left_out, "notes": reading.lines(self.source)}
+
 
 _LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
 
 
-def texts_by_weight(texts: Sequence[str]) -> str | dict[str, float]:
+def texts_by_weight(texts: str | Path | Sequence[str] | Mapping[str, float]) -> str | Mapping[str, float]:
     """What `load_train_texts` takes of one text, or of several, each with its weight behind it ("text.txt=0.7").
 
     Raises:
         ValueError: if one of several has no weight, or occurs twice.
     """
+    if isinstance(texts, Mapping):
+        return texts
+    if isinstance(texts, str | Path):
+        return str(texts)
     if len(texts) == 1:
         return texts[0]
     found: dict[str, float] = {}
@@ -203,7 +267,8 @@ def load_train_texts(
     several = {data: 1.0} if isinstance(data, str) else data
     measured = None
     if held_out is not None:
-        wanted, at_most = held_out_size(window, held_out_tokens), held_out_tokens is None
+        wanted = held_out_size(window, held_out_tokens)
+        at_most = held_out_tokens is None
         measured = load_windows(tokenizer, held_out, window, wanted, separator, at_most=at_most)
     found = []
     for name, asked in asked_of(several, window, tokens, held_out_tokens, measured is None).items():
@@ -244,7 +309,9 @@ class TextPart:
 
 def held_out_size(window: int, tokens: int | None) -> int:
     """How many tokens are held out, at most where it is not said how many."""
-    return max(window, HELD_OUT_TOKENS) if tokens is None else tokens
+    if tokens is None:
+        return max(window, HELD_OUT_TOKENS)
+    return tokens
 
 
 def asked_of(
@@ -253,7 +320,8 @@ def asked_of(
     """What is asked of each text, by its weight; see `load_train_texts`."""
     wanted = max(1, tokens // window)
     behind = max(1, held_out_size(window, held_out_tokens) // window) if is_held_out else 0
-    whole, found = sum(several.values()), dict[str, AskedWindows]()
+    whole = sum(several.values())
+    found = dict[str, AskedWindows]()
     for name, weight in several.items():
         share = weight / whole
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
@@ -272,7 +340,8 @@ def split(store: TokenStore, asked: AskedWindows) -> TextPart:
     there = store.fill(max(needed, HELD_OUT_SHARE * asked.behind) if asked.share else needed)
     behind = min(asked.behind, max(1, there // HELD_OUT_SHARE)) if asked.share else asked.behind
     count = min(asked.training, there - behind)
-    data, window = store.source.source, store.packer.window
+    data = store.source.source
+    window = store.packer.window
     if count < 1:
         raise ValueError(
             f"{data} has {plural(there, 'window')} of {window} tokens, and {behind} of the last ones are held out to "
@@ -281,8 +350,11 @@ def split(store: TokenStore, asked: AskedWindows) -> TextPart:
             if behind
             else f"{data} has no whole window of {window} tokens; give more text, or a smaller window"
         )
-    rows, known = store.rows(range(count)), store.known
-    notes, column, left_out = tuple(known["notes"]), known["column"], known["left_out"]
+    rows = store.rows(range(count))
+    known = store.known
+    notes = tuple(known["notes"])
+    column = known["column"]
+    left_out = known["left_out"]
     training = TrainingText(rows, data, store.digest(count), notes, column, left_out)
     return TextPart(store, training, store.rows(range(count, count + behind)) if behind else None)
 
@@ -361,7 +433,8 @@ class RunOrder:
 
     def __init__(self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[MixedPart] = ()) -> None:
         self.parts = tuple(parts) or (MixedPart(windows),)
-        self.count, self.seed = steps * batch, seed
+        self.count = steps * batch
+        self.seed = seed
         self._first = [sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))]
         self._drawn = dict[int, tuple[int, Tensor]]()  # of each text the epoch that was drawn last, and its order
         if len(self.parts) > 1:
@@ -402,7 +475,8 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, text: TrainingText, order: RunOrder) -> None:
-        self.rows, self.order = text.rows.with_format("torch"), order
+        self.rows = text.rows.with_format("torch")
+        self.order = order
         self.has_labels = "labels" in text.rows.column_names
 
     def __len__(self) -> int:

@@ -32,7 +32,9 @@ from surgeon.training.packing import Documents, Packer, Row, columns
 
 ALL_TOKENS = 1 << 50  # more than any text has
 _FORMATS: dict[Documents, int] = {"joined": 1, "apart": 1, "whole": 2}  # of windows; another one is made again
-_STATE_FILE, _KNOWN_FILE, _LOCK_FILE = "state.json", "known.json", ".lock"
+_STATE_FILE = "state.json"
+_KNOWN_FILE = "known.json"
+_LOCK_FILE = ".lock"
 _FILE_TOKENS = 1 << 21  # no more is lost in a kill
 _ROWS_AT_ONCE = 1000
 
@@ -74,7 +76,8 @@ class TokenStore:
     def __init__(
         self, source: TokenSource, window: int, documents: Documents = "joined", pad: int = 0, cache: Path | None = None
     ) -> None:
-        self.source, self.packer = source, Packer(window, documents, pad)
+        self.source = source
+        self.packer = Packer(window, documents, pad)
         follows = {
             "format": _FORMATS[documents],
             "window": window,
@@ -102,7 +105,8 @@ class TokenStore:
                     part.unlink()
                 self._extend(state, windows)
                 state = self._state()
-        self._files, self.known = state["files"], state["known"]
+        self._files = state["files"]
+        self.known = state["known"]
         return min(windows, sum(self._files))
 
     def rows(self, windows: range) -> datasets.Dataset:
@@ -120,7 +124,9 @@ class TokenStore:
                 for digest, name in zip(digests, columns(self.packer.documents), strict=True):
                     digest.update(block[name].astype(np.int64).tobytes())
             first, *others = (digest.hexdigest() for digest in digests)
-            return hashlib.sha256(f"{first} {others}".encode()).hexdigest() if others else first
+            if others:
+                return hashlib.sha256(f"{first} {others}".encode()).hexdigest()
+            return first
 
         return str(self.remembered(f"digest of {count}", compute))
 
@@ -146,7 +152,8 @@ class TokenStore:
         if state["files"]:
             self.packer.resume(state["packer"])
             self.source.resume(state["source"])
-        done, rows = sum(state["files"]), list[Row]()
+        done = sum(state["files"])
+        rows = list[Row]()
 
         def write(ended: bool = False) -> None:
             if rows:

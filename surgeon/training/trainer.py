@@ -23,7 +23,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from surgeon.errors import Diverged, first_line, is_full_disk, is_out_of_memory
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import show_bytes
-from surgeon.quality.text import TextQuality
+from surgeon.quality.summary import Quality
 from surgeon.training.balance import ExpertBalance
 from surgeon.training.checkpoints import (
     RunCheckpoints,
@@ -89,8 +89,10 @@ class ModelTrainer(Trainer):
         self.batch = arguments.per_device_train_batch_size * arguments.world_size
         self.order = RunOrder(len(text), arguments.max_steps, self.batch, arguments.seed, text.parts)
         self.checkpoints = RunCheckpoints(arguments)
-        self.held_out, self.towards, self.balance = held_out, towards, ExpertBalance(model)
-        self.latest: TextQuality | None = None
+        self.held_out = held_out
+        self.towards = towards
+        self.balance = ExpertBalance(model)
+        self.latest: Quality | None = None
         self._parts: dict[str, Tensor] = {}  # of the loss, summed over so many micro-batches since the last log
         self._counted = 0
         self._share: Tensor | None = None
@@ -136,9 +138,13 @@ class ModelTrainer(Trainer):
         if self.empty is None:
             # Without what mixed precision has put around its forward pass.
             plain = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
-            return plain if self.args.should_save else None
+            if self.args.should_save:
+                return plain
+            return None
         state = self.accelerator.get_state_dict(self.model_wrapped)
-        return filled(self.empty, state) if self.args.should_save else None
+        if self.args.should_save:
+            return filled(self.empty, state)
+        return None
 
     # Steps
 
@@ -164,7 +170,8 @@ class ModelTrainer(Trainer):
                 one alone cannot begin a step anew.
         """
         del num_items_in_batch
-        windows, step = len(inputs["input_ids"]), self.state.global_step + 1
+        windows = len(inputs["input_ids"])
+        step = self.state.global_step + 1
         on_gpu = self.args.device.type == "cuda"
         random = torch.get_rng_state(), torch.cuda.get_rng_state(self.args.device) if on_gpu else None
         parts = dict(self._parts), self._counted
@@ -252,7 +259,9 @@ class ModelTrainer(Trainer):
         for name, part in parts.items():
             self._parts[name] = self._parts.get(name, 0) + part.detach()
         self._counted += bool(parts)
-        return (loss, {}) if return_outputs else loss
+        if return_outputs:
+            return (loss, {})
+        return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient's norm; here every process has the same gradient, and no step has been taken yet.
@@ -295,20 +304,21 @@ class ModelTrainer(Trainer):
         if "loss" in logs and self._counted:
             gathered = {name: self.accelerator.reduce(part, "mean") for name, part in self._parts.items()}
             logs |= {name: float(part) / self._counted for name, part in gathered.items()}
-            self._parts, self._counted = {}, 0
+            self._parts = {}
+            self._counted = 0
         super().log(logs, start_time)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text; every process does all of it, as sharded models need."""
         self.latest = self.measured(self.model_wrapped)
         metrics = {"eval_loss": math.log(self.latest.perplexity), "eval_perplexity": self.latest.perplexity}
-        if self.latest.divergence is not None:
+        if self.latest.knows("divergence"):
             metrics["eval_divergence"] = self.latest.divergence
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def measured(self, model: nn.Module) -> TextQuality:
+    def measured(self, model: nn.Module) -> Quality:
         """The quality of the model as it is now on held-out text.
 
         Raises:

@@ -135,5 +135,7 @@ def _gives(given: Mapping[str, Any], other: str) -> bool:
     name, equals, value = other.partition("=")
     found = given.get(name)
     if equals:
-        return value in found if isinstance(found, list) else value == found
+        if isinstance(found, list):
+            return value in found
+        return value == found
     return bool(found)

@@ -31,7 +31,9 @@ def _most(nodes: tuple[Node, ...]) -> Fraction:
 def _share(step: Step) -> Fraction:
     """Of an attention, by its largest slice; ranks take those of one step apart, as they do those of a layer."""
     slices = [sublayer.piece[1] if sublayer.piece else 1 for sublayer in step.sublayers if sublayer.kind == ATTENTION]
-    return Fraction(1, min(slices)) if slices else Fraction()
+    if slices:
+        return Fraction(1, min(slices))
+    return Fraction()
 
 
 def with_all_heads(convertor: Any) -> Any:
@@ -62,6 +64,8 @@ def with_all_heads(convertor: Any) -> Any:
             return self._units("kv_heads")
 
         def get_head_size(self) -> int:
-            return self._latent.width if self._latent else self._family.head_dim(self.hf_text_config)
+            if self._latent:
+                return self._latent.width
+            return self._family.head_dim(self.hf_text_config)
 
     return ProgramShape

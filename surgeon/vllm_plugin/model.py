@@ -97,7 +97,8 @@ class ProgramForCausalLM(nn.Module):
 
     def _slot(self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None) -> Attention:
         """The attention over one slot of the cache."""
-        plan, more = self.plan, dict[str, Any]()
+        plan = self.plan
+        more = dict[str, Any]()
         if plan.family.attention.sinks is not None:
             more["sinks"] = torch.empty(heads)
             self.sinks.append(more["sinks"])
@@ -117,8 +118,10 @@ class ProgramForCausalLM(nn.Module):
 
     def _build_ends(self) -> None:
         """The embedding and the head, as far as this stage has them."""
-        plan, family = self.plan, self.plan.family
-        first, last = self.stages.is_first_rank, self.stages.is_last_rank
+        plan = self.plan
+        family = self.plan.family
+        first = self.stages.is_first_rank
+        last = self.stages.is_last_rank
         if first or (plan.tied and last):
             self.embedding = VocabParallelEmbedding(plan.vocabulary, plan.hidden)
         if last:
@@ -140,7 +143,9 @@ class ProgramForCausalLM(nn.Module):
         if self.loaded:
             raise ValueError("surgeon's plugin reads weights from the checkpoint once; start vLLM anew for other ones")
         self.loaded = True
-        plan, family, device = self.plan, self.plan.family, self.rank_program.device
+        plan = self.plan
+        family = self.plan.family
+        device = self.rank_program.device
         self.rank_program.load(self.source)
         for sinks, own in zip(self.sinks, self.rank_program.sinks(), strict=False):  # a stage may have no attention
             sinks.copy_(own)
@@ -174,7 +179,8 @@ class ProgramForCausalLM(nn.Module):
             whole: Tensor = self.embedding(tokens)
             return whole
         shard = self.embedding.shard_indices
-        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        first = shard.org_vocab_start_index
+        end = shard.org_vocab_end_index
         own = embedded_among(tokens, self.embedding.weight[: end - first], first)
         total: Tensor = tensor_model_parallel_all_reduce(own)
         return total
@@ -238,7 +244,8 @@ def plan_of(vllm_config: Any) -> Plan:
     Raises:
         ValueError: if the program cannot run there, as `make_plan` says it.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
+    model = vllm_config.model_config
+    load = vllm_config.load_config
     folder = Path(model.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

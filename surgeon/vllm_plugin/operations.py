@@ -62,7 +62,9 @@ def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> Non
 
 def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
     is_alike = norm.rms and norm.gain is not None and norm.gain.dtype == dtype
-    return CompiledNorm(norm) if is_alike else norm
+    if is_alike:
+        return CompiledNorm(norm)
+    return norm
 
 
 def gate_of(activation: str) -> Callable[[Tensor], Tensor] | None:
@@ -74,7 +76,9 @@ def gate_of(activation: str) -> Callable[[Tensor], Tensor] | None:
         getattr(torch.ops._C, str(name))(y, wide.contiguous())
         return y
 
-    return gate if name else None
+    if name:
+        return gate
+    return None
 
 
 def turns(angles: Angles) -> Tensor:

@@ -24,7 +24,8 @@ class ProgramPasses(VerifyAndUpdateConfig):  # type: ignore[misc]
         Raises:
             ValueError: if passes are to be compiled, or there is no such setting of the plugin's.
         """
-        compilation, settings = vllm_config.compilation_config, read_settings(vllm_config.additional_config)
+        compilation = vllm_config.compilation_config
+        settings = read_settings(vllm_config.additional_config)
         if compilation.mode not in (None, CompilationMode.NONE):
             raise ValueError("surgeon's plugin cannot run this: its passes are not compiled; leave out -cc.mode")
         compilation.mode = CompilationMode.NONE

@@ -59,7 +59,9 @@ def connect(way: str, program: Program) -> Collectives:
     if way == "auto":
         # On CPUs this attribute says whether vLLM's ranks share memory.
         way = "shm" if late or (on_one_machine and not ranks.device_communicator.supports_tensor_dict) else "vllm"
-    return VllmCollectives(ranks, asynchronous) if way == "vllm" else asynchronous
+    if way == "vllm":
+        return VllmCollectives(ranks, asynchronous)
+    return asynchronous
 
 
 def _on_gpus(way: str, ranks: Any) -> Collectives:

@@ -47,7 +47,8 @@ def read_settings(additional_config: Any) -> PluginSettings:
 
 def reason_against(vllm_config: Any) -> str | None:
     """Why the plugin cannot run what vLLM is asked for; None if it can."""
-    parallel, load_format = vllm_config.parallel_config, str(vllm_config.load_config.load_format)
+    parallel = vllm_config.parallel_config
+    load_format = str(vllm_config.load_config.load_format)
     if vllm_config.quant_config is not None:
         return "it has no quantised weights; leave out --quantization, or export the model with a dtype"
     if load_format not in FORMATS:

@@ -13,9 +13,9 @@ import surgeon
 from surgeon.analysis.cells import SCANNED, select
 from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import scan
+from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows
-from surgeon.results.scan import Scan
 from tests.analysis.subjects import subject_of
 from tests.tiny_models import tiny_model
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from surgeon.analysis.spectrum import MeasuredSpectrum, request, spectrum
+from surgeon.analysis.spectrum import request, spectrum
+from surgeon.findings.spectrum import Spectrum, parse_ranks
 from surgeon.quality.data import Windows
-from surgeon.results.spectrum import parse_ranks
 from tests.analysis.subjects import subject_of
 from tests.analysis.texts import random_windows
 from tests.tiny_models import HEADS, HIDDEN, KV_HEADS
@@ -39,7 +39,7 @@ def run(
     calibration: Windows = CALIBRATION,
     model_hash: str = "weights",
     **wanted: Any,
-) -> MeasuredSpectrum:
+) -> Spectrum:
     asked = request(model.config, ranks=parse_ranks(ranks) if ranks else (), **wanted)
     return spectrum(subject_of(model, measured, model_hash), calibration, folder, asked)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.analysis.cka import LinearCKA
+from surgeon.analysis.similarity import LinearCKA
 
 SPLITS = ([40], [1, 39], [7, 13, 20], [1] * 40)
 

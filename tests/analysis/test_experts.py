@@ -13,9 +13,9 @@ from torch import Tensor
 
 from surgeon.analysis.engine import memory
 from surgeon.analysis.experts import expert_use
+from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
-from surgeon.results.scan import Scan
 from tests.analysis.scanning import LAYERS, plain_nll, run
 from tests.analysis.spectra import text
 from tests.tiny_models import tiny_model

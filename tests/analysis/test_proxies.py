@@ -14,8 +14,8 @@ import pytest
 
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.proxies import correlate, damages, proxy_values, read_scan, readers
-from surgeon.results.sensitivity import Sensitivity
-from surgeon.results.similarity import Similarity
+from surgeon.findings.sensitivity import Sensitivity
+from surgeon.findings.similarity import Similarity
 
 LAYERS = 4
 BASE = 8.0

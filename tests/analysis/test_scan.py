@@ -16,7 +16,7 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells
 from surgeon.analysis.importance import most_important
-from surgeon.analysis.tables import COLUMNS, PERMUTATION_COLUMNS
+from surgeon.analysis.scan import COLUMNS, PERMUTATION_COLUMNS
 from surgeon.language.operations.shuffle import permutation
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of

@@ -23,13 +23,13 @@ from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells
 from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import JOURNAL
+from surgeon.findings.scan import Scan
 from surgeon.language.operations import prune
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
 from surgeon.progress import TimeOver
 from surgeon.quality.data import Windows
 from surgeon.quality.text import logits_of, text_values
-from surgeon.results.scan import Scan
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, plain_nll, run, stopping
 from tests.selection import one_in
@@ -228,7 +228,7 @@ def test_sampled_acceptance_is_measured_where_it_is_asked_for(windows: Windows, 
     edit(changed, prune(program_of(changed), range(1, 2)))
     (cell,) = cells[(cells["first"] == 1) & (cells["last"] == 1)].to_dict("records")
     wanted = text_values(logits_of(changed), windows.ids, logits_of(original), bar=False)
-    assert cell["sampled_acceptance"] == pytest.approx(wanted.sampled_acceptance.mean(), rel=1e-5)
+    assert cell["sampled_acceptance"] == pytest.approx(wanted["sampled_acceptance"].mean(), rel=1e-5)
     again = run(tmp_path, windows, operations=["prune"]).cells
     pd.testing.assert_series_equal(again["sampled_acceptance"], cells["sampled_acceptance"])
 
@@ -311,7 +311,7 @@ def keep(self, *lines):
     slow(self, *lines)
     time.sleep(0.02)
 ScanJournal.keep = keep
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 raise SystemExit(main(sys.argv[1:]))
 """
 
@@ -341,7 +341,7 @@ def test_killed_and_started_again(tmp_path: Path, tiny_text: Path, capsys: pytes
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert not (folder / "cells.csv").exists()
-    from surgeon.cli.app import main
+    from surgeon.commands.app import main
 
     assert main([*arguments, "-o", str(folder)]) == 0
     assert "sublayers run" in capsys.readouterr().out

@@ -18,9 +18,9 @@ from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells, select
 from surgeon.analysis.scan import JOURNAL, scan
 from surgeon.analysis.screen import HOPELESS, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, spread
+from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows
-from surgeon.results.scan import Scan
 from tests.analysis.scanning import Stopped, plain_nll, stopping
 from tests.analysis.subjects import subject_of
 from tests.selection import one_in

@@ -18,10 +18,9 @@ from surgeon.analysis import sensitivity as sensitivity_module
 from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.engine.walk import Walk
 from surgeon.analysis.jacobian import Lanczos, differentiable
-from surgeon.analysis.lp_error import pair_terms
-from surgeon.analysis.sensitivity import JOURNAL, SensitivityJournal, sensitivity, spread
+from surgeon.analysis.sensitivity import JOURNAL, SensitivityJournal, pair_terms, sensitivity, spread
+from surgeon.findings.sensitivity import Sensitivity
 from surgeon.quality.data import Windows
-from surgeon.results.sensitivity import Sensitivity
 from tests.analysis.subjects import subject_of
 from tests.analysis.test_jacobian import dense_jacobian
 from tests.analysis.texts import random_windows
@@ -30,8 +29,8 @@ from tests.selection import one_in
 from tests.tiny_models import tiny_model
 
 LAYERS, WINDOWS, TOKENS = 4, 5, 6
-CLOSE = Lanczos(iterations=200, tolerance=2e-3, seed=2)
-QUICK = Lanczos(iterations=300, tolerance=0.05)
+CLOSE = Lanczos(iterations=200, tolerance=5e-3, seed=2)
+QUICK = Lanczos(iterations=300, tolerance=0.2)
 
 
 class Stopped(Exception):
@@ -44,7 +43,7 @@ def windows() -> Windows:
 
 
 def run(folder: Path, windows: Windows, model: Any = None, **options: Any) -> Sensitivity:
-    options = {"lanczos": CLOSE, "jacobian_windows": 2} | options
+    options = {"lanczos": QUICK, "jacobian_windows": 2} | options
     about = {name: options.pop(name) for name in ("model_hash", "memory") if name in options}
     return sensitivity(subject_of(model or tiny_model("llama", LAYERS), windows, **about), folder, **options)
 
@@ -68,7 +67,7 @@ def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
         with differentiable(model):
             walk = Walk(model, windows.ids[window : window + 1])
             stream = walk.layer(0, walk.start).after
-            each.append(pair_terms(walk, 1, walk.layer(1, stream), CLOSE).values)
+            each.append(pair_terms(walk, 1, walk.layer(1, stream), QUICK).values)
     row = table.loc[1]
     for name in ("stream_norm", "update_norm", "mlp_jacobian", "attention_shift", "bound", "first_order", "error"):
         assert row[name] == pytest.approx((each[0][name] + each[1][name]) / 2)
@@ -79,7 +78,7 @@ def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
 
 
 def test_the_amplification_is_equation_13(windows: Windows, tmp_path: Path) -> None:
-    table = run(tmp_path, windows, jacobian_windows=1).pairs
+    table = run(tmp_path, windows, jacobian_windows=1, lanczos=CLOSE).pairs
     plain = Reference(tiny_model("llama", LAYERS))
 
     def layer(k: int, x: Tensor) -> Tensor:
@@ -91,9 +90,9 @@ def test_the_amplification_is_equation_13(windows: Windows, tmp_path: Path) -> N
         streams.append(layer(k, streams[-1]))
     gains = {k: largest(dense_jacobian(lambda x, k=k: layer(k, x), streams[k])) for k in (2, 3)}  # type: ignore[misc]
     expected = [math.log10(gains[2] * gains[3]), math.log10(gains[3]), 0]
-    assert table["log10_amplification"].tolist() == pytest.approx(expected, abs=2e-3)
+    assert table["log10_amplification"].tolist() == pytest.approx(expected, abs=5e-3)
     outputs = [math.log10(bound) + gain for bound, gain in zip(table["bound"], expected, strict=True)]
-    assert table["log10_output_bound"].tolist() == pytest.approx(outputs, abs=2e-3)
+    assert table["log10_output_bound"].tolist() == pytest.approx(outputs, abs=5e-3)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from surgeon.analysis.engine import memory
 from surgeon.analysis.similarity import CKA_COLUMNS, similarity
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
+from surgeon.findings.similarity import Similarity
 from surgeon.models.edit import program_of
 from surgeon.quality.data import Windows
-from surgeon.results.similarity import Similarity
 from tests.analysis.subjects import subject_of
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic
 from tests.reference import Reference

@@ -12,9 +12,8 @@ import torch
 
 import surgeon
 from surgeon.analysis.engine import measure as measure_module
-from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.measure import MeasureOptions, by_layer, measure, place
 from surgeon.analysis.engine.memory import windows_at_once
-from surgeon.analysis.engine.order import by_layer, place
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
@@ -38,7 +37,7 @@ def programs(dense: Program, layers: int, merged: bool = True) -> list[Program]:
 def numbers(model: Any, dense: Program, edited: list[Program], **options: Any) -> dict[Program, tuple[Any, Any]]:
     found: dict[Program, list[tuple[Any, Any]]] = {}
     for part in measure(model, IDS, share([dense, *edited]), MeasureOptions(2, **options)):
-        found.setdefault(part.program, []).append((part.quality.nll, part.quality.divergence))
+        found.setdefault(part.program, []).append((part.quality["nll"], part.quality["divergence"]))
     return {p: tuple(map(torch.cat, zip(*parts, strict=True))) for p, parts in found.items()}  # type: ignore[misc]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import surgeon
 from surgeon.checkpoint.forms import FORMS, StoredLayer, form_of, lay_out, per_layer_lists
-from surgeon.cli.export import export
+from surgeon.commands.export import export
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import family_of

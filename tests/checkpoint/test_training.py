@@ -15,14 +15,14 @@ from surgeon.checkpoint.compare import compare
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import Training, layers_by_recipe
-from surgeon.cli.show import differences, facts
+from surgeon.commands.show import differences, facts
 from surgeon.errors import NotProven
 from surgeon.exports.report import source_record
+from surgeon.findings.card import identity_of, open_edited, write_card
+from surgeon.findings.card_sections import trained_how
+from surgeon.findings.measured import MeasuredElsewhere
 from surgeon.language.program import Program
 from surgeon.opened import open_model
-from surgeon.results.card import identity_of, open_edited, write_card
-from surgeon.results.card_sections import trained_how
-from surgeon.results.measured import MeasuredElsewhere
 from tests.checkpoint.helpers import load_shipped, logits_of, relative_error, run_export
 from tests.tiny_models import save_checkpoint
 

@@ -94,7 +94,7 @@ def test_logits_equal_a_plain_computation(tmp_path: Path, form: str, program: st
     assert ("lm_head.weight" in weights_of(tmp_path / "target")) is not tied
 
 
-@pytest.mark.parametrize("family", one_in(2, DENSE_FAMILIES, 0))
+@pytest.mark.parametrize("family", one_in(6, DENSE_FAMILIES, 0))
 def test_every_family_has_the_plain_form(tmp_path: Path, family: str) -> None:
     """Pruned and shuffled, loaded in the stock class: windows and attention types go with their layers."""
     model = save_source(tmp_path / "source", family, 4)

@@ -18,7 +18,7 @@ from torch import Tensor
 import surgeon
 from surgeon.checkpoint import write
 from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.forms.fused_tensors import FusedPlanner
+from surgeon.checkpoint.forms.fused import FusedPlanner
 from surgeon.errors import NotProven
 from surgeon.exports.export import plan_export
 from surgeon.exports.plan import check_exportable

@@ -16,7 +16,7 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import PROGRAM
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.saving import edit
 from surgeon.language.program import Program

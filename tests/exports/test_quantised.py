@@ -20,7 +20,7 @@ from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.write import Writing
-from surgeon.cli.show import facts
+from surgeon.commands.show import facts
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.opened import open_edited
 from tests.checkpoint.helpers import load_shipped, logits_of, plain_logits, relative_error, run_export, save_source

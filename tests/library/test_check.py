@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.results.check import Check
-from tests.healed import healed_draft
+from surgeon.findings.check import Check
 from tests.tiny_wrappers import tiny_wrapper
 
 SIZES = {
@@ -133,17 +132,14 @@ def test_a_checkpoint_whose_layers_are_as_wide_as_several(tiny_checkpoint: Path,
     assert "is an edited checkpoint already (fused form)" in found.of_area("vllm")["all programs"].why
 
 
-def test_whether_something_can_draft(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_whether_something_can_draft(tiny_checkpoint: Path) -> None:
     program = "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3"
-    healed_draft(tiny_checkpoint, program, tmp_path / "draft", lora=2)
-    for draft in (tmp_path / "draft", program):
-        found = surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=draft).of_area("ranks")["draft"]
-        assert found.works == "yes"
+    assert surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=program).of_area("ranks")["draft"].works == "yes"
     assert surgeon.check(tiny_checkpoint, ranks=(1, 2), draft="dense").of_area("ranks")["draft"].works == "yes"
     other = surgeon.check(tiny_checkpoint, ranks=(1,), draft="halves").of_area("ranks")["draft"]
     assert (other.works, "there are no drafts 'halves'; give a program" in other.why) == ("no", True)
     none = surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=tiny_checkpoint).of_area("ranks")["draft"]
-    assert (none.works, "has no draft.json" in none.why) == ("no", True)
+    assert (none.works, "is a folder, and a draft is a program" in none.why) == ("no", True)
 
 
 def test_what_is_refused_altogether(checked: Callable[..., Check]) -> None:

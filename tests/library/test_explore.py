@@ -17,17 +17,17 @@ import pytest
 import typer
 
 import surgeon
-from surgeon.cli.app import app, main
+from surgeon.commands.app import app, main
 from surgeon.cost.hardware_file import MACHINES
+from surgeon.findings.check import Check, Verdict
+from surgeon.findings.explore import Exploration, NextStep
+from surgeon.findings.scan import Scan
 from surgeon.language.recipe import read_recipe
 from surgeon.library import explore as module
 from surgeon.library.explore import HERE, explore
 from surgeon.library.explore_rounds import plan_rounds
 from surgeon.library.next_steps import NextSteps
 from surgeon.progress import TimeOver
-from surgeon.results.check import Check, Verdict
-from surgeon.results.explore import ExploreRun, NextStep
-from surgeon.results.scan import Scan
 
 
 def parse(commands: Sequence[NextStep]) -> list[str]:
@@ -256,7 +256,7 @@ def test_an_interruption_keeps_what_was_found(
     monkeypatch.setattr(module, "search", interrupted)
     with pytest.raises(KeyboardInterrupt):
         passes.go()
-    kept = ExploreRun.read(tmp_path / "out")
+    kept = Exploration.read(tmp_path / "out")
     assert kept.record["done"] == names(1)[:2]
     assert kept.steps.set_index("step")["seconds"]["search 1"] == 7
 
@@ -270,7 +270,7 @@ def test_other_work_is_said_and_does_not_stop_it(
     assert [line for line in passes.said if "other work" in line] == [
         "other work slows this machine: 40% of its processors are free; going on with these"
     ]
-    kept = ExploreRun.read(tmp_path / "out")
+    kept = Exploration.read(tmp_path / "out")
     assert kept.slowed == "other work slowed this machine: at times 40% of its processors were free"
     assert kept.slowed in " ".join(str(kept).split())
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import surgeon
+from surgeon.findings.families import FamilyTable
 from surgeon.models.families import FAMILIES
 from surgeon.models.wrappers import WRAPPERS
-from surgeon.results.families import FamilyTable
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 ADVICE = "the page is not what the code says: surgeon families --markdown > docs/models.md"

@@ -8,10 +8,10 @@ import pytest
 from matplotlib.figure import Figure
 
 import surgeon
-from surgeon.results.explore import ExploreRun
-from surgeon.results.result import read_record
-from surgeon.results.scan import Scan
-from tests.reports.run_folders import make_scan, make_similarity
+from surgeon.findings.explore import Exploration
+from surgeon.findings.result import read_record
+from surgeon.findings.scan import Scan
+from tests.findings.run_folders import make_scan, make_similarity
 
 
 def test_a_page_of_runs_and_what_it_says(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_the_page_of_an_exploration_has_its_passes(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     scanned = make_scan(tmp_path / "out" / "scan")
     record = read_record(scanned / "scan.json") | {"minutes": 10, "spent": 90.0, "passes": ["scan"]}
-    ExploreRun(record=record).write(tmp_path / "out")
+    Exploration(record=record).write(tmp_path / "out")
     for given in (tmp_path / "out", [tmp_path / "out", scanned]):
         (chapter,) = surgeon.report(given, tmp_path / "page.html").chapters
         assert [finding.lead for finding in chapter.summary].count("As it is") == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.library import search, search_worker
 from surgeon.searches.workers import GIVEN
 

@@ -10,8 +10,8 @@ import optuna
 import pytest
 
 import surgeon
+from surgeon.findings.result import RunResult
 from surgeon.library.search_problem import SearchProblem
-from surgeon.results.result import RunResult
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
 

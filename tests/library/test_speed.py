@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import surgeon
+from surgeon.commands.predictions import best_programs
 from surgeon.cost.best import Allowance
 from surgeon.cost.deployment import Deployment
-from surgeon.library.predict import best_programs
 from surgeon.opened import open_model
 from tests.cost.examples import SIZES, hardware
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import surgeon
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.language.operations.applied import AppliedOperation
 
 
@@ -21,8 +21,8 @@ def test_healing_is_what_its_command_writes(tiny_checkpoint: Path, tmp_path: Pat
     assert found is not None
     assert (found.files, found.record["steps"], found.record["tokens"]) == ((tmp_path / "ours",), 2, 64)
     assert found.healing.original is not None
-    assert found.healing.healed.divergence.value == pytest.approx(found.table()["divergence"].iloc[-1], rel=1e-6)
-    assert 0 < found.healing.healed.greedy_acceptance.value <= 1
+    assert found.healing.healed.divergence == pytest.approx(found.table()["divergence"].iloc[-1], rel=1e-6)
+    assert 0 < found.healing.healed.greedy_acceptance <= 1
     assert found.plot().axes
     command = ["heal", str(tiny_checkpoint), "--program", program, "--data", str(text), "--lora", "2", "--batch", "2"]
     assert (

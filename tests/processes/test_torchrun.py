@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment, ranks_of_this_machine, read_environment
 from surgeon.runtime.worker.options import RankOptions, choose_collectives, choose_device
 from surgeon.runtime.worker.ranks import Ranks
@@ -26,7 +26,7 @@ from tests.waiting import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = "The quick brown fox"
-COMMAND = [sys.executable, "-c", "import sys; from surgeon.cli.app import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from surgeon.commands.app import main; sys.exit(main())"]
 HOST = socket.gethostname()
 # Rank 0 says where it is, and goes on when the other one has come there.
 MEET = f"""

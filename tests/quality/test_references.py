@@ -33,9 +33,9 @@ def test_any_range_of_known_windows_is_known(family: str) -> None:
         chosen = slice(windows.start, windows.stop)
         plain = head.compare(CHANGED[chosen], head.reference(STREAM[chosen], IDS[chosen]))
         found = head.compare(CHANGED[chosen], references[windows])
-        torch.testing.assert_close(found.divergence, plain.divergence, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(found.nll, plain.nll)
-        torch.testing.assert_close(found.greedy_acceptance, plain.greedy_acceptance)
+        torch.testing.assert_close(found["divergence"], plain["divergence"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found["nll"], plain["nll"])
+        torch.testing.assert_close(found["greedy_acceptance"], plain["greedy_acceptance"])
     assert references.whole
 
 
@@ -60,9 +60,9 @@ def test_a_file_gives_the_same_numbers_bit_for_bit(family: str, tmp_path: Path) 
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert again.load(path, IDENTITY)
     one, other = (head.compare(CHANGED, kept[range(5)]) for kept in (references, again))
-    assert torch.equal(one.divergence, other.divergence)
-    assert torch.equal(one.nll, other.nll)
-    assert torch.equal(again[range(5)].quality.nll, references[range(5)].quality.nll)
+    assert torch.equal(one["divergence"], other["divergence"])
+    assert torch.equal(one["nll"], other["nll"])
+    assert torch.equal(again[range(5)].quality["nll"], references[range(5)].quality["nll"])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,5 @@ def test_a_file_that_is_not_for_sampled_acceptance_is_made_again(family: str, tm
     assert without.load(path, IDENTITY)
     found, plain = (head.compare(CHANGED[2:4], kept[range(2, 4)]) for kept in (again, without))
     wanted = head.compare(CHANGED, head.reference(STREAM, IDS, sampled=True))
-    assert found.sampled_acceptance is not None
-    assert wanted.sampled_acceptance is not None
-    torch.testing.assert_close(found.sampled_acceptance, wanted.sampled_acceptance[2:4])
-    assert plain.sampled_acceptance is None
+    torch.testing.assert_close(found["sampled_acceptance"], wanted["sampled_acceptance"][2:4])
+    assert "sampled_acceptance" not in plain

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from surgeon.quality.summary import interval, mean_divergence, perplexity, pooled
+from surgeon.quality.summary import Quality, interval, mean_divergence, perplexity, pooled
+
+PACKAGE = Path(__file__).resolve().parents[2] / "surgeon"
+# A trial has the numbers that a study keeps, in the order of its text; all else holds a `Quality`.
+TYPES = {"Quality", "MeasuredProgram"}
 
 
 def test_perplexity_is_exp_of_the_mean() -> None:
@@ -45,3 +52,28 @@ def test_windows_of_unlike_counts_have_the_mean_and_the_interval_of_all_that_was
         low, high = interval(pooled(counts + dice.normal(size=60) / counts**0.5, counts))
         covered += low < 5 / 3 < high
     assert 0.92 < covered / 400 < 0.98
+
+
+def test_a_quality_is_one_type() -> None:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                fields = {each.target.id for each in node.body
+                          if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}  # fmt: skip
+                if "perplexity" in fields:
+                    found.add(node.name)
+    assert found == TYPES
+
+
+def test_what_is_not_known_stays_unknown() -> None:
+    found = Quality(7.5, 7.0, 8.0, tokens=40)
+    stored = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert (stored["perplexity"], stored["perplexity_interval"]) == (7.5, [7.0, 8.0])
+    assert (stored["divergence"], stored["divergence_interval"]) == (None, None)
+    again = Quality.from_json(stored)
+    assert again == found
+    assert not again.knows("divergence")
+    assert again.line() == "perplexity 7.5 (7 to 8) over 40 tokens"
+    assert list(again.table()["metric"]) == ["perplexity"]
+    assert math.isnan(again.estimates["divergence_low"])

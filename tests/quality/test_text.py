@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import surgeon
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
-from surgeon.quality.text import TextQuality, logits_of, text_quality, text_values
+from surgeon.quality.summary import Quality
+from surgeon.quality.text import logits_of, text_quality, text_values
 from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -27,8 +29,8 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
     (_, by_scan) = list(measure(original, IDS, share([dense, program]), MeasureOptions(3)))
     surgeon.edit(edited, program)
     found = text_quality(logits_of(edited), IDS, logits_of(original))
-    assert found.perplexity == pytest.approx(float(by_scan.quality.nll.mean().exp()), rel=1e-5)
-    assert found.divergence == pytest.approx(float(by_scan.quality.divergence.mean()), rel=1e-4)
+    assert found.perplexity == pytest.approx(float(by_scan.quality["nll"].mean().exp()), rel=1e-5)
+    assert found.divergence == pytest.approx(float(by_scan.quality["divergence"].mean()), rel=1e-4)
     with torch.no_grad():
         logits, wanted = edited(IDS).logits[:, :-1], original(IDS).logits[:, :-1]
     plain = functional.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten())
@@ -40,13 +42,13 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
         log_target=True,
     )
     assert found.divergence == pytest.approx(float(kl), rel=1e-4)
-    low, high = found.perplexity_interval
+    low, high = found.ends("perplexity")
     assert low < found.perplexity < high
     assert found.tokens == 24
     by_window = text_values(logits_of(edited), IDS, logits_of(original))
-    assert by_window.nll == pytest.approx(by_scan.quality.nll.numpy(), rel=1e-5)
-    assert by_window.greedy_acceptance == pytest.approx(by_scan.quality.greedy_acceptance.numpy())
-    assert by_window.divergence == pytest.approx(by_scan.quality.divergence.numpy(), rel=1e-4)
+    assert by_window["nll"] == pytest.approx(by_scan.quality["nll"].numpy(), rel=1e-5)
+    assert by_window["greedy_acceptance"] == pytest.approx(by_scan.quality["greedy_acceptance"].numpy())
+    assert by_window["divergence"] == pytest.approx(by_scan.quality["divergence"].numpy(), rel=1e-4)
 
 
 def test_of_answers_every_token_counts_alike_and_nothing_behind_the_last_is_read() -> None:
@@ -88,10 +90,9 @@ def test_acceptance_is_the_share_of_equal_choices_and_what_distributions_share()
     assert 0 < sum(equal) < len(equal)
     assert found.greedy_acceptance == pytest.approx(sum(equal) / len(equal))
     assert found.sampled_acceptance == pytest.approx(sum(common) / len(common), rel=1e-6)
-    assert found.sampled_acceptance_interval is not None
-    low, high = found.sampled_acceptance_interval
+    low, high = found.ends("sampled_acceptance")
     assert 0 <= low < found.sampled_acceptance < high <= 1
-    assert TextQuality.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert Quality.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_a_model_accepts_all_that_it_drafts_itself() -> None:
@@ -103,15 +104,18 @@ def test_a_model_accepts_all_that_it_drafts_itself() -> None:
 
 def test_without_an_original_there_is_no_divergence() -> None:
     found = text_quality(logits_of(tiny_model("llama", 1)), IDS)
-    assert (found.divergence, found.divergence_interval) == (None, None)
-    assert (found.greedy_acceptance, found.sampled_acceptance) == (None, None)
+    assert not found.knows("divergence")
+    assert math.isnan(found.divergence_low)
+    assert not found.knows("greedy_acceptance")
+    assert not found.knows("sampled_acceptance")
     assert "divergence" not in found.line()
     assert not found.as_draft()
 
 
 def test_one_window_has_no_interval() -> None:
     found = text_quality(logits_of(tiny_model("llama", 1)), IDS[:1], logits_of(tiny_model("llama", 1, seed=1)))
-    assert (found.perplexity_interval, found.divergence_interval) == (None, None)
+    assert math.isnan(found.perplexity_low)
+    assert math.isnan(found.divergence_high)
     assert found.line() == f"perplexity {found.perplexity:.4g}, divergence {found.divergence:.3g} over 8 tokens"
     assert (
         found.as_draft()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.commands.drafts import draft_program
 from surgeon.language.program import Program
-from surgeon.library.running import draft_program
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft

@@ -26,8 +26,9 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.worker.leader import Leader
 from surgeon.runtime.worker.rank import Rank
-from surgeon.runtime.worker.worker import ENGINE, Leader, follow
+from surgeon.runtime.worker.worker import ENGINE, follow
 
 
 def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tensor, list[Counts], Counts]:

@@ -11,9 +11,9 @@ import numpy as np
 import optuna
 
 from surgeon.cost.deployment import Deployment
+from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.results.edit import Edit
 from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.findings.tasks import Score, scores
 from surgeon.language.program import Program
 from surgeon.quality.tasks import TaskSettings
-from surgeon.results.tasks import Score, scores
 from surgeon.searches.accuracy import TaskAccuracy, accuracy_of
 from surgeon.searches.quantities import parse_objectives
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial

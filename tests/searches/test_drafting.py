@@ -15,22 +15,22 @@ from scipy import stats
 
 import surgeon
 from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
+from surgeon.commands.drafts import draft_program
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import predict_drafting
 from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
+from surgeon.findings.edit import Edit
+from surgeon.findings.result import RunResult
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.library.running import draft_program
 from surgeon.models.edit import edit, program_of, restore
 from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import interval
 from surgeon.quality.text import VERIFIED
-from surgeon.results.edit import Edit
-from surgeon.results.result import RunResult
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft

@@ -229,7 +229,7 @@ def test_streams_give_the_same_quality() -> None:
     reference = fresh.head.reference(streams[DENSE], IDS[:2])
     for program in PROGRAMS:
         quality = fresh.head.compare(streams[program], reference)
-        np.testing.assert_allclose(quality.divergence, found[program].divergences[:2], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(quality["divergence"], found[program].divergences[:2], rtol=1e-4, atol=1e-6)
     before = sum(ran)
     again = dict(fresh.streams(PROGRAMS, windows))
     assert sum(ran) == before  # from kept states

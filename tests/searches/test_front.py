@@ -10,8 +10,8 @@ import pytest
 
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
+from surgeon.findings.edit import Edit
 from surgeon.language.recipe import read_recipe
-from surgeon.results.edit import Edit
 from surgeon.searches.front import (
     TOGETHER,
     bootstrapped_knee,

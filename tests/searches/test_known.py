@@ -14,11 +14,11 @@ import torch
 
 import surgeon
 from surgeon.analysis.subject import open_subject
+from surgeon.findings.edit import Edit
+from surgeon.findings.result import RunResult
+from surgeon.findings.search import _taken
 from surgeon.language.program import Program
 from surgeon.models.weights import TruncatedSVD
-from surgeon.reports.sections.search import _taken
-from surgeon.results.edit import Edit
-from surgeon.results.result import RunResult
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import FEW, Known, KnownPass, measured_ranks, open_factors, read_known
 from surgeon.searches.question import Question
@@ -37,7 +37,7 @@ def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def scanned(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> surgeon.results.scan.Scan:
+def scanned(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> surgeon.findings.scan.Scan:
     return surgeon.scan(tiny_checkpoint, tiny_text, tmp_path / "scan", operations=["lp"], **TEXT)
 
 

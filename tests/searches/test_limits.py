@@ -10,10 +10,10 @@ import pytest
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.results.edit import Edit
 from surgeon.searches.limits import SearchBudget, parse_limits
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import edit as edited
 from surgeon.opened import Model
-from surgeon.results.edit import Choice, Edit, as_choice
 from surgeon.searches.mixture import EditParameters, Mixture
 from surgeon.searches.spaces import SPACES, parse_spaces
 from surgeon.testing.spaces import check_choice, small_model

@@ -8,9 +8,9 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from surgeon.findings.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.results.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
 from surgeon.searches.goals import Goal, evenly
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.proposer import Proposer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.results.search import SearchRun
+from surgeon.findings.search import SearchRun
 from surgeon.searches.results import lost_trials
 
 PLACE = "journal:study.log"

@@ -13,8 +13,8 @@ import pytest
 from scipy import stats
 
 import surgeon
+from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
-from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial

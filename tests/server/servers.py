@@ -24,7 +24,7 @@ from tests.tiny_models import save_checkpoint, tiny_tokenizer
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-c", "from surgeon.cli.app import main; raise SystemExit(main())", "serve"]
+COMMAND = [sys.executable, "-c", "from surgeon.commands.app import main; raise SystemExit(main())", "serve"]
 POSITIONS = 8192  # so that a request can be made to last
 # Writes the roles as text, refuses any it does not know, and begins like the tokenizer does.
 TEMPLATE = (

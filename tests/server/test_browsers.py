@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from surgeon.library.serve import warn_if_open
+from surgeon.commands.serve import warn_if_open
 from surgeon.server.gate import check_origin
 
 if TYPE_CHECKING:

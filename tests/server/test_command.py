@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.server.run import bind
 from tests.server.servers import Server
 from tests.waiting import PATIENCE, wait_until
@@ -152,7 +152,7 @@ def test_what_ranks_cannot_run(chat_model: Path, tmp_path: Path, capsys: pytest.
 def test_a_missing_extra_names_the_command_that_installs_it() -> None:
     script = (
         "import sys; sys.modules['fastapi'] = None\n"
-        "from surgeon.cli.app import main; raise SystemExit(main(['serve', 'demo']))"
+        "from surgeon.commands.app import main; raise SystemExit(main(['serve', 'demo']))"
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEADINGS = {
     "Adding an operation": "language/operations/parallel.py",
-    "Adding a family": "models/families/qwen3.py",
+    "Adding a family": "models/families/qwen.py",
     "Adding a form": "checkpoint/forms/plain.py",
     "Adding a space": "searches/spaces/fuse.py",
 }
@@ -27,8 +27,8 @@ def blocks(heading: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("heading", "file"), HEADINGS.items())
-def test_what_is_shown_of_a_file_is_all_of_it(heading: str, file: str) -> None:
-    assert blocks(heading)[0] == (ROOT / "surgeon" / file).read_text()
+def test_code_on_the_page_is_the_codes_own(heading: str, file: str) -> None:
+    assert blocks(heading)[0] in (ROOT / "surgeon" / file).read_text()
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.forms.plain import Plain
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.base import OPERATIONS, Operation, find_stretch, operation
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
@@ -23,7 +24,6 @@ from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.opened import Model
-from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, Space, register
 from surgeon.searches.spaces.base import Claim, claims_of_ranks, claims_of_shape

@@ -161,7 +161,7 @@ def test_the_command_under_accelerate_launch(tmp_path: Path, tiny_checkpoint: Pa
     program = "A0 F0 [A1 A2] [F1 F2] A3 F3"
     command = ["heal", str(tiny_checkpoint), "--program", program, "--data", str(tiny_text)]
     quick = ["--window", "8", "--eval-tokens", "16", "--batch", "2", "--steps", "2", "--train", "all"]
-    launch += ["--main_process_port", str(free_port()), "-m", "surgeon.cli"]
+    launch += ["--main_process_port", str(free_port()), "-m", "surgeon.commands"]
     done = subprocess.run(
         [*launch, *command, *quick, "-o", str(tmp_path / "two")],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from surgeon.quality.text import TextQuality
+from surgeon.quality.summary import Quality
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.head_loss import text_loss
 from surgeon.training.held_out import HeldOutQuality
@@ -30,7 +30,7 @@ class Watched(HeldOutQuality):
         super().__init__(TEXTS.held_out, None)
         self.asked: list[int] = []
 
-    def measure(self, model: nn.Module, step: int = 0) -> TextQuality:
+    def measure(self, model: nn.Module, step: int = 0) -> Quality:
         self.asked.append(step)
         return super().measure(model, step)
 

@@ -18,10 +18,10 @@ from surgeon.training.packing import IGNORED, Documents
 from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.text_source import TextSource
 from surgeon.training.texts import (
     MixedPart,
     RunOrder,
+    TextSource,
     TrainingText,
     TrainingWindows,
     TrainTexts,

@@ -101,7 +101,8 @@ class _OnDemand(EditedLayers):
     keeps_derived = False
 
     def __init__(self, model: PreTrainedModel, cache_bytes: int, factors: FactorSource | None) -> None:
-        layers, family = decoder_layers(model), family_of(model.config)
+        layers = decoder_layers(model)
+        family = family_of(model.config)
         assert isinstance(layers, nn.ModuleList)
         super().__init__(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer), factors)
         self.streamed = streamed_layers(model)
@@ -116,7 +117,8 @@ class _OnDemand(EditedLayers):
         weights = self.weights()
         if self.averages is None:
             self.averages = RunningAverages(weights)
-        spec, layer = self.family.spec(sublayer.kind, sublayer.layers[0]), self.layer(sublayer.layers[0])
+        spec = self.family.spec(sublayer.kind, sublayer.layers[0])
+        layer = self.layer(sublayer.layers[0])
         return module_with(self.averages.tensors(sublayer), layer, spec, weights.head_dim)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
@@ -175,16 +177,22 @@ def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachi
     before = _state(registers, task.source)
     if isinstance(task, RunStep):
         state = advance(before, task.step, machine)
-        return land(state) if task.land else state
+        if task.land:
+            return land(state)
+        return state
     start = land(before)
     total = None if task.total is None else registers[task.total]
     assert not isinstance(total, State)
     if isinstance(task, Extend):
         added = fork_output(Fork((task.branch,)), start.stream, machine)
-        return added if total is None else total + added
+        if total is None:
+            return added
+        return total + added
     assert total is not None
     state = State(start.stream, machine.reduce(Partial(total)), start.added)
-    return land(state) if task.land else state
+    if task.land:
+        return land(state)
+    return state
 
 
 def _state(registers: States, register: int) -> State:

@@ -7,12 +7,14 @@ else to do they mostly wait. Threads with windows of their own meet at the end o
 
 from __future__ import annotations
 
+import heapq
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
@@ -24,18 +26,80 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.machine import PlanMachine, run_plan
 from surgeon.analysis.engine.memory import lanes_for, streaming_room
-from surgeon.analysis.engine.order import by_layer
 from surgeon.analysis.engine.prefixes import PlanStates, StateCache
-from surgeon.analysis.engine.sharing import SharedPlan
+from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
 from surgeon.analysis.engine.states import States
 from surgeon.analysis.engine.walk import raise_not_finite
 from surgeon.beside import Beside, one_at_a_time, torch_threads
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.errors import is_out_of_memory
-from surgeon.language.program import Program
+from surgeon.language.program import Program, steps_of
+from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.weights import FactorSource, TruncatedSVD
-from surgeon.quality.head import OutputHead, Quality, ReferencePredictions, one_after_the_other
+from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, one_after_the_other
 from surgeon.quality.references import TextReferences
+
+_AT_ONCE = -1  # the turn of a task that needs no weights
+
+
+def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
+    """The same tasks in sweeps over the layers.
+
+    Args:
+        first: a program that has to be reached before every other one.
+    """
+    followers: dict[int, list[int]] = defaultdict(list)  # by register, the tasks that read it
+    missing = [len(reads(task)) for task in plan.tasks]  # registers that a task still waits for
+    for index, task in enumerate(plan.tasks):
+        for register in reads(task):
+            followers[register].append(index)
+    tasks: list[Task] = []
+    early: list[Task] = []  # programs that are reached before the first one
+    # Tasks that are ready, by their turns in this sweep and in the next one; of equal turns the oldest goes first.
+    sweep = list[tuple[int, int, int]]()
+    following = list[tuple[int, int, int]]()
+    here = 0
+    age = count()
+    written = [0]
+    while written or sweep or following:
+        for index in (index for register in written for index in followers[register]):
+            missing[index] -= 1
+            if not missing[index]:
+                turn = _turn(plan.tasks[index])
+                in_this_one = turn == _AT_ONCE or turn >= here
+                heapq.heappush(sweep if in_this_one else following, (turn, next(age), index))
+        if not sweep:
+            sweep = following
+            following = []
+        turn, _, index = heapq.heappop(sweep)
+        here = here if turn == _AT_ONCE else turn
+        task = plan.tasks[index]
+        written = []
+        if not isinstance(task, Reach):
+            written = [task.target]
+        elif first is not None and task.program != first:
+            early.append(task)
+            continue
+        tasks.append(task)
+        if isinstance(task, Reach):
+            tasks += early
+            early = []
+            first = None
+    return SharedPlan.of([*tasks, *early])
+
+
+def place(sublayers: Iterable[Sublayer]) -> int:
+    """Where in a sweep the first of these sublayers has its turn."""
+    return min(2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
+
+
+def _turn(task: Task) -> int:
+    if isinstance(task, RunStep):
+        return place(task.step.sublayers)
+    if isinstance(task, Extend):
+        return place(sublayer for step in steps_of(task.branch) for sublayer in step.sublayers)
+    return _AT_ONCE
+
 
 T = TypeVar("T")
 GoOn = Callable[[], None]
@@ -52,7 +116,7 @@ class MeasuredWindows:
 
     program: Program
     start: int
-    quality: Quality
+    quality: ByWindow
 
 
 @dataclass(frozen=True)
@@ -69,7 +133,7 @@ class MeasureOptions:
             these windows again.
         memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
         folder: where such a model's hidden states are put that do not fit into it.
-        blocks: into how many parts each window is cut for `Quality.blocks`.
+        blocks: into how many parts each window is cut for `blocks`.
         sampled: whether programs get their sampled acceptance; references that are known have to be for it, too.
         cache: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
             for a model whose weights are streamed.
@@ -113,7 +177,9 @@ def measure(
         ValueError: if the original's predictions are not finite.
         OSError: if the disk is too small for hidden states.
     """
-    run, at_once, cache = _Run(model, ids, plan, options), options.at_once, options.cache
+    run = _Run(model, ids, plan, options)
+    at_once = options.at_once
+    cache = options.cache
     finished: dict[Program, int] = {}  # until which window, where some windows had to be given up
     start = 0
     while start < len(ids):
@@ -164,7 +230,10 @@ class _Run:
     """Runs a plan, or what is needed of it, on some windows after others."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, plan: SharedPlan, options: MeasureOptions) -> None:
-        self.model, self.ids, self.whole, self.options = model, ids, plan, options
+        self.model = model
+        self.ids = ids
+        self.whole = plan
+        self.options = options
         self.original = plan.programs[0]
         self.head = OutputHead(model)
         self.streamed = streamed_layers(model) is not None
@@ -188,7 +257,7 @@ class _Run:
         if not all(part in self.options.references for part in parts):
             running = [self.original, *running]
         elif self.original in wanted:
-            known = [self._with_blocks(self.options.references[part].quality).cpu() for part in parts]
+            known = [_on_cpu(self._with_blocks(self.options.references[part].quality)) for part in parts]
             yield MeasuredWindows(self.original, windows.start, one_after_the_other(known))
         if running:
             self.plan_for(running)
@@ -207,14 +276,15 @@ class _Run:
             self.numbers = self.cache.prefixes.registers(self.plan)
         self.planned = running
 
-    def _lane(self, windows: range, go_on: GoOn) -> Iterator[tuple[Program, Quality]]:
+    def _lane(self, windows: range, go_on: GoOn) -> Iterator[tuple[Program, ByWindow]]:
         chunk = self.ids[windows.start : windows.stop].to(self.model.device)
         for program, stream in self.streams(chunk, windows, go_on):
-            yield program, self._quality(program, stream, chunk, windows).cpu()
+            yield program, _on_cpu(self._quality(program, stream, chunk, windows))
 
     def streams(self, chunk: Tensor, windows: range, go_on: GoOn = lambda: None) -> Iterator[tuple[Program, Tensor]]:
         """The planned programs with the stream after each, (windows, tokens, hidden), as they are reached."""
-        cache_bytes, states_bytes = 0, None
+        cache_bytes = 0
+        states_bytes = None
         if self.streamed:
             cache_bytes, states_bytes = streaming_room(self.model, self.plan, chunk.numel(), self.options.memory)
         machine = PlanMachine(self.model, chunk, cache_bytes, self.factors)
@@ -228,21 +298,27 @@ class _Run:
         with States(plan, states_bytes, self.options.folder) as states:
             yield from run_plan(plan, machine, ran, states, cached)
 
-    def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> Quality:
+    def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> ByWindow:
         references = self.options.references
         if program != self.original:
             return self.head.compare(stream, references[windows], self.options.blocks)
         reference = self.head.reference(stream, chunk, self.options.sampled)
         with self.lock:
             references[windows] = reference
-        if not reference.quality.nll.isfinite().all():
+        if not reference.quality["nll"].isfinite().all():
             raise_not_finite(self.model, chunk)
         return self._with_blocks(reference.quality)
 
-    def _with_blocks(self, own: Quality) -> Quality:
+    def _with_blocks(self, own: ByWindow) -> ByWindow:
         """The original's quality, which does not diverge from itself in any part of its windows."""
         blocks = self.options.blocks
-        return replace(own, blocks=own.divergence.new_zeros(len(own.nll), blocks)) if blocks else own
+        if blocks:
+            return own | {"blocks": own["nll"].new_zeros(len(own["nll"]), blocks)}
+        return own
+
+
+def _on_cpu(own: ByWindow) -> ByWindow:
+    return {name: values.cpu() for name, values in own.items()}
 
 
 def parts_of(windows: range, count: int) -> list[range]:

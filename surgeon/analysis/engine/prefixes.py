@@ -125,7 +125,9 @@ class StateCache:
     def find(self, place: Place, landed: bool) -> State | None:
         """The state kept for a place, if it is one that serves where it has to be landed, or must not be."""
         found = self._entries.get(place)
-        return found.state if found is not None and (landed or found.state.pending is not None) else None
+        if found is not None and (landed or found.state.pending is not None):
+            return found.state
+        return None
 
     def take(self, place: Place) -> State:
         """The state of a place that has one; it stays, and counts as used once more."""
@@ -176,7 +178,9 @@ class PlanStates:
     """
 
     def __init__(self, cache: StateCache, plan: SharedPlan, numbers: Mapping[int, int], windows: range) -> None:
-        self.cache, self.numbers, self.windows = cache, numbers, windows
+        self.cache = cache
+        self.numbers = numbers
+        self.windows = windows
         with cache.lock:
             self.plan = resume(plan, numbers, lambda prefix, land: cache.find(self._place(prefix), land) is not None)
             # They are held here until the plan comes to them, whatever is dropped meanwhile.
@@ -185,7 +189,9 @@ class PlanStates:
 
     def take(self, task: Take) -> State:
         state = self._ready.pop(task.prefix)
-        return land(state) if task.land else state
+        if task.land:
+            return land(state)
+        return state
 
     def offer(self, register: int, state: State) -> None:
         """Keep a state that was computed, if there is room for it."""

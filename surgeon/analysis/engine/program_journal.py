@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from surgeon.analysis.engine.measure import MeasuredWindows
 from surgeon.language.program import Program
 from surgeon.processes.journal import Journal, read_journal
-from surgeon.quality.head import ACCEPTANCES
+from surgeon.quality.summary import ACCEPTANCES
 
 _DONE, _ACCEPTED = 2, slice(3, 3 + len(ACCEPTANCES))  # rows
 
@@ -31,7 +31,8 @@ class ProgramJournal(Journal):
     def __init__(
         self, folder: Path, name: str, work: str, identity: dict[str, Any], windows: int, sampled: bool = False
     ) -> None:
-        self.folder, self.windows = folder, windows
+        self.folder = folder
+        self.windows = windows
         self._wanted = [_DONE, -1] if sampled else [_DONE]
         self._values: dict[str, NDArray[np.float64]] = {}
         super().__init__(folder / name, work, identity)
@@ -43,9 +44,9 @@ class ProgramJournal(Journal):
             windows: the numbers of those that were measured, in their order.
         """
         for one in measured:
-            part = windows[one.start : one.start + len(one.quality.nll)]
+            part = windows[one.start : one.start + len(one.quality["nll"])]
             if not self.is_done(one.program, part):
-                numbers = {name: tensor.tolist() for name, tensor in one.quality.numbers.items()}
+                numbers = {name: tensor.tolist() for name, tensor in one.quality.items()}
                 self.keep({"program": str(one.program), "windows": list(part)} | numbers)
 
     def is_done(self, program: Program, windows: Sequence[int]) -> bool:

@@ -103,7 +103,8 @@ class SharedPlan:
             frees.append(tuple(register for register in reads(task) if register not in read_later))
             read_later.update(frees[-1])
         frees.reverse()
-        sublayers, since = dict[Program, int](), 0
+        sublayers = dict[Program, int]()
+        since = 0
         held, peak = {0: 1}, 1  # tensors of the stream's size, by register
         for task, freed in zip(tasks, frees, strict=True):
             since += sublayers_in(task)
@@ -234,4 +235,6 @@ def reads(task: Task) -> list[int]:
     if isinstance(task, Take):
         return []
     total = task.total if isinstance(task, Extend | Join) else None
-    return [task.source] if total is None else [task.source, total]
+    if total is None:
+        return [task.source]
+    return [task.source, total]

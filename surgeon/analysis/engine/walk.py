@@ -222,17 +222,20 @@ def _list_run(walk: Walk, nodes: Branch, state: State, before: Tensor | None) ->
 def _run(walk: Walk, run: range, after: _After) -> Generator[RunLayer, None, _After]:
     landed = land(after.state)
     (added,) = after.ended if len(after.ended) == 1 else (None,)
-    stream, total = landed.stream, landed.added
+    stream = landed.stream
+    total = landed.added
     without = None if added is None else stream - added
     del landed, after, added
     for layer in run:
         passed = walk.dense_layer(layer, stream)
         reached = [RunLayer(run, layer, passed, without)]
-        stream, without = passed.after, passed.before
+        stream = passed.after
+        without = passed.before
         if layer == run[-1]:
             # The last output stays pending, for a late step that may follow.
             last, read = (passed.update, passed.before) if walk.reads_same else (passed.mlp, passed.middle)
-            update, landing = passed.update, None if walk.reads_same else passed.attention
+            update = passed.update
+            landing = None if walk.reads_same else passed.attention
         else:
             landing = passed.update
         if total is not None and landing is not None:
@@ -245,7 +248,8 @@ def _run(walk: Walk, run: range, after: _After) -> Generator[RunLayer, None, _Af
 def _fork_run(walk: Walk, fork: Fork, after: _After) -> Generator[RunLayer, None, _After]:
     landed = land(after.state)
     known = after.ended if len(after.ended) == len(fork.branches) else (None,) * len(fork.branches)
-    outputs, ended = list[Tensor](), list[Tensor | None]()
+    outputs = list[Tensor]()
+    ended = list[Tensor | None]()
     for branch, before in zip(fork.branches, known, strict=True):
         start = State(landed.stream, added=torch.zeros_like(landed.stream))
         found = yield from _list_run(walk, branch, start, before)

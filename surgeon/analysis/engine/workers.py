@@ -31,7 +31,6 @@ from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import open_model
 from surgeon.processes.children import when_parent_ends
-from surgeon.quality.head import Quality
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
 _PATIENCE = 0.5  # seconds between looks at whether all workers are still alive
@@ -133,7 +132,7 @@ def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[flo
             continue
         match message:
             case ("measured", program, start, numbers):
-                quality = Quality(**{name: torch.from_numpy(values) for name, values in numbers.items()})
+                quality = {name: torch.from_numpy(values) for name, values in numbers.items()}
                 yield MeasuredWindows(Program.parse(program), start, quality)
             case ("ran", amount):
                 ran(amount)
@@ -166,7 +165,8 @@ def _work(job: Job, messages: Any) -> None:
         torch.set_num_threads(job.threads)
         if job.device != "cpu":
             torch.cuda.set_device(job.device)  # what names no GPU would open another one, too
-        model, plan = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device)), job.plan
+        model = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device))
+        plan = job.plan
         at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
         options = MeasureOptions(
             at_once,
@@ -177,7 +177,7 @@ def _work(job: Job, messages: Any) -> None:
             sampled=job.sampled,
         )
         for measured in measure(model, job.ids, plan, options):
-            numbers = {name: tensor.numpy() for name, tensor in measured.quality.numbers.items()}
+            numbers = {name: tensor.numpy() for name, tensor in measured.quality.items()}
             messages.put(("measured", str(measured.program), measured.start, numbers))
         messages.put(("ended",))
     except Exception as error:  # noqa: BLE001 - the first process raises it

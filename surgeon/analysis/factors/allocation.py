@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
+from surgeon.analysis.spectrum_journal import ByWindow, SingularValues, Truncation
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import rank_for, saves
 from surgeon.language.sublayer import WRITING
@@ -75,7 +75,8 @@ class Curve:
         """
         if not self.damage:
             raise ValueError(f"no damage was measured of {self.matrix}; measure some of its ranks")
-        lost, ranks = self.lost_energy(), sorted(self.damage)
+        lost = self.lost_energy()
+        ranks = sorted(self.damage)
         # Noise must not make a higher rank look worse than a lower one.
         measured = np.maximum.accumulate([max(self.damage[rank], _LEAST) for rank in reversed(ranks)])[::-1]
         points = {
@@ -87,7 +88,8 @@ class Curve:
         heights = np.array([points[place] for place in places])
         with np.errstate(divide="ignore"):
             inside = np.exp(np.interp(np.log(lost), np.log(places), np.log(heights)))
-        below, above = lost / places[0] * heights[0], lost / places[-1] * heights[-1]
+        below = lost / places[0] * heights[0]
+        above = lost / places[-1] * heights[-1]
         found: Values = np.where(lost < places[0], below, np.where(lost > places[-1], above, inside))
         return found * self.weight
 
@@ -106,7 +108,9 @@ Cost = Callable[[Curve, int | None], float]
 def parameters(curve: Curve, rank: int | None) -> float:
     """How many parameters a matrix has at a rank."""
     outputs, inputs = curve.size
-    return outputs * inputs if rank is None else rank * (outputs + inputs)
+    if rank is None:
+        return outputs * inputs
+    return rank * (outputs + inputs)
 
 
 def wire_values(curve: Curve, rank: int | None) -> float:
@@ -117,7 +121,9 @@ def wire_values(curve: Curve, rank: int | None) -> float:
     """
     if curve.matrix.role in WRITING:
         return 2.0 * (curve.size[0] if rank is None else rank)
-    return 0.0 if rank is None else float(rank)
+    if rank is None:
+        return 0.0
+    return float(rank)
 
 
 def allocate(curves: Sequence[Curve], how: Allocation, budget: float, cost: Cost = parameters) -> Ranks:
@@ -165,7 +171,8 @@ def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -
         for before, after in pairwise(_hull(options[matrix]))
     ]
     heapq.heapify(steps)
-    multiplier, matrices = 0.0, list(options)
+    multiplier = 0.0
+    matrices = list(options)
     while steps:
         slope, index, after = heapq.heappop(steps)
         needed = after.cost - chosen[matrices[index]].cost
@@ -210,13 +217,13 @@ def corrected(
 
 
 def curves_of(
-    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, WindowQuality], method: str
+    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, ByWindow], method: str
 ) -> tuple[Curve, ...]:
     """The curves of what a spectrum has found of these matrices, for truncations by one method."""
     measured: dict[Matrix, dict[int, float]] = {}
     for truncation, quality in damage.items():
         if truncation.method == method:
-            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality.divergence.mean())
+            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality["divergence"].mean())
     return tuple(
         Curve(matrix, found.size, found.plain if method == "plain" else found.whitened, measured.get(matrix, {}))
         for matrix, found in spectra.items()

@@ -94,8 +94,10 @@ def load_recorded(model: Model, calibration: Calibration) -> Windows:
     """
     if "data" not in calibration:
         raise ValueError("calibration has no text; add data, as in calibration: {data: text.txt, tokens: 32768}")
-    data, after = calibration["data"], calibration.get("after", 0)
-    size, wanted = window_for(model.config, calibration.get("window")), calibration.get("tokens", CALIBRATION_TOKENS)
+    data = calibration["data"]
+    after = calibration.get("after", 0)
+    size = window_for(model.config, calibration.get("window"))
+    wanted = calibration.get("tokens", CALIBRATION_TOKENS)
     if after < 0 or after % size:
         raise ValueError(f"calibration: after must be whole windows of {size} tokens, not {after}")
     if wanted < size:

@@ -16,7 +16,9 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.processes.journal import Journal
 
-JOURNAL, RECORD, GRADIENTS = "journal.jsonl", "factors.json", "gradients.safetensors"
+JOURNAL = "journal.jsonl"
+RECORD = "factors.json"
+GRADIENTS = "gradients.safetensors"
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class FactorJournal(Journal):
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        self.folder, self.identity = folder, identity
+        self.folder = folder
+        self.identity = identity
         self.facts: dict[Matrix, FactorFacts] = {}
         super().__init__(folder / JOURNAL, "factors", identity)
 
@@ -105,7 +108,9 @@ def notes_on(facts: Mapping[Matrix, FactorFacts]) -> Iterator[str]:
     calibrated = {matrix: found for matrix, found in facts.items() if found.samples}
 
     def others(count: int) -> str:
-        return "" if count == 1 else f" (and likewise of {count - 1} more)"
+        if count == 1:
+            return ""
+        return f" (and likewise of {count - 1} more)"
 
     short = {matrix: found for matrix, found in calibrated.items() if found.samples < found.features}
     if short:

@@ -73,7 +73,9 @@ class FactorPlan:
     @property
     def source(self) -> UnitsByLayer | None:
         """Where its weights come from if nothing goes by text; None if the layers' weights alone say it."""
-        return UnitsByLayer(self.units) if self.units else None
+        if self.units:
+            return UnitsByLayer(self.units)
+        return None
 
     @classmethod
     def all_by(cls, making: Making, program: Program) -> FactorPlan:

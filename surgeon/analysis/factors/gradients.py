@@ -56,7 +56,8 @@ def summed_gradients(
             "gradients go through the whole model, which has to fit into memory; choose what does without them "
             "(whitened factors, importance by activation), or a machine with more memory"
         )
-    reader, done = Matrices(model), 0
+    reader = Matrices(model)
+    done = 0
     reader.check(list(matrices))
     sums: dict[Matrix, Tensor] = {}
     about = {_IDENTITY: json.dumps(identity, sort_keys=True)}
@@ -70,7 +71,8 @@ def summed_gradients(
         except (OSError, SafetensorError, ValueError) as error:
             reason = first_line(error)
             warnings.warn(f"{kept} cannot be gone on with ({reason}); gradients are summed again", stacklevel=2)
-            done, sums = 0, {}
+            done = 0
+            sums = {}
     for window in range(done, len(ids)):
         for matrix, gradient in _gradients(model, ids[window : window + 1].to(model.device), reader, matrices):
             if not gradient.isfinite().all():

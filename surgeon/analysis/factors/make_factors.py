@@ -154,7 +154,11 @@ class _Work:
         rounded_to: torch.dtype,
         units: Mapping[tuple[str, int], UnitSource],
     ) -> None:
-        self.model, self.plan, self.windows, self.journal, self.memory = model, plan, windows, journal, memory
+        self.model = model
+        self.plan = plan
+        self.windows = windows
+        self.journal = journal
+        self.memory = memory
         self.rounded_to = rounded_to
         self.kept = FactorCache(UnitsByLayer(units, NoSource()), journal.folder)
         self.sequential = bool(plan.calibration.get("sequential"))
@@ -171,10 +175,12 @@ class _Work:
             if fisher:
                 assert self.windows is not None
                 wanted = sorted({stored for matrix in fisher for stored in _stored(matrix)})
-                kept, identity = self.journal.folder / GRADIENTS, self.journal.identity
+                kept = self.journal.folder / GRADIENTS
+                identity = self.journal.identity
                 ids = self.windows.ids
                 self.gradients = summed_gradients(self.model, ids, wanted, _squared, kept, identity)
-            run, whole = self._run(), self._run() if self.update else None
+            run = self._run()
+            whole = self._run() if self.update else None
             for place in range(places[-1] + 1):
                 before = len(self.missing)
                 states = self._make(nodes[place], run, whole)
@@ -204,7 +210,9 @@ class _Work:
             sums, states = self._collect(list(groups.values()), run_as, run, whole)
             for group in groups.values():
                 self._factorise(group, sums.get(group[0]), run)
-        return None if self.sequential else states
+        if self.sequential:
+            return None
+        return states
 
     def _stages(self, node: Node) -> Iterator[tuple[list[Matrix], Renaming]]:
         """Which matrices of a node are made together, and what of its sublayers runs meanwhile."""
@@ -280,7 +288,8 @@ class _Work:
         rank = matrix.sublayer.rank(matrix.role)
         assert rank is not None
         found = decompose(values)
-        factors, loss = factors_by(values, found.left, rank), None
+        factors = factors_by(values, found.left, rank)
+        loss = None
         moment = None if known is None else known.moment
         if known is not None and moment is not None and self.update:
             factors = fitted(values, factors, moment, known.cross, self.rounded_to)

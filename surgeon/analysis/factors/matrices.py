@@ -83,7 +83,9 @@ class Matrices:
     @contextmanager
     def replaced(self, matrix: Matrix, values: Tensor) -> Iterator[None]:
         """Run with another matrix, (out, in), in place of this one; the model's own parameter is back afterwards."""
-        module, own, place = self.module(matrix), self._weight(matrix), self.stored(matrix)
+        module = self.module(matrix)
+        own = self._weight(matrix)
+        place = self.stored(matrix)
         changed = (values.T if place.transposed else values).to(own).contiguous()
         if place.features is not None:
             changed = own.detach().index_copy(place.dim, place.features.to(own.device), changed)

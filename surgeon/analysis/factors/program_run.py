@@ -69,7 +69,8 @@ class ProgramRun:
         memory: int | None = None,
         factors: FactorSource | None = None,
     ) -> None:
-        self.nodes, self.place = program.nodes, 0
+        self.nodes = program.nodes
+        self.place = 0
         streams = ids.numel() * int(model.config.hidden_size) * max(4, model.dtype.itemsize)
         at_once = windows_in_a_walk(model, ids, beside=beside + streams, memory=memory)
         parts = walks(model, ids, at_once, factors)
@@ -152,7 +153,9 @@ class _Tapping(ModelMachine):
 
     def __init__(self, machine: PlanMachine, run_as: Renaming, matrices: Collection[Matrix], seen: Seen) -> None:
         super().__init__(machine.layers, machine.arguments)
-        self.slots, self.run_as, self.seen = machine, run_as, seen
+        self.slots = machine
+        self.run_as = run_as
+        self.seen = seen
         self.matrices = matrices
         self.watched: list[Matrix] = []
         self.hooks = ExitStack()
@@ -174,7 +177,8 @@ class _Tapping(ModelMachine):
             return super().sublayer(sublayer, stream)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
-        owner, spec = super().owner(sublayer), self.layers.family.spec(sublayer.kind, sublayer.layers[0])
+        owner = super().owner(sublayer)
+        spec = self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         for matrix in self.watched:
             if matrix.role == EXPERTS and spec.mixture is not None:  # who is sent to which they are told, or not
                 path = spec.modules[0] if spec.mixture.weighs_inputs else spec.mixture.experts

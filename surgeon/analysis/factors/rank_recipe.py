@@ -29,9 +29,9 @@ from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.spectrum import MeasuredSpectrum
 from surgeon.analysis.subject import Subject
 from surgeon.errors import did_you_mean
+from surgeon.findings.spectrum import Spectrum
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.program import Program
@@ -87,7 +87,9 @@ class RankBudget:
         return lambda curve, rank: self.size * numbers(curve, rank)
 
     def amount(self, curves: Sequence[Curve]) -> float:
-        return self.most * sum(self.cost(curve, None) for curve in curves) if self.relative else self.most
+        if self.relative:
+            return self.most * sum(self.cost(curve, None) for curve in curves)
+        return self.most
 
 
 def parse_budget(text: str, size: int) -> RankBudget:
@@ -142,7 +144,9 @@ def corrected_ranks(
     Raises:
         ValueError, OSError: as `allocate` and `make_factors`.
     """
-    model, ids, first = subject.model, subject.windows.ids, share.ranks(curves)
+    model = subject.model
+    ids = subject.windows.ids
+    first = share.ranks(curves)
     with as_stored(model) as own:
         plan = FactorPlan.all_by(Making(method), ranked(own, first))
         source = make_factors(model, plan, calibration, folder, model_hash=subject.opened.hash).source
@@ -172,7 +176,7 @@ def ranked(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
 
 
 def write_recipe(
-    folder: Path, subject: Subject, found: MeasuredSpectrum, share: Share, ranks: Ranks, calibration: Calibration
+    folder: Path, subject: Subject, found: Spectrum, share: Share, ranks: Ranks, calibration: Calibration
 ) -> Path:
     """Write recipe.yaml with the ranks that a spectrum gives, bound to the model; returns its path.
 

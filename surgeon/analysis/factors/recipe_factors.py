@@ -36,7 +36,8 @@ def with_factors(
         ValueError: if the text has changed or cannot be used, or as `make_factors`.
         OSError: if the folder cannot be written to.
     """
-    recipe, model = edited.recipe, edited.model
+    recipe = edited.recipe
+    model = edited.model
     if recipe is None or edited.factors is not None:
         return edited
     plan = plan_factors(recipe, model)
@@ -49,7 +50,8 @@ def with_factors(
     from surgeon.analysis.subject import load_for_analysis
 
     windows = load_recorded(model, plan.calibration)
-    loaded, notes = load_for_analysis(model, memory), list(windows.notes)
+    loaded = load_for_analysis(model, memory)
+    notes = list(windows.notes)
     used = recorded(windows, plan.calibration.get("after", 0))
     scored = scored_units(loaded, plan.importance, windows, folder, model_hash=model.hash, memory=memory)
     units = {**plan.units, **scored}
@@ -68,7 +70,8 @@ def with_factors(
             kept=kept or model.dtype,
             units=units,
         )
-        source, notes = found.source, [*notes, *found.notes]
+        source = found.source
+        notes = [*notes, *found.notes]
     for note in notes:
         warnings.warn(note, stacklevel=2)
     # The recipe names the text that was used; a file goes by its bare name, not by where it lies here.

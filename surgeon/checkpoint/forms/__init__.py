@@ -98,7 +98,9 @@ def _copies(layout: Layout) -> str:
     stored = Counter(sublayer for layer in layout.layers for sublayer in layer.sublayers)
     layers = [layer for sublayer, times in stored.items() if times > 1 for layer in sublayer.layers]
     which = f"layer{'s' * (len(set(layers)) > 1)} {layer_list(layers)}"
-    return f"what runs several times, of {which}, is stored as often as it runs" if layers else ""
+    if layers:
+        return f"what runs several times, of {which}, is stored as often as it runs"
+    return ""
 
 
 def _explained(refusals: dict[str, list[str]]) -> list[str]:

@@ -169,7 +169,8 @@ class Form(ABC):
         """The class that others build, in the modeling file inside the checkpoint if it has one; its configuration."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        wrapped, model_type = stored.wrapped, stored.config.model_type
+        wrapped = stored.wrapped
+        model_type = stored.config.model_type
         if self.shipped is None and wrapped is not None:
             return wrapped.stock_class()
         if self.shipped is None:

@@ -73,7 +73,8 @@ def _widths(layer: StoredLayer, family: Family, config: Any) -> dict[str, int]:
         Inexpressible: if the configuration cannot say it.
     """
     (attention,), (feed_forward,) = layer.attention, layer.feed_forward
-    whole, entries = family.units(config), {}
+    whole = family.units(config)
+    entries = {}
     if feed_forward.width is not None:
         entries[family.intermediate] = feed_forward.width
     if attention.width is not None:
@@ -94,7 +95,8 @@ def _experts(layers: tuple[StoredLayer, ...], family: Family, config: Any) -> di
     Raises:
         Inexpressible: if some mixtures have others than the rest, or groups of them cannot be chosen from.
     """
-    mixture, shapes = family.mixture, family.layer_shapes(config)
+    mixture = family.mixture
+    shapes = family.layer_shapes(config)
     if mixture is None:
         return {}
     mixtures = (one for layer in layers for one in layer.feed_forward if shapes.of(one).mixture is not None)

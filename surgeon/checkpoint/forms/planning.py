@@ -127,7 +127,9 @@ class TensorPlanner:
     """
 
     def __init__(self, original: StoredModel, dtype: torch.dtype | None, factors: FactorSource | None = None) -> None:
-        self.source, self.family, self.config = original.checkpoint, original.family, original.config
+        self.source = original.checkpoint
+        self.family = original.family
+        self.config = original.config
         self.dtype = dtype
         head_dim = self.family.head_dim(self.config)
         self.weights = ModelWeights(self.source, self.family, head_dim, factors)
@@ -173,7 +175,9 @@ class TensorPlanner:
         """How a tensor is computed that is written in the way that its layers store it."""
         compute = partial(self.part, sublayer, path)
         chosen = sublayer.experts is not None and path in self._by_expert(sublayer)
-        return OfExperts(compute, sublayer.experts or ()) if chosen else compute
+        if chosen:
+            return OfExperts(compute, sublayer.experts or ())
+        return compute
 
     def _of_experts(self, sublayer: Sublayer, path: str) -> str | None:
         """The path of a tensor of a mixture whose experts that stay count from 0; None if its expert does not stay."""
@@ -183,7 +187,9 @@ class TensorPlanner:
             expert = path.removeprefix(f"{before}.").partition(".")[0]
             if path.startswith(f"{before}.") and expert.isdecimal() and path.endswith(f".{after}"):
                 kept = int(expert) in sublayer.experts
-                return f"{before}.{sublayer.experts.index(int(expert))}.{after}" if kept else None
+                if kept:
+                    return f"{before}.{sublayer.experts.index(int(expert))}.{after}"
+                return None
         return path
 
     def _stored(self, sublayer: Sublayer, path: str) -> str:
@@ -196,7 +202,8 @@ class TensorPlanner:
         """The tensors of modules that are taken apart; of a mixture's experts stacked, one after the other."""
         spec = self.weights.spec(sublayer)
         for projection in apart:
-            role, own = projection.role, own_path(projection, spec)
+            role = projection.role
+            own = own_path(projection, spec)
             each = self.weights.each_expert(sublayer) if projection.stacked else None
             factors = () if sublayer.rank(role) is None else ("first", "second")
             for name in factors:
@@ -316,7 +323,8 @@ class ModulePlanner(TensorPlanner):
 
     def _quantised(self, sublayer: Sublayer, projections: list[Projection]) -> list[tuple[str, Compute]]:
         """A parameter that is stored as the module has it, and quantised; nothing if it is not, or changes."""
-        like, (layer, *others) = projections[0], sublayer.layers
+        like = projections[0]
+        layer, *others = sublayer.layers
         stored = [path for path in (like.weight, like.bias) if f"{self.prefix}{layer}.{path}" in self.source]
         is_whole = sublayer.width in (None, self.weights.stored_width(sublayer.kind, layer))
         if others or sublayer.piece is not None or not is_whole:
@@ -340,7 +348,10 @@ class _Outlines:
     """
 
     def __init__(self, source: Checkpoint, family: Family, head_dim: int) -> None:
-        self.where, self.names, self.shape, self.dtype = source.where, source.names, source.shape, source.dtype
+        self.where = source.where
+        self.names = source.names
+        self.shape = source.shape
+        self.dtype = source.dtype
         self._source = source
         self._read: dict[str, Tensor] = {}
         self.weights = ModelWeights(self, family, head_dim, self)
@@ -361,7 +372,8 @@ class _Outlines:
         return self.tensor(name).narrow(dim, first, end - first)
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        rank, like = sublayer.rank(role), matrix.whole(torch.float32)
+        rank = sublayer.rank(role)
+        like = matrix.whole(torch.float32)
         assert rank is not None
         return Factors(like.new_empty(rank, like.shape[1]), like.new_empty(like.shape[0], rank))
 
@@ -387,7 +399,9 @@ def _packed(
         found = weights.matrix_tensors(sublayer, projection.role, None)
         tensors |= {name: tensor[None] if projection.stacked else tensor for name, tensor in found.items()}
     made = packed(tensors, spec, weights.unit_width(sublayer.kind))[path]
-    return made[0] if projections[0].stacked else made
+    if projections[0].stacked:
+        return made[0]
+    return made
 
 
 def _beside(sublayer: Sublayer, name: str, weights: ModelWeights) -> Tensor:
@@ -414,16 +428,22 @@ def _bias(role: str, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
 
 def averaging_dtype(sublayer: Sublayer) -> torch.dtype | None:
     """Averages are computed, and rounded when they are written; what is not averaged keeps its own dtype."""
-    return torch.float32 if len(sublayer.layers) > 1 else None
+    if len(sublayer.layers) > 1:
+        return torch.float32
+    return None
 
 
 def _rows(computed: Computed) -> Iterator[Tensor]:
-    return iter([computed]) if isinstance(computed, Tensor) else computed
+    if isinstance(computed, Tensor):
+        return iter([computed])
+    return computed
 
 
 def joined(rows: list[Tensor]) -> Tensor:
     """All rows of a tensor, which are not copied where they come as one."""
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat(rows)
 
 
 def _roots(spec: SublayerSpec) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ class ProgramForm(Form):
         layers = tuple(StoredLayer(*((_held(one, kind, family),) for kind in KINDS)) for one in groups.groups)
         require_divisible(program.sublayers(), family, config)
         renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
-        why_plugin, why_not = needs_plugin(renumbered, family, config, len(layers)), family.apart(program)
+        why_plugin = needs_plugin(renumbered, family, config, len(layers))
+        why_not = family.apart(program)
         who = "transformers loads" if why_plugin or why_not else "transformers and unmodified vLLM load"
         reason = f"{who} it with the modeling file inside (trust_remote_code=True), which runs the program"
         if why_not:
@@ -59,7 +60,8 @@ class ProgramForm(Form):
         return Layout(self, reason, layers, renumbered)
 
     def inside(self, wrapped: Wrapped, layout: Layout, family: Family) -> Layout:
-        wrapper, program = wrapped.wrapper, layout.program
+        wrapper = wrapped.wrapper
+        program = layout.program
         assert program is not None
         fed = wrapper.fed_layers(wrapped.entries)
         if fed and program.whole() != Program.dense(len(layout.layers), family.steps_per_layer):
@@ -87,18 +89,21 @@ class ProgramForm(Form):
         dtype: torch.dtype | None,
         factors: FactorSource | None = None,
     ) -> list[PlannedTensor]:
-        planned, family = super().tensors(original, layout, dtype, factors), original.family
+        planned = super().tensors(original, layout, dtype, factors)
+        family = original.family
         if family.stored_head is None:
             return planned
         # The output head as the model itself calls it: `transformers` renames it for stock classes only.
-        own, stored = f"{family.head}.", f"{family.stored_head}."
+        own = f"{family.head}."
+        stored = f"{family.stored_head}."
         return [
             replace(tensor, name=own + tensor.name.removeprefix(stored)) if tensor.name.startswith(stored) else tensor
             for tensor in planned
         ]
 
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:
-        family, config = original.family, original.config
+        family = original.family
+        config = original.config
         row = family_row(family, config)
         runs = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: row}
         if layout.wrapped is not None:
@@ -203,7 +208,8 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
 
 
 def _mixture_row(family: Family) -> dict[str, Any] | None:
-    mixture, stacked = family.mixture, [one for one in family.mlp.projections if one.stacked]
+    mixture = family.mixture
+    stacked = [one for one in family.mlp.projections if one.stacked]
     if mixture is None:
         return None
     return {
@@ -243,7 +249,9 @@ def _held(group: Group, kind: str, family: Family) -> Sublayer:
     """What a stored layer has of a kind; beside an average that runs alone a mixture of its first layer."""
     held = group.sublayer(kind)
     alone = family.mixture is not None and kind not in group.used  # of mixtures there are no averages
-    return replace(held, layers=held.layers[:1]) if alone else held
+    if alone:
+        return replace(held, layers=held.layers[:1])
+    return held
 
 
 def _groups(program: Program) -> Groups:

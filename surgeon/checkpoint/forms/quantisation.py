@@ -35,7 +35,8 @@ def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[Planne
     checkpoint = original.checkpoint
     if not any(tensor.part_of is not None for tensor in tensors):
         return None
-    wrapped, layers = original.wrapped, original.family.layers
+    wrapped = original.wrapped
+    layers = original.family.layers
     stored = str if wrapped is None else wrapped.stored_name
     before = "" if wrapped is None else re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
     followed: dict[str, Any] = _following(
@@ -44,7 +45,8 @@ def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[Planne
         [layer.sources for layer in layout.layers],
     )
     dense = list(dict.fromkeys(stored(one.name).rpartition(".")[0] for one in tensors if one.dequantised))
-    method, head = followed["quant_method"], stored(f"{original.family.head}.weight").removesuffix(".weight")
+    method = followed["quant_method"]
+    head = stored(f"{original.family.head}.weight").removesuffix(".weight")
     if method == "gptq":
         patterns: dict[str, Any] = {rf"-:^{re.escape(module)}$": {} for module in dense}
         return followed | ({_BY_PATTERN: (followed.get(_BY_PATTERN) or {}) | patterns} if dense else {})

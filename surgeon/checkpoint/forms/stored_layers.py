@@ -116,7 +116,8 @@ def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any
             them than the layers, or a part of what is kept as it is.
     """
     for sublayer in sublayers:
-        units, spec = family.units(config, sublayer.layers[0]), family.spec(sublayer.kind, sublayer.layers[0])
+        units = family.units(config, sublayer.layers[0])
+        spec = family.spec(sublayer.kind, sublayer.layers[0])
         require_parts(sublayer, spec, family)
         own = {projection.unit: units[projection.unit] for projection in spec.projections}
         reason = indivisible(sublayer, narrowed(sublayer, own))

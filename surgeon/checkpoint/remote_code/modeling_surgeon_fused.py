@@ -175,12 +175,15 @@ class FusedAttention(nn.Module):
         query, key = (one.view(*shape, -1, self.head_dim) for one in (query, key))
         value = value.view(*shape, -1, self.head_dim).transpose(1, 2)
         if self.q_norm is not None:
-            query, key = self.q_norm(query, self.num_key_value_groups), self.k_norm(key, 1)
-        query, key = query.transpose(1, 2), key.transpose(1, 2)
+            query = self.q_norm(query, self.num_key_value_groups)
+            key = self.k_norm(key, 1)
+        query = query.transpose(1, 2)
+        key = key.transpose(1, 2)
         if self.rotary:
             cos, sin = position_embeddings
             if self.config.rotary_neighbours:  # products do not depend on the order of features
-                query, key = in_halves(query, cos.shape[-1]), in_halves(key, cos.shape[-1])
+                query = in_halves(query, cos.shape[-1])
+                key = in_halves(key, cos.shape[-1])
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
         if self.config.query_growth is not None:
             rate, length = self.config.query_growth
@@ -270,7 +273,9 @@ class FusedLayer(GradientCheckpointingLayer):
 
     def scaled(self, added: Tensor) -> Tensor:
         """What a sublayer adds, times its factor."""
-        return added if self.scale == 1.0 else added * self.scale
+        if self.scale == 1.0:
+            return added
+        return added * self.scale
 
 
 class SurgeonFusedPreTrainedModel(PreTrainedModel):
@@ -364,7 +369,8 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def prepare_inputs_for_generation(self, input_ids: Any, *arguments: Any, **kwargs: Any) -> Any:
-        border, cache = self.config.anew_beyond, kwargs.get(CACHE)
+        border = self.config.anew_beyond
+        cache = kwargs.get(CACHE)
         if border is not None and cache and cache.get_seq_length() <= border < input_ids.shape[1]:
             kwargs |= {CACHE: None, "next_sequence_length": None}  # all of them
         return super().prepare_inputs_for_generation(input_ids, *arguments, **kwargs)

@@ -185,7 +185,8 @@ def part(features: Tensor, piece: tuple[int, int], shares: tuple[int, ...] = (1,
     index, count = piece
     width = features.shape[dim] // sum(shares)
     parts = [each.chunk(count, dim)[index] for each in features.split([width * share for share in shares], dim)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    joined: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return joined
 
 
 class SlicedProjection(nn.Module):
@@ -197,13 +198,17 @@ class SlicedProjection(nn.Module):
 
     def __init__(self, whole: Any, reads: bool, piece: tuple[int, int], shares: tuple[int, ...]) -> None:
         super().__init__()
-        self.whole, self.reads, self.piece, self.shares = whole, reads, piece, shares
+        self.whole = whole
+        self.reads = reads
+        self.piece = piece
+        self.shares = shares
 
     def forward(self, x: Tensor) -> Tensor:
         index, count = self.piece
         whole = self.whole
         if is_plain(whole):
-            weight, bias = whole.weight.T if isinstance(whole, Conv1D) else whole.weight, whole.bias
+            weight = whole.weight.T if isinstance(whole, Conv1D) else whole.weight
+            bias = whole.bias
             if not self.reads:
                 return nn.functional.linear(x, part(weight, self.piece), None if index else bias)
             own_bias = None if bias is None else part(bias, self.piece, self.shares)
@@ -212,7 +217,9 @@ class SlicedProjection(nn.Module):
             return part(whole(x), self.piece, self.shares)
         padded = nn.functional.pad(x, (index * x.shape[-1], (count - 1 - index) * x.shape[-1]))
         output: Tensor = whole(padded)
-        return output - whole(torch.zeros_like(padded[..., :1, :])) if index else output
+        if index:
+            output = output - whole(torch.zeros_like(padded[..., :1, :]))
+        return output
 
 
 class Factored(nn.Module):
@@ -259,7 +266,8 @@ class Experts(nn.Module):
         self, whole: Any, mixture: dict[str, Any], ranks: Any = None, piece: tuple[int, int] | None = None
     ) -> None:
         super().__init__()
-        self.mixture, self.piece = mixture, piece
+        self.mixture = mixture
+        self.piece = piece
         for role, _ in mixture["roles"] if ranks is not None else ():
             weight, bias = stock_map(whole, mixture, role, slice(None))
             self.add_module(role, Stack(weight, bias, ranks.get(role)))
@@ -291,7 +299,9 @@ class Experts(nn.Module):
     def count(self) -> int:
         """How many there are."""
         of = self if self._modules else self.whole[0]
-        return of.count() if isinstance(of, Experts) and of is not self else len(next(of.parameters()))
+        if isinstance(of, Experts) and of is not self:
+            return of.count()
+        return len(next(of.parameters()))
 
     def made(self, expert: int, x: Tensor) -> Tensor:
         """What one expert makes of tokens."""
@@ -336,12 +346,14 @@ def stock_map(whole: Any, mixture: dict[str, Any], role: str, which: Any) -> tup
     """A matrix (out, in) and a bias of an expert, or of all of them, as the stock module has them."""
     name = dict(mixture["roles"])[role]
     packed = [one for one, place in mixture["roles"] if place == name]
-    weight, bias = getattr(whole, name)[which], getattr(whole, f"{name}_bias", None)
+    weight = getattr(whole, name)[which]
+    bias = getattr(whole, f"{name}_bias", None)
     weight = weight.mT if mixture["transposed"] else weight
     bias = None if bias is None else bias[which]
     if len(packed) == 1:
         return weight, bias
-    count, place = len(packed), packed.index(role)
+    count = len(packed)
+    place = packed.index(role)
     if mixture["turns"]:
         return weight[..., place::count, :], None if bias is None else bias[..., place::count]
     return weight.chunk(count, -2)[place], None if bias is None else bias.chunk(count, -1)[place]
@@ -385,7 +397,9 @@ def attention_in(layer: nn.Module, family: Family) -> dict[str, Any]:
 
 def called_in(layer: nn.Module, family: Family, kind: str) -> tuple[str, ...]:
     """The norm of a layer's attention or feed-forward, and the modules called behind it."""
-    return tuple(attention_in(layer, family)["called"]) if kind == "A" else family.feed_forward
+    if kind == "A":
+        return tuple(attention_in(layer, family)["called"])
+    return family.feed_forward
 
 
 def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
@@ -447,7 +461,9 @@ def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
 
 def linear(inputs: int, outputs: int, rank: int | None, bias: bool) -> nn.Module:
     """A projection, as two factors if it has a rank."""
-    return nn.Linear(inputs, outputs, bias=bias) if rank is None else Factored(inputs, outputs, rank, bias)
+    if rank is None:
+        return nn.Linear(inputs, outputs, bias=bias)
+    return Factored(inputs, outputs, rank, bias)
 
 
 CLASSES: dict[Any, type] = {}  # of modules that have factors, by the stock class and by which
@@ -506,7 +522,9 @@ class ProgramLayers(nn.Module):
         super().__init__()
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
-        self.config, self.family, self.nodes = config, family, nodes
+        self.config = config
+        self.family = family
+        self.nodes = nodes
         # What is packed head by head is one stretch of a slice.
         self.shares = {path: tuple(shares) for path, shares in family.packed.items() if path not in family.turns}
         attended = [sublayer.layer for sublayer in sublayers(nodes) if sublayer.kind == "A"]
@@ -534,7 +552,9 @@ class ProgramLayers(nn.Module):
             if self.counts_apart:
                 count_in_cache(arguments[-1], stream, len(self) - 1)
             stream = self.run(self.nodes, stream, enumerate(arguments))[0]
-        return (stream, None) if self.family.returns_tuple else stream
+        if self.family.returns_tuple:
+            return (stream, None)
+        return stream
 
     def run(self, nodes: list[Any], stream: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
         """The stream after the nodes, and the sum of what they added to it."""
@@ -543,7 +563,8 @@ class ProgramLayers(nn.Module):
         for node in nodes:
             late = isinstance(node, Step) and node.late
             before = stream
-            stream, added = stream + pending, added + pending
+            stream = stream + pending
+            added = added + pending
             if isinstance(node, Fork):
                 pending = sum(self.run(branch, stream, slots)[1] for branch in node.branches)
             else:
@@ -648,7 +669,8 @@ class RunsProgram(nn.Module):
         self.family = family
         decoder = self.get_submodule(place)
         path, layers = next((path, m) for path, m in decoder.named_modules() if isinstance(m, nn.ModuleList))
-        path, program = f"{place}.{path}".removeprefix("."), parse(whole.surgeon_program)
+        path = f"{place}.{path}".removeprefix(".")
+        program = parse(whole.surgeon_program)
         if any(one.experts is not None for one in sublayers(program)):
             config.output_router_logits = False  # the stock class balances as many experts in every layer
         for sublayer in {(one.kind, one.layer): one for one in sublayers(program)}.values():

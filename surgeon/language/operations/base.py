@@ -168,7 +168,8 @@ def _around(run: tuple[Node, ...], first: int, nodes: tuple[Node, ...]) -> tuple
 
     All nodes, where there is no such place.
     """
-    pieces, end = list[tuple[Node, ...]](), 0
+    pieces = list[tuple[Node, ...]]()
+    end = 0
     for start, node in enumerate(nodes):
         if start < end or not isinstance(node, Step) or node.sublayers[0].layers != (first,):
             continue  # seen sooner than by comparing steps, which searches would do millions of times

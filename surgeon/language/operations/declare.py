@@ -70,7 +70,9 @@ class Heatmap:
         """The parameter's values for a layer; none where they follow from shapes that are not given."""
         if not callable(self.values):
             return self.values
-        return () if shapes is None else self.values(shapes, layer)
+        if shapes is None:
+            return ()
+        return self.values(shapes, layer)
 
     def __call__(self, program: Program, layers: range, shapes: LayerShapes | None = None, **more: Any) -> Program:
         """The program after the operation; `shapes` and errors as `apply`."""
@@ -162,4 +164,6 @@ def _home(function: Callable[..., Any]) -> str:
 
 def described(name: str, note: str) -> str:
     """A name as help texts list it."""
-    return f"{name} ({note})" if note else name
+    if note:
+        return f"{name} ({note})"
+    return name

@@ -15,7 +15,9 @@ from surgeon.language.sublayer import FEED_FORWARD, LayerShapes, Sublayer
 def _each_expert(shapes: LayerShapes, layer: int) -> tuple[float, ...]:
     """Those of a layer that can be left out: none where it is no mixture, or has one only."""
     mixture = shapes.of(Sublayer(FEED_FORWARD, (layer,))).mixture
-    return () if mixture is None or mixture.experts < 2 else tuple(range(mixture.experts))
+    if mixture is None or mixture.experts < 2:
+        return ()
+    return tuple(range(mixture.experts))
 
 
 @operation(
@@ -78,7 +80,9 @@ def experts(
                 "experts of its layer"
             )
         made = replace(sublayer, experts=chosen)
-        return sublayer if len(chosen) == shapes.experts(sublayer) else made
+        if len(chosen) == shapes.experts(sublayer):
+            return sublayer
+        return made
 
     return program.renamed(fewer)
 

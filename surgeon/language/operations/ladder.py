@@ -21,7 +21,8 @@ def ladder(program: Program, layers: range, sublayers: Half = "both") -> Program
         ValueError: if a fork, or a step shared with what is outside the range or stays as it is, is in the way.
     """
     require_present(program, layers)
-    kinds, inside = KINDS_OF[sublayers], set(layers)
+    kinds = KINDS_OF[sublayers]
+    inside = set(layers)
     nodes: list[Node] = []
     for node in program.nodes:
         here = [sublayer for step in steps_of((node,)) for sublayer in step.sublayers]

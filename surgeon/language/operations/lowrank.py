@@ -113,12 +113,14 @@ def lowrank(
         named = None if weights is None else [role for role in weights if role not in lacked]
         return _kept(layers, left, named, keep or 0.0)
 
-    for_whole, inside = chosen("", None), frozenset(layers)
+    for_whole = chosen("", None)
+    inside = frozenset(layers)
 
     def truncate(sublayer: Sublayer) -> Sublayer:
         if inside.isdisjoint(sublayer.layers):
             return sublayer
-        kind, width = sublayer.kind, sublayer.width
+        kind = sublayer.kind
+        width = sublayer.width
         other = next((layer for layer in sublayer.layers if layer in shapes.others), None)
         usual = width is None and other is None
         return _truncated(sublayer, layers, for_whole if usual else chosen(kind, width, other))
@@ -133,7 +135,9 @@ def rank_for(keep: float, out_features: int, in_features: int) -> int | None:
     """
     # A share that is reached exactly must not be missed by the last digit of a product.
     rank = max(1, floor(keep * out_features * in_features / (out_features + in_features) * (1 + 1e-12)))
-    return rank if saves(rank, out_features, in_features) else None
+    if saves(rank, out_features, in_features):
+        return rank
+    return None
 
 
 def saves(rank: int, out_features: int, in_features: int) -> bool:

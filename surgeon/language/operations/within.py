@@ -28,7 +28,9 @@ def changed_within(program: Program, layers: range, steps_per_layer: int, change
     """
     wanted = tuple(node for layer in layers for node in layer_nodes(layer, steps_per_layer))
     nodes = _changed(program.nodes, wanted, change)
-    return None if nodes is None else Program(nodes)
+    if nodes is None:
+        return None
+    return Program(nodes)
 
 
 def _changed(nodes: tuple[Node, ...], wanted: tuple[Node, ...], change: Change) -> tuple[Node, ...] | None:
@@ -129,14 +131,17 @@ def _run_at(nodes: tuple[Node, ...], place: int, steps_per_layer: int) -> range:
         return range(0)
     first = stop = node.sublayers[0].layers[0]
     while nodes[place : place + steps_per_layer] == layer_nodes(stop, steps_per_layer):
-        place, stop = place + steps_per_layer, stop + 1
+        place = place + steps_per_layer
+        stop = stop + 1
     return range(first, stop)
 
 
 def _steps_per_layer(own: Program) -> int:
     """How many steps its layers have: 1 where some step is a whole layer, both of whose halves read the same."""
     whole = (layer_nodes(step.sublayers[0].layers[0], 1)[0] for step in steps_of(own.nodes))
-    return 1 if any(step == one for step, one in zip(steps_of(own.nodes), whole, strict=True)) else 2
+    if any(step == one for step, one in zip(steps_of(own.nodes), whole, strict=True)):
+        return 1
+    return 2
 
 
 def _at_depth(

@@ -38,7 +38,8 @@ def _what_is(model_type: str) -> str:
     near = nearest(model_type)
     if near is None or not near.alike:
         return f"supported: {', '.join(sorted((family.name for family in FAMILIES.values()), key=str.lower))}"
-    alike, functions = len(near.alike), len(near.alike + near.otherwise + near.more)
+    alike = len(near.alike)
+    functions = len(near.alike + near.otherwise + near.more)
     shares = f"which computes the same in {alike} of its {functions} functions"
     return f"the nearest that is: {near.family.name}, {shares}; surgeon check says what is otherwise"
 

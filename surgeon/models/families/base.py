@@ -38,7 +38,9 @@ class Factor:
 
     def __call__(self, config: Any) -> float | None:
         factor = float(getattr(config, self.attribute))
-        return None if factor == 1 else factor
+        if factor == 1:
+            return None
+        return factor
 
 
 def _unvaried(family: Family, _: Any) -> Family:
@@ -64,6 +66,7 @@ class Family:
     Attributes:
         name: as users know it.
         model_type: as `config.json` has it.
+        summary: a sentence on what is particular to it.
         layers: path of the decoder's list of layers, from the causal language model.
         embedding, final_norm, head: paths from the causal language model.
         head_bias: whether the head has a bias (Phi, GPT-J).
@@ -137,6 +140,7 @@ class Family:
 
     name: str
     model_type: str
+    summary: str
     layers: str
     embedding: str
     final_norm: str
@@ -219,7 +223,9 @@ class Family:
 
     def latent(self, config: Any) -> Latent | None:
         """The sizes of its attentions under this config, where they are latent ones."""
-        return None if self.attention.latent is None else self.attention.latent(config)
+        if self.attention.latent is None:
+            return None
+        return self.attention.latent(config)
 
     @property
     def attentions(self) -> list[SublayerSpec]:
@@ -254,7 +260,9 @@ class Family:
     @property
     def off_vllm(self) -> str | None:
         """Why vLLM runs no program of these attentions; None if it does."""
-        return "they look at chunks of a text" if self.chunked else None
+        if self.chunked:
+            return "they look at chunks of a text"
+        return None
 
     @property
     def shares_norm(self) -> bool:
@@ -274,7 +282,8 @@ class Family:
 
     def units(self, config: Any, layer: int | None = None) -> dict[Unit, int]:
         """How many heads, KV heads and neurons (of each expert) a layer has under this config."""
-        heads, spec = int(config.num_attention_heads), self.spec(FEED_FORWARD, layer)
+        heads = int(config.num_attention_heads)
+        spec = self.spec(FEED_FORWARD, layer)
         neurons = getattr(config, spec.width or self.intermediate)
         units: dict[Unit, int] = {
             "heads": heads,
@@ -292,7 +301,9 @@ class Family:
 
     def unit_width(self, config: Any, unit: Unit) -> int:
         """How many features of a projection one head or neuron has."""
-        return 1 if unit in NEURONS else self.head_dim(config)
+        if unit in NEURONS:
+            return 1
+        return self.head_dim(config)
 
     def layer_shapes(self, config: Any) -> LayerShapes:
         """The shapes of a layer's matrices under this config; biases and norms are left out."""
@@ -300,8 +311,10 @@ class Family:
         return replace(self._shapes_of(config, None), others=others)
 
     def _shapes_of(self, config: Any, layer: int | None) -> LayerShapes:
-        units, hidden = self.units(config, layer), int(config.hidden_size)
-        attention, mlp = self.spec(ATTENTION, layer), self.spec(FEED_FORWARD, layer)
+        units = self.units(config, layer)
+        hidden = int(config.hidden_size)
+        attention = self.spec(ATTENTION, layer)
+        mlp = self.spec(FEED_FORWARD, layer)
         shapes = {}
         for projection in (*attention.projections, *mlp.projections):
             divided = units[projection.unit] * self.unit_width(config, projection.unit)

@@ -1,4 +1,4 @@
-"""Cohere: attention beside MLP behind one norm without a shift; neighbouring features turn, logits have a factor."""
+"""Cohere's: Command R, Command R+, Command R7B."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ COHERE = replace(
     LLAMA,
     name="Cohere",
     model_type="cohere",
+    summary=("attention beside MLP behind one norm without a shift; neighbouring features turn, logits have a factor."),
     mlp=replace(LLAMA.mlp, norm=LLAMA.attention.norm),
     norm_kind="centred",
     norm_epsilon="layer_norm_eps",
@@ -32,4 +33,15 @@ COHERE = replace(
     logit_scale=Factor("logit_scale"),
     variant=_variant,
     unfused=_unfused,
+)
+
+
+COHERE2 = replace(
+    COHERE,
+    name="Cohere2",
+    model_type="cohere2",
+    summary="Cohere with windows in most layers; the others have no positions.",
+    rotary_in_windows=True,
+    window="sliding_window",
+    window_layers="layer_types",
 )

@@ -69,7 +69,9 @@ def _routing_v2(config: Any) -> Routing:
 
 
 def _unsupported(config: Any) -> str | None:
-    return "its configuration has no num_experts_per_tok" if config.num_experts_per_tok is None else None
+    if config.num_experts_per_tok is None:
+        return "its configuration has no num_experts_per_tok"
+    return None
 
 
 def _variant(family: Family, config: Any) -> Family:
@@ -107,6 +109,7 @@ DEEPSEEK_V3 = replace(
     LLAMA,
     name="DeepSeek-V3",
     model_type="deepseek_v3",
+    summary=("attentions over compressed keys and values, and mixtures with shared experts behind dense layers."),
     attention=SublayerSpec(
         norm="input_layernorm",
         modules=("self_attn",),
@@ -127,5 +130,6 @@ DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
     name="DeepSeek-V2",
     model_type="deepseek_v2",
+    summary=("attentions over compressed keys and values, and mixtures with shared experts behind dense layers."),
     mlp=replace(_MIXTURE, mixture=replace(_ROUTED, routing=_routing_v2, correction=None)),
 )

@@ -38,13 +38,16 @@ def _variant(family: Family, config: Any) -> Family:
 
 
 def _query_growth(config: Any) -> Growth | None:
-    return None if config.query_growth is None else Growth(float(config.query_growth[0]), int(config.query_growth[1]))
+    if config.query_growth is None:
+        return None
+    return Growth(float(config.query_growth[0]), int(config.query_growth[1]))
 
 
 FUSED = replace(
     LLAMA,
     name="the fused form",
     model_type="surgeon_fused",
+    summary="any family's functions, in layers that may differ in width",
     norm_epsilon="norm_eps",
     partly_rotary=True,
     dropout="residual_dropout",

@@ -1,13 +1,54 @@
-"""Gemma, the first: Llama's layout with gains stored as 1 + weight, embeddings times the root of their width."""
+"""Gemma's: Gemma, Gemma 2, Gemma 3."""
 
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.gemma2 import embedding_scale
+from surgeon.errors import shown
 from surgeon.models.families.llama import LLAMA
 
+MOST_FEATURES = 1 << 40  # of a head
 
-def _unsupported(config: Any) -> str | None:
+
+def embedding_scale(config: Any) -> float:
+    """The root of the stream's width."""
+    return float(config.hidden_size**0.5)
+
+
+def _attention_scale(config: Any) -> float:
+    scalar = config.query_pre_attn_scalar
+    if not 0 < scalar < MOST_FEATURES:
+        raise ValueError(f"query_pre_attn_scalar in config.json must be above 0, not {shown(scalar)}")
+    return float(scalar**-0.5)
+
+
+GEMMA2 = replace(
+    LLAMA,
+    name="Gemma2",
+    model_type="gemma2",
+    summary=("norms after sublayers too, gains stored as 1 + weight, windows in every other layer, capped logits."),
+    attention=replace(
+        LLAMA.attention,
+        modules=("self_attn", "post_attention_layernorm"),
+        post_norm="post_attention_layernorm",
+    ),
+    mlp=replace(
+        LLAMA.mlp,
+        norm="pre_feedforward_layernorm",
+        modules=("mlp", "post_feedforward_layernorm"),
+        post_norm="post_feedforward_layernorm",
+    ),
+    unit_offset=True,
+    activation="hidden_activation",
+    softcap="final_logit_softcapping",
+    attention_softcap="attn_logit_softcapping",
+    window="sliding_window",
+    window_layers="layer_types",
+    embedding_scale=embedding_scale,
+    attention_scale=_attention_scale,
+)
+
+
+def _gemma_unsupported(config: Any) -> str | None:
     if config.use_bidirectional_attention:
         return "its tokens attend to those behind them, too (use_bidirectional_attention)"
     return None
@@ -17,7 +58,25 @@ GEMMA = replace(
     LLAMA,
     name="Gemma",
     model_type="gemma",
+    summary="Llama's layout with gains stored as 1 + weight, embeddings times the root of their width.",
     unit_offset=True,
     embedding_scale=embedding_scale,
-    unsupported=_unsupported,
+    unsupported=_gemma_unsupported,
+)
+
+
+def _gemma3_unsupported(config: Any) -> str | None:
+    if config.use_bidirectional_attention:
+        return "its tokens look at those behind them, too (use_bidirectional_attention), as a language model's must not"
+    return None
+
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="Gemma3",
+    model_type="gemma3_text",
+    summary="Gemma2 with norms of heads in place of caps, and rotary positions by kind of layer.",
+    attention=replace(GEMMA2.attention, head_norms=("self_attn.q_norm", "self_attn.k_norm")),
+    attention_softcap=None,  # transformers caps no scores here, whatever attn_logit_softcapping says
+    unsupported=_gemma3_unsupported,
 )

@@ -1,8 +1,59 @@
-"""GLM: Llama's functions with gate and up packed into one projection; neighbouring features turn, half of a head's."""
+"""GLM's: GLM, GLM-4, GLM-4.5 with experts."""
+
+from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from surgeon.models.families.base import Family
+from surgeon.models.families.deepseek import DEEPSEEK_V3
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.phi3 import PHI3
+from surgeon.models.families.phi import PHI3
+from surgeon.models.families.qwen import QWEN3
 
-GLM = replace(LLAMA, name="GLM", model_type="glm", mlp=PHI3.mlp, partly_rotary=True, rotary_neighbours=True)
+GLM = replace(
+    LLAMA,
+    name="GLM",
+    model_type="glm",
+    summary=(
+        "Llama's functions with gate and up packed into one projection; neighbouring features turn, half of a head's."
+    ),
+    mlp=PHI3.mlp,
+    partly_rotary=True,
+    rotary_neighbours=True,
+)
+
+
+GLM4 = replace(
+    GLM,
+    name="GLM-4",
+    model_type="glm4",
+    summary="GLM with norms after sublayers, too.",
+    attention=replace(
+        GLM.attention,
+        modules=("self_attn", "post_self_attn_layernorm"),
+        post_norm="post_self_attn_layernorm",
+    ),
+    mlp=replace(GLM.mlp, modules=("mlp", "post_mlp_layernorm"), post_norm="post_mlp_layernorm"),
+)
+
+
+# Heads of queries and keys are normed where the configuration says so.
+
+
+def _variant(family: Family, config: Any) -> Family:
+    attention = QWEN3.attention if config.use_qk_norm else LLAMA.attention
+    return replace(DEEPSEEK_V3.variant(family, config), attention=attention)
+
+
+GLM4_MOE = replace(
+    LLAMA,
+    name="GLM-4.5-MoE",
+    model_type="glm4_moe",
+    summary="Llama's attention, a part of whose features turns, and DeepSeek-V3's mixtures.",
+    mlp=DEEPSEEK_V3.mlp,
+    intermediate=DEEPSEEK_V3.intermediate,
+    partly_rotary=True,
+    variant=_variant,
+    follow_mlp=DEEPSEEK_V3.follow_mlp,
+)

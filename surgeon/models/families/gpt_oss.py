@@ -26,6 +26,7 @@ GPT_OSS = replace(
     LLAMA,
     name="gpt-oss",
     model_type="gpt_oss",
+    summary="mixtures of experts with biases and clamped gates, and attentions whose heads have sinks.",
     attention=replace(LLAMA.attention, sinks="self_attn.sinks"),
     mlp=replace(
         MIXTURE,

@@ -1,12 +1,19 @@
-"""Llama 1, 2, 3: RMS norms, rotary positions, grouped KV heads, gated MLP."""
+"""Llama, and those with its layout: SmolLM3, Granite, Seed-OSS, StarCoder2, StableLM, Llama 4."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family
-from surgeon.models.families.specs import Projection, SublayerSpec
+from surgeon.errors import shown
+from surgeon.models.families.base import Factor, Family, Growth
+from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec
+from surgeon.models.routing import Routing
 
 
-def _unfused(fused: Any) -> dict[str, Any]:
+def _llama_unfused(fused: Any) -> dict[str, Any]:
     biases = {"attention_bias": fused.qkv_bias or fused.o_bias, "mlp_bias": fused.up_bias or fused.down_bias}
     return biases | {"use_sliding_window": fused.sliding_window is not None}
 
@@ -14,6 +21,7 @@ def _unfused(fused: Any) -> dict[str, Any]:
 LLAMA = Family(
     name="Llama",
     model_type="llama",
+    summary="RMS norms, rotary positions, grouped KV heads, gated MLP.",
     layers="model.layers",
     embedding="model.embed_tokens",
     final_norm="model.norm",
@@ -43,5 +51,255 @@ LLAMA = Family(
     intermediate="intermediate_size",
     gated=True,
     rotary=True,
-    unfused=_unfused,
+    unfused=_llama_unfused,
+)
+
+
+def _smollm3_unsupported(config: Any) -> str | None:
+    listed = len(config.no_rope_layers)
+    layers = config.num_hidden_layers
+    if listed != layers:
+        return f"no_rope_layers has an entry for each of {listed} layers, and there are {layers}"
+    return None
+
+
+SMOLLM3 = replace(
+    LLAMA,
+    name="SmolLM3",
+    model_type="smollm3",
+    summary="Llama's layout; some layers have no positions at all, and windows if configured.",
+    rotary_layers="no_rope_layers",  # 1 for a layer that has them, whatever the name says
+    layer_lists=("layer_types", "no_rope_layers"),
+    window="sliding_window",
+    window_layers="layer_types",
+    unsupported=_smollm3_unsupported,
+)
+
+
+_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _granite_unsupported(config: Any) -> str | None:
+    for name in _FACTORS:
+        factor = getattr(config, name)
+        if not math.isfinite(factor) or factor == 0:
+            return f"{name} must be a number other than 0, not {shown(factor)}"
+    return None
+
+
+def _attention_scale(config: Any) -> float:
+    return float(config.attention_multiplier)
+
+
+def _logit_scale(config: Any) -> float | None:
+    scaling: float = config.logits_scaling
+    if scaling == 1:
+        return None
+    return 1 / scaling
+
+
+def _granite_unfused(fused: Any) -> dict[str, Any]:
+    factors = {"attention_multiplier": fused.attention_scaling, "logits_scaling": 1 / fused.logit_scale}
+    return LLAMA.unfused(fused) | factors
+
+
+GRANITE = replace(
+    LLAMA,
+    name="Granite",
+    model_type="granite",
+    summary="Llama's layout, with factors on embeddings, attention scores, sublayer outputs and logits.",
+    embedding_scale=Factor("embedding_multiplier"),
+    attention_scale=_attention_scale,
+    output_scale=Factor("residual_multiplier"),
+    logit_scale=_logit_scale,
+    unsupported=_granite_unsupported,
+    unfused=_granite_unfused,
+)
+
+
+def _seed_oss_unfused(fused: Any) -> dict[str, Any]:
+    return LLAMA.unfused(fused) | {"attention_bias": fused.qkv_bias, "attention_out_bias": fused.o_bias}
+
+
+SEED_OSS = replace(
+    LLAMA,
+    name="Seed-OSS",
+    model_type="seed_oss",
+    summary=("Llama's layout, with heads of a width of their own, biases to configure, and dropout inside sublayers."),
+    module_dropout="residual_dropout",
+    unfused=_seed_oss_unfused,
+)
+
+
+def _starcoder2_unfused(fused: Any) -> dict[str, Any]:
+    return {"use_bias": fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias}
+
+
+STARCODER2 = replace(
+    LLAMA,
+    name="StarCoder2",
+    model_type="starcoder2",
+    summary=("Llama's attention with layer norms that have shifts, a plain MLP, biases; all layers may have windows."),
+    mlp=replace(
+        LLAMA.mlp,
+        projections=(
+            Projection("up", "mlp.c_fc", "neurons"),
+            Projection("down", "mlp.c_proj", "neurons", reads_stream=False),
+        ),
+    ),
+    norm_kind="layer",
+    norm_epsilon="norm_epsilon",
+    gated=False,
+    module_dropout="residual_dropout",
+    embedding_dropout="embedding_dropout",
+    window="sliding_window",
+    unfused=_starcoder2_unfused,
+)
+
+
+def _stablelm_variant(family: Family, config: Any) -> Family:
+    """Some models run attention and MLP side by side behind one norm; some norm every head with a gain of its own."""
+    attention = family.attention
+    mlp = family.mlp
+    if config.qk_layernorm:
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+        norms = [f"self_attn.{role}_layernorm.norms.{head}" for role in heads for head in range(heads[role])]
+        attention = replace(
+            attention,
+            beside=tuple(f"{norm}.weight" for norm in norms),
+            kept="each of their heads has a norm of its own",
+            apart="each of their heads has a norm of its own, which no rank has",
+            numbers=_numbers,
+        )
+    if not config.use_parallel_residual:
+        return replace(family, attention=attention)
+    mlp = replace(mlp, norm=attention.norm)
+    return replace(family, attention=attention, mlp=mlp, steps_per_layer=1, adds_in_turn=True)
+
+
+def _numbers(config: Any) -> int:
+    heads = config.num_attention_heads + config.num_key_value_heads
+    return int(heads * config.hidden_size // config.num_attention_heads)
+
+
+def _unfusable(config: Any) -> str | None:
+    if config.qk_layernorm:
+        return "layers stored side by side have no norm for each head"
+    return None
+
+
+def _stablelm_unfused(fused: Any) -> dict[str, Any]:
+    return {"use_qkv_bias": fused.qkv_bias, "use_parallel_residual": fused.parallel_residual}
+
+
+STABLELM = replace(
+    LLAMA,
+    name="StableLM",
+    model_type="stablelm",
+    summary=("Llama's layout with layer norms that have shifts, partly rotary; attention beside MLP if configured."),
+    attention=replace(LLAMA.attention, counts=("num_heads", "num_key_value_heads")),
+    mlp=replace(LLAMA.mlp, modules=("mlp", "dropout")),
+    norm_kind="layer",
+    norm_epsilon="layer_norm_eps",
+    partly_rotary=True,
+    mlp_dropout="hidden_dropout",
+    heads_fill_stream=True,
+    variant=_stablelm_variant,
+    unfusable=_unfusable,
+    unfused=_stablelm_unfused,
+)
+
+
+def _routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), "sigmoid")
+
+
+def _shared_neurons(config: Any) -> int:
+    return int(config.intermediate_size)
+
+
+def _gated(inside: str, before: str = "", unit: Any = "neurons") -> tuple[Projection, ...]:
+    """Gate, up and down projections of one MLP."""
+    roles = ("gate", "up", "down")
+    return tuple(Projection(f"{before}{one}", f"{inside}.{one}_proj", unit, one != "down") for one in roles)
+
+
+def _experts(role: str, name: str) -> Projection:
+    path = f"feed_forward.experts.{name}"
+    return Projection(role, path, "neurons", role != "down", transposed=True, stacked=True)
+
+
+def _query_growth(config: Any) -> Growth | None:
+    if not config.attn_temperature_tuning:
+        return None
+    return Growth(float(config.attn_scale), int(config.floor_scale), ahead=1)
+
+
+def _plain_head_norms(config: Any) -> bool:
+    return bool(config.use_qk_norm)
+
+
+def _llama4_variant(family: Family, config: Any) -> Family:
+    dense = [layer for layer in range(config.num_hidden_layers) if layer not in config.moe_layers]
+    return replace(family, layer_specs=tuple(("F", layer, _DENSE) for layer in dense))
+
+
+def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+    return {"moe_layers": [place for place, source in enumerate(sources) if source in config.moe_layers]}
+
+
+def _llama4_unsupported(config: Any) -> str | None:
+    layers = config.num_hidden_layers
+    listed = len(config.no_rope_layers)
+    if listed != layers:
+        return f"no_rope_layers has an entry for each of {listed} layers, and there are {layers}"
+    if config.attention_chunk_size:
+        return None
+    return "its configuration has no attention_chunk_size"
+
+
+_DENSE: SublayerSpec = replace(
+    LLAMA.mlp, modules=("feed_forward",), projections=_gated("feed_forward"), width="intermediate_size_mlp"
+)
+_MIXTURE: SublayerSpec = replace(
+    LLAMA.mlp,
+    modules=("feed_forward",),
+    projections=(
+        _experts("gate", "gate_up_proj"),
+        _experts("up", "gate_up_proj"),
+        _experts("down", "down_proj"),
+        *_gated("feed_forward.shared_expert", "shared_", "shared_neurons"),
+    ),
+    counts=("experts.intermediate_size", "experts.expert_dim"),
+    mixture=MixtureSpec(
+        router="feed_forward.router",
+        experts="feed_forward.experts",
+        count="num_local_experts",
+        routing=_routing,
+        counts=("feed_forward.num_experts", "feed_forward.experts.num_experts", "feed_forward.router.num_experts"),
+        top_k=("feed_forward.top_k", "feed_forward.router.top_k"),
+        shared=_shared_neurons,
+        weighs_inputs=True,
+        logits=1,
+    ),
+)
+
+LLAMA4 = replace(
+    LLAMA,
+    name="Llama 4",
+    model_type="llama4_text",
+    summary=("attentions over chunks, layers without positions, and mixtures whose experts read weighed inputs."),
+    mlp=_MIXTURE,
+    rotary_neighbours=True,
+    rotary_layers="no_rope_layers",  # 1 for a layer that has them, whatever the name says
+    layer_lists=("layer_types", "no_rope_layers"),
+    window="attention_chunk_size",
+    window_layers="layer_types",
+    chunked=True,
+    query_growth=_query_growth,
+    grows_unturned=True,
+    plain_head_norms=_plain_head_norms,
+    variant=_llama4_variant,
+    follow_mlp=_follow_mlp,
+    unsupported=_llama4_unsupported,
 )

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtral import MIXTRAL
-from surgeon.models.families.olmoe import OLMOE
+from surgeon.models.families.mistral import MIXTRAL
+from surgeon.models.families.olmo import OLMOE
 from surgeon.models.routing import Routing
 
 
@@ -18,6 +18,7 @@ MINIMAX_M2 = replace(
     LLAMA,
     name="MiniMax-M2",
     model_type="minimax_m2",
+    summary=("Mixtral's files, norms of all queries and all keys as OLMoE's, and a router as DeepSeek-V3's."),
     attention=OLMOE.attention,
     mlp=replace(
         MIXTRAL.mlp,

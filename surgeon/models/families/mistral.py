@@ -1,7 +1,62 @@
-"""Mistral: Llama's layout; some versions have a sliding attention window in every layer."""
+"""Mistral's: Mistral, Ministral, Ministral 3, Mixtral."""
 
 from dataclasses import replace
+from typing import Any
 
+from surgeon.models.families.base import Growth
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
+from surgeon.models.routing import Routing
 
-MISTRAL = replace(LLAMA, name="Mistral", model_type="mistral", window="sliding_window")
+MISTRAL = replace(
+    LLAMA,
+    name="Mistral",
+    model_type="mistral",
+    summary="Llama's layout; some versions have a sliding attention window in every layer.",
+    window="sliding_window",
+)
+
+
+MINISTRAL = replace(
+    MISTRAL,
+    name="Ministral",
+    model_type="ministral",
+    summary="Mistral with windows in some layers.",
+    window_layers="layer_types",
+)
+
+
+def _query_growth(config: Any) -> Growth | None:
+    rope = config.rope_parameters
+    rate = rope.get("llama_4_scaling_beta")
+    if rate is None:
+        return None
+    return Growth(float(rate), int(rope["original_max_position_embeddings"]))
+
+
+MINISTRAL3 = replace(
+    MISTRAL,
+    name="Ministral 3",
+    model_type="ministral3",
+    summary="Mistral with a factor on queries that grows with their positions.",
+    query_growth=_query_growth,
+)
+
+
+def _routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), normalise=True)
+
+
+MIXTRAL = replace(
+    LLAMA,
+    name="Mixtral",
+    model_type="mixtral",
+    summary="Mistral's attention, and mixtures of experts whose weights add up to 1.",
+    mlp=replace(
+        MIXTURE,
+        projections=stacked_experts("w1", "w3", "w2"),
+        mixture=replace(ROUTED, count="num_local_experts", routing=_routing),
+    ),
+    stored_names=(("mlp.", "block_sparse_moe."),),
+    window="sliding_window",
+)

@@ -18,7 +18,8 @@ def stacked_experts(gate: str = "gate_proj", up: str = "up_proj", down: str = "d
     """
 
     def of(role: str, name: str, stored: str) -> Projection:
-        path, alone = f"mlp.experts.{name}", f"mlp.experts.{{}}.{stored}"
+        path = f"mlp.experts.{name}"
+        alone = f"mlp.experts.{{}}.{stored}"
         return Projection(role, path, "neurons", role != "down", stacked=True, stored=alone)
 
     return (of("gate", "gate_up_proj", gate), of("up", "gate_up_proj", up), of("down", "down_proj", down))

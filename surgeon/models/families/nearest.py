@@ -45,7 +45,8 @@ class Likeness(NamedTuple):
 
 def nearest(model_type: str) -> Likeness | None:
     """The family with the most in common, None where transformers has no causal language model of the architecture."""
-    own, found = _functions(model_type), []
+    own = _functions(model_type)
+    found = []
     for name, family in FAMILIES.items() if own else ():
         theirs = _functions(name)
         both = [function for function in own if function in theirs]

@@ -1,13 +1,17 @@
-"""OLMo, the first: Llama's layout with layer norms that have neither gain nor shift, and bounded projections."""
+"""OLMo's: OLMo, OLMo2, OLMo3, OLMoE; and EXAONE-4, which is made like OLMo3."""
 
 from dataclasses import replace
 from typing import Any
 
+from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.mixtures import MIXTURE
 
 
 def _bound(config: Any) -> float | None:
-    return None if config.clip_qkv is None else float(config.clip_qkv)
+    if config.clip_qkv is None:
+        return None
+    return float(config.clip_qkv)
 
 
 def _unfused(fused: Any) -> dict[str, Any]:
@@ -18,8 +22,75 @@ OLMO = replace(
     LLAMA,
     name="OLMo",
     model_type="olmo",
+    summary="Llama's layout with layer norms that have neither gain nor shift, and bounded projections.",
     norm_kind="plain",
     norm_epsilon=1e-5,
     bound=_bound,
     unfused=_unfused,
+)
+
+
+OLMO2 = replace(
+    LLAMA,
+    name="OLMo2",
+    model_type="olmo2",
+    summary=(
+        "Llama's layout with norms behind sublayers in place of those before, and norms of all queries and all keys."
+    ),
+    attention=replace(
+        LLAMA.attention,
+        norm=None,
+        modules=("self_attn", "post_attention_layernorm"),
+        head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+        norms_all_heads=True,
+        post_norm="post_attention_layernorm",
+    ),
+    mlp=replace(
+        LLAMA.mlp,
+        norm=None,
+        modules=("mlp", "post_feedforward_layernorm"),
+        post_norm="post_feedforward_layernorm",
+    ),
+)
+
+
+OLMO3 = replace(
+    OLMO2,
+    name="OLMo3",
+    model_type="olmo3",
+    summary="OLMo2 with windows in most layers, and rotary positions by kind of layer.",
+    window="sliding_window",
+    window_layers="layer_types",
+)
+
+
+def _unsupported(config: Any) -> str | None:
+    if config.clip_qkv is None:
+        return None
+    return f"clip_qkv {config.clip_qkv} bounds what its attentions project"
+
+
+OLMOE = replace(
+    LLAMA,
+    name="OLMoE",
+    model_type="olmoe",
+    summary="mixtures of experts in every layer, and norms of all queries and all keys.",
+    attention=replace(LLAMA.attention, head_norms=("self_attn.q_norm", "self_attn.k_norm"), norms_all_heads=True),
+    mlp=MIXTURE,
+    heads_fill_stream=True,  # which is how wide those norms are
+    unsupported=_unsupported,
+)
+
+
+def _variant(family: Family, config: Any) -> Family:
+    return replace(family, rotary_in_windows=config.sliding_window is not None)
+
+
+EXAONE4 = replace(
+    OLMO3,
+    name="EXAONE-4",
+    model_type="exaone4",
+    summary=("norms behind sublayers only, norms of heads; where some layers have windows, only these have positions."),
+    attention=replace(OLMO3.attention, norms_all_heads=False),
+    variant=_variant,
 )

@@ -29,7 +29,9 @@ def _variant(family: Family, config: Any) -> Family:
 
 
 def _follow_width(config: Any, width: int) -> dict[str, Any]:
-    return {"word_embed_proj_dim": width} if config.word_embed_proj_dim == config.hidden_size else {}
+    if config.word_embed_proj_dim == config.hidden_size:
+        return {"word_embed_proj_dim": width}
+    return {}
 
 
 def _unfused(fused: Any) -> dict[str, Any]:
@@ -44,6 +46,7 @@ def _unfused(fused: Any) -> dict[str, Any]:
 OPT = Family(
     name="OPT",
     model_type="opt",
+    summary="layer norms with shifts, learned positions, biases everywhere, a plain ReLU MLP.",
     layers="model.decoder.layers",
     embedding="model.decoder.embed_tokens",
     final_norm="model.decoder.final_layer_norm",

@@ -1,4 +1,4 @@
-"""Phi-1 to Phi-2: attention beside a plain MLP behind one layer norm, biases everywhere, partly rotary."""
+"""Phi's: Phi-1 to 2, Phi3."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ PHI = replace(
     LLAMA,
     name="Phi",
     model_type="phi",
+    summary="attention beside a plain MLP behind one layer norm, biases everywhere, partly rotary.",
     final_norm="model.final_layernorm",
     attention=replace(
         LLAMA.attention,
@@ -39,4 +40,35 @@ PHI = replace(
     embedding_dropout="embd_pdrop",
     steps_per_layer=1,
     unsupported=_unsupported,
+)
+
+
+PHI3 = replace(
+    LLAMA,
+    name="Phi3",
+    model_type="phi3",
+    summary="Llama's functions with q, k, v packed into one projection, and gate and up into another.",
+    attention=replace(
+        LLAMA.attention,
+        projections=(
+            Projection("q", "self_attn.qkv_proj", "heads"),
+            Projection("k", "self_attn.qkv_proj", "kv_heads"),
+            Projection("v", "self_attn.qkv_proj", "kv_heads"),
+            Projection("o", "self_attn.o_proj", "heads", reads_stream=False),
+        ),
+        # It tells queries, keys and values apart by these counts.
+        counts=("config.num_attention_heads", "num_key_value_heads"),
+    ),
+    mlp=replace(
+        LLAMA.mlp,
+        projections=(
+            Projection("gate", "mlp.gate_up_proj", "neurons"),
+            Projection("up", "mlp.gate_up_proj", "neurons"),
+            Projection("down", "mlp.down_proj", "neurons", reads_stream=False),
+        ),
+    ),
+    partly_rotary=True,
+    computes_anew=True,
+    dropout="resid_pdrop",
+    window="sliding_window",
 )

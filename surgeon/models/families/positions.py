@@ -63,7 +63,9 @@ def rope_kinds(family: Family, config: Any) -> list[str | None]:
 def rope_of(family: Family, config: Any, kind: str | None = None) -> dict[str, Any]:
     """What a config says of the rotary positions of one of `rope_kinds`."""
     rope = family.rope(config)
-    return rope if kind is None else rope[kind]
+    if kind is not None:
+        rope = rope[kind]
+    return rope
 
 
 def rotary_angles(family: Family, config: Any, kind: str | None = None) -> tuple[tuple[float, ...], float]:

@@ -52,11 +52,15 @@ class Projection:
 
     @property
     def weight(self) -> str:
-        return self.path if self.stacked else f"{self.path}.weight"
+        if self.stacked:
+            return self.path
+        return f"{self.path}.weight"
 
     @property
     def bias(self) -> str:
-        return f"{self.path}_bias" if self.stacked else f"{self.path}.bias"
+        if self.stacked:
+            return f"{self.path}_bias"
+        return f"{self.path}.bias"
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,9 @@ class MixtureSpec:
         found = {"router.weight": f"{self.router}.weight", "router.bias": f"{self.router}.bias"}
         if self.correction is not None:
             found["router.correction"] = self.correction
-        return found if self.shared_router is None else found | {"shared_router.weight": f"{self.shared_router}.weight"}
+        if self.shared_router is None:
+            return found
+        return found | {"shared_router.weight": f"{self.shared_router}.weight"}
 
 
 @dataclass(frozen=True)
@@ -156,19 +162,25 @@ class SublayerSpec:
     @property
     def called(self) -> tuple[str, ...]:
         """Paths of the modules that are called one after the other on the stream, its norm among them."""
-        return self.modules if self.norm is None else (self.norm, *self.modules)
+        if self.norm is None:
+            return self.modules
+        return (self.norm, *self.modules)
 
     @property
     def others(self) -> dict[str, str]:
         """Paths of parameters that are no projection's and no norm's, by name."""
         found = {path: path for path in self.beside} | ({} if self.mixture is None else self.mixture.whole)
-        return found if self.sinks is None else found | {"sinks": self.sinks}
+        if self.sinks is None:
+            return found
+        return found | {"sinks": self.sinks}
 
     @property
     def feature_norms(self) -> dict[str, str]:
         """Paths of norms that have a gain for each feature of a projection, with its role."""
         each = self.norms_all_heads or self.gains_each_head
-        return dict(zip(self.head_norms, "qk", strict=True)) if each else {}
+        if each:
+            return dict(zip(self.head_norms, "qk", strict=True))
+        return {}
 
     def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """What its first module is called with, of the keyword arguments that the decoder has for a layer."""

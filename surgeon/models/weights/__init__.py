@@ -32,7 +32,7 @@ from surgeon.models.weights.modules import (
     unstored,
 )
 from surgeon.models.weights.names import Names
-from surgeon.models.weights.store import ModuleStore, NamedTensors, Replaced, Store, Tensors
+from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
 from surgeon.models.weights.units import (
     ListedUnits,
     Magnitude,
@@ -63,7 +63,6 @@ __all__ = [
     "NamedTensors",
     "Names",
     "RandomUnits",
-    "Replaced",
     "ScoredUnits",
     "Store",
     "TakenApart",

@@ -101,7 +101,8 @@ def decomposer(method: Method, statistics: Statistics | None = None, alpha: floa
     """
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}; {did_you_mean(method, METHODS)}")
-    known, need = statistics or Statistics(), NEEDS[method]
+    known = statistics or Statistics()
+    need = NEEDS[method]
     if need is None:
         return decompose
     given = getattr(known, need)
@@ -131,7 +132,9 @@ def _weighed(matrix: Tensor, weighing: Tensor | None) -> Tensor:
     if weighing is None:
         return matrix
     weighing = weighing.to(matrix.device)
-    return matrix.double() @ weighing if weighing.dim() == 2 else matrix.double() * weighing
+    if weighing.dim() == 2:
+        return matrix.double() @ weighing
+    return matrix.double() * weighing
 
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +155,8 @@ def _from_products(matrix: Tensor) -> tuple[Tensor, Tensor]:
         products.addmm_(block.T, block)
     squares, vectors = torch.linalg.eigh(products)
     del products
-    values, vectors = squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1)
+    values = squares.flip(0).clamp_min(0).sqrt()
+    vectors = vectors.flip(1)
     if not tall:
         return vectors, values
     # The others are orthogonal to them but for rounding, and are found in what these leave of the matrix.
@@ -204,7 +208,8 @@ def principal_components(matrix: Tensor, weighing: Tensor) -> Decomposition:
 
 def _decomposition(matrix: Tensor, left: Tensor, values: Tensor, plain: bool = False) -> Decomposition:
     full_rank = min(matrix.shape)
-    left, values = left[:, :full_rank], values[:full_rank]
+    left = left[:, :full_rank]
+    values = values[:full_rank]
     reached = full_rank
     if not plain:
         reached = int((values > _ROUNDING * values[0]).sum()) if len(values) else 0
@@ -251,7 +256,9 @@ def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
     roots = torch.linalg.vector_norm(kept, dim=1).sqrt()
     first = torch.where(roots > 0, 1 / roots, 0)[:, None] * kept
     factors = Factors(first, leading * roots)
-    return factors if leading.shape[1] == rank else _padded(factors, rank)
+    if leading.shape[1] == rank:
+        return factors
+    return _padded(factors, rank)
 
 
 def _padded(factors: Factors, rank: int) -> Factors:
@@ -289,7 +296,8 @@ class TruncatedSVD:
     """
 
     def __init__(self, remembers: bool = False, room: int = 0) -> None:
-        self.remembers, self.room = remembers, room
+        self.remembers = remembers
+        self.room = room
         self.kept: dict[tuple[tuple[int, ...], str], Tensor] = {}
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
@@ -343,7 +351,8 @@ def fitted(
         cross: X'Z, (in, in); Z'Z where the inputs are the same.
         kept: what the factors will be rounded to.
     """
-    first, second = factors.first.double(), factors.second.double()
+    first = factors.first.double()
+    second = factors.second.double()
     gram = moment.matrix.to(first)
     reached = gram @ first.T
     normal = first @ reached

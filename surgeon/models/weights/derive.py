@@ -188,7 +188,8 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
         if projections[0] in apart or f"{projections[0].role}.weight" not in tensors:
             continue
         own = [tensors[f"{projection.role}.weight"] for projection in projections]
-        like, stacks = projections[0], int(projections[0].stacked)
+        like = projections[0]
+        stacks = int(projections[0].stacked)
         stored = [one.mT if like.transposed else one for one in own]
         found[like.weight] = _in_place(stored, projections, spec, width, like.divided_dim + stacks)
         biases = [tensors[f"{one.role}.bias"] for one in projections if f"{one.role}.bias" in tensors]

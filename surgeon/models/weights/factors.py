@@ -112,7 +112,9 @@ class Factorised:
         outputs, inputs = self.of.shape
         if self.features is None:
             return outputs, inputs
-        return (outputs, len(self.features)) if self.writes else (len(self.features), inputs)
+        if self.writes:
+            return (outputs, len(self.features))
+        return (len(self.features), inputs)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -50,7 +50,9 @@ class StoredWeights:
     def tensor(self, path: str, bounds: Bounds | None = None, dim: int = 0) -> Tensor:
         """A tensor, or a part of it along one dimension."""
         name = self.names.of(path)
-        return self.store.tensor(name) if bounds is None else self.store.part(name, dim, *bounds)
+        if bounds is None:
+            return self.store.tensor(name)
+        return self.store.part(name, dim, *bounds)
 
     def count_layers(self) -> int:
         """How many layers are stored; the configuration of an edited model may count attentions of its program."""
@@ -61,7 +63,9 @@ class StoredWeights:
     def position_rows(self) -> int:
         """Rows of a learned position embedding, 0 without one."""
         path = self.family.position_embedding
-        return 0 if path is None else self.shape(f"{path}.weight")[0]
+        if path is None:
+            return 0
+        return self.shape(f"{path}.weight")[0]
 
     def has_factors(self) -> bool:
         """Whether some layer stores two factors in place of a matrix."""
@@ -75,7 +79,9 @@ class StoredWeights:
     def stored_experts(self, layer: int) -> int | None:
         """How many experts a layer is stored with; None where it is no mixture."""
         mixture = self.family.spec(FEED_FORWARD, layer).mixture
-        return None if mixture is None else self.shape(f"{self.prefix(layer)}{mixture.router}.weight")[0]
+        if mixture is None:
+            return None
+        return self.shape(f"{self.prefix(layer)}{mixture.router}.weight")[0]
 
     def prefix(self, layer: int) -> str:
         """What paths of a layer's tensors begin with."""
@@ -83,7 +89,9 @@ class StoredWeights:
 
     def unit_width(self, kind: str) -> int:
         """How many features a head of an attention, or a neuron of a feed-forward, has."""
-        return self.head_dim if kind == ATTENTION else 1
+        if kind == ATTENTION:
+            return self.head_dim
+        return 1
 
     def stored_units(self, kind: str, layer: int) -> Units:
         """How many heads and KV heads, or neurons, a layer is stored with.
@@ -97,7 +105,8 @@ class StoredWeights:
 
     def _layer_units(self, kind: str, layer: int) -> Units:
         units: Units = {}
-        width, spec = self.unit_width(kind), self.family.spec(kind, layer)
+        width = self.unit_width(kind)
+        spec = self.family.spec(kind, layer)
         for projection in spec.projections:
             own = self.own_matrix(layer, kind, projection)
             if own is not None:
@@ -134,7 +143,8 @@ class StoredWeights:
 
     def _find_own(self, layer: int, kind: str, projection: Projection, expert: int) -> Dense | Factored | None:
         spec = self.family.spec(kind, layer)
-        path, index = f"{self.prefix(layer)}{own_path(projection, spec)}", expert if projection.stacked else None
+        path = f"{self.prefix(layer)}{own_path(projection, spec)}"
+        index = expert if projection.stacked else None
         if f"{path}.first.weight" in self:
             first, second = (
                 Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index) for one in ("first", "second")
@@ -144,7 +154,9 @@ class StoredWeights:
             return Dense(self.store, self.names.of(f"{path}.weight"), index=index)
         if projection.stored is not None:
             alone = f"{self.prefix(layer)}{projection.stored.format(expert)}.weight"
-            return Dense(self.store, self.names.of(alone)) if alone in self else None
+            if alone in self:
+                return Dense(self.store, self.names.of(alone))
+            return None
         return None
 
     def layer_matrix(self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int) -> Dense | Factored:
@@ -152,7 +164,8 @@ class StoredWeights:
         own = self.own_matrix(layer, kind, projection, expert)
         places = self.places(layer, kind, projection)[kept]
         if own is None:
-            name, dim = self.names.of(f"{self.prefix(layer)}{projection.weight}"), projection.divided_dim
+            name = self.names.of(f"{self.prefix(layer)}{projection.weight}")
+            dim = projection.divided_dim
             features = None if len(places) == self.store.shape(name)[dim + int(projection.stacked)] else places
             index = expert if projection.stacked else None
             return Dense(self.store, name, dim, features, projection.transposed, index)
@@ -166,23 +179,29 @@ class StoredWeights:
 
     def bias_path(self, layer: int, kind: str, projection: Projection, expert: int) -> str:
         """Where the bias behind a matrix lies, if there is one."""
-        own, prefix = self.own_matrix(layer, kind, projection, expert), self.prefix(layer)
+        own = self.own_matrix(layer, kind, projection, expert)
+        prefix = self.prefix(layer)
         if own is None:
             return f"{prefix}{projection.bias}"
         path = f"{prefix}{own_path(projection, self.family.spec(kind, layer))}"
         if projection.stored is not None and f"{path}.weight" not in self and isinstance(own, Dense):
             return f"{prefix}{projection.stored.format(expert)}.bias"
-        return f"{path}.second.bias" if isinstance(own, Factored) else f"{path}.bias"
+        if isinstance(own, Factored):
+            return f"{path}.second.bias"
+        return f"{path}.bias"
 
     def one_of(self, path: str, index: int | None) -> Tensor:
         """A tensor, or one of those that are stacked in it."""
-        return self.tensor(path) if index is None else self.tensor(path, (index, index + 1))[0]
+        if index is None:
+            return self.tensor(path)
+        return self.tensor(path, (index, index + 1))[0]
 
     def places(self, layer: int, kind: str, projection: Projection) -> Tensor:
         """Where the features of a projection lie in the tensors that a layer stores it in."""
         key = layer, projection.role
         if key not in self._known_places:
-            units, width = self.stored_units(kind, layer), self.unit_width(kind)
+            units = self.stored_units(kind, layer)
+            width = self.unit_width(kind)
             if self.own_matrix(layer, kind, projection) is None:
                 spec = self.family.spec(kind, layer)
                 self._known_places[key] = unit_features(projection, spec, units, width).flatten()

@@ -41,7 +41,9 @@ def own_path(projection: Projection, spec: SublayerSpec) -> str:
     packed = modules_of(spec)[projection.path]
     if projection.stacked:
         return f"{projection.path.rpartition('.')[0]}.{projection.role}"
-    return projection.path if len(packed) == 1 else f"{projection.path}.{projection.role}"
+    if len(packed) == 1:
+        return projection.path
+    return f"{projection.path}.{projection.role}"
 
 
 def taken_apart(spec: SublayerSpec, factored: Callable[[str], bool]) -> list[Projection]:
@@ -67,7 +69,8 @@ def unit_features(projection: Projection, spec: SublayerSpec, units: Units, widt
         width: of one head; 1 for neurons.
     """
     packed = [other for other in spec.projections if other.path == projection.path]
-    place, count = packed.index(projection), units[projection.unit]
+    place = packed.index(projection)
+    count = units[projection.unit]
     if projection.interleaved:
         groups = min(units[other.unit] for other in packed)
         sizes = [units[other.unit] // groups * width for other in packed]
@@ -80,7 +83,9 @@ def unit_features(projection: Projection, spec: SublayerSpec, units: Units, widt
 
 def units_in(kind: str, units: Units) -> int:
     """How many KV groups an attention has, or neurons a feed-forward: what narrowed ones have fewer of."""
-    return units["neurons"] if kind == FEED_FORWARD else units.get("kv_heads", units.get("heads", 0))
+    if kind == FEED_FORWARD:
+        return units["neurons"]
+    return units.get("kv_heads", units.get("heads", 0))
 
 
 def narrowed(sublayer: Sublayer, units: Units) -> Units:

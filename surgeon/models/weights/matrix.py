@@ -75,7 +75,9 @@ class Dense:
         else:
             stored = read_features(self.store, self.name, self.features, self.dim)
         matrix = stored.T if self.transposed else stored
-        return matrix if dtype is None else matrix.to(dtype)
+        if dtype is None:
+            return matrix
+        return matrix.to(dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
         """Rows first..end-1."""
@@ -89,12 +91,16 @@ class Dense:
         else:
             part = self.store.part(self.name, rows_dim, first, end)
             stored = part.index_select(self.dim, self.features.to(part.device))
-        return stored.T if self.transposed else stored
+        if self.transposed:
+            return stored.T
+        return stored
 
     def _of_stack(self) -> Tensor:
         assert self.index is not None
         stored = self.store.part(self.name, 0, self.index, self.index + 1)[0]
-        return stored if self.features is None else stored.index_select(self.dim, self.features.to(stored.device))
+        if self.features is None:
+            return stored
+        return stored.index_select(self.dim, self.features.to(stored.device))
 
 
 @dataclass(frozen=True)
@@ -127,9 +133,12 @@ def read_features(store: Store, name: str, indices: Tensor, dim: int) -> Tensor:
 
     What lies between the first and the last of them is read too, and nothing else.
     """
-    first, end = int(indices[0]), int(indices[-1]) + 1
+    first = int(indices[0])
+    end = int(indices[-1]) + 1
     span = store.part(name, dim, first, end)
-    return span if end - first == len(indices) else span.index_select(dim, (indices - first).to(span.device))
+    if end - first == len(indices):
+        return span
+    return span.index_select(dim, (indices - first).to(span.device))
 
 
 def mean(parts: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -140,12 +149,15 @@ def mean(parts: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     Args:
         dtype: that the parts are taken in, and the mean is returned in; by default the first one's.
     """
-    total, count = torch.empty(0), 0
+    total = torch.empty(0)
+    count = 0
     for part in parts:
         count += 1
         dtype = part.dtype if dtype is None else dtype
         total = part.to(dtype) if count == 1 else _summable(total) + _summable(part.to(total.device, dtype))
-    return total if count == 1 else total.div_(count).to(dtype)
+    if count == 1:
+        return total
+    return total.div_(count).to(dtype)
 
 
 def _summable(part: Tensor) -> Tensor:

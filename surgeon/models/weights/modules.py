@@ -185,7 +185,8 @@ def leave_out(model: Any, weights: ModelWeights, program: Program) -> None:
     """
     layers = len(model.get_submodule(weights.family.layers))
     for index, kind in unstored(weights, program, layers):
-        layer, spec = model.get_submodule(f"{weights.family.layers}.{index}"), weights.family.spec(kind, index)
+        layer = model.get_submodule(f"{weights.family.layers}.{index}")
+        spec = weights.family.spec(kind, index)
         for root in {path.partition(".")[0] for path in (spec.norm, *spec.modules) if path is not None}:
             delattr(layer, root)
 
@@ -196,7 +197,8 @@ def unstored(weights: ModelWeights, program: Program, num_layers: int) -> list[t
     unused = {(layer, kind) for layer in range(num_layers) for kind in KINDS} - used
     found = []
     for layer, kind in sorted(unused):
-        spec, inside = weights.family.spec(kind, layer), f"{weights.family.layers}.{layer}."
+        spec = weights.family.spec(kind, layer)
+        inside = f"{weights.family.layers}.{layer}."
         paths = (*(one.weight for one in spec.projections), *spec.beside)
         if not any(f"{inside}{path}" in weights for path in paths):
             found.append((layer, kind))
@@ -238,7 +240,8 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
 
 def _leave_experts(layer: nn.Module, index: int, weights: ModelWeights) -> None:
     """Have a layer as many experts as are stored."""
-    mixture, experts = weights.family.spec(FEED_FORWARD, index).mixture, weights.stored_experts(index)
+    mixture = weights.family.spec(FEED_FORWARD, index).mixture
+    experts = weights.stored_experts(index)
     if mixture is None or experts is None or experts == len(layer.get_parameter(f"{mixture.router}.weight")):
         return
     whole = layer.get_submodule(mixture.experts)
@@ -262,11 +265,13 @@ def _empty(weights: ModelWeights, layer: int, path: str, like: Tensor) -> dict[s
 
 def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config: Any) -> None:
     """Give a layer's modules the shapes that one of its sublayers is stored in."""
-    spec, family = weights.spec(sublayer), weights.family
+    spec = weights.spec(sublayer)
+    family = weights.family
     modules = {path: layer.get_submodule(path) for path in (*modules_of(spec), *spec.feature_norms)}
     paths = [f"{path}.{name}" for path, module in modules.items() for name, _ in module.named_parameters()]
     for path in paths if spec.sinks is None else (*paths, spec.sinks):
-        stored, parameter = f"{family.layers}.{sublayer.layers[0]}.{path}", layer.get_parameter(path)
+        stored = f"{family.layers}.{sublayer.layers[0]}.{path}"
+        parameter = layer.get_parameter(path)
         if stored in weights and weights.shape(stored) != parameter.shape:
             owner = layer.get_submodule(path.rpartition(".")[0])
             setattr(owner, path.rpartition(".")[2], nn.Parameter(parameter.new_empty(weights.shape(stored))))
@@ -291,7 +296,9 @@ def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> Non
 
 def _taken_apart(packed: list[Projection], spec: SublayerSpec, tensors: Tensors, head_dim: int) -> nn.Module:
     parts = {one.role: _linear(own_path(one, spec), tensors) for one in packed}
-    return TakenApart(parts, head_dim if packed[0].interleaved else None) if len(parts) > 1 else parts[packed[0].role]
+    if len(parts) > 1:
+        return TakenApart(parts, head_dim if packed[0].interleaved else None)
+    return parts[packed[0].role]
 
 
 def recount_experts(layer: nn.Module, spec: SublayerSpec) -> None:
@@ -333,7 +340,8 @@ def _linear(path: str, tensors: Tensors, transposed: bool = False) -> nn.Module:
     """A linear map with the tensors below a path, as one module or as two factors."""
     if f"{path}.first.weight" in tensors:
         return FactoredLinear(_linear(f"{path}.first", tensors), _linear(f"{path}.second", tensors))
-    weight, bias = tensors[f"{path}.weight"], tensors.get(f"{path}.bias")
+    weight = tensors[f"{path}.weight"]
+    bias = tensors.get(f"{path}.bias")
     if transposed:
         from transformers.pytorch_utils import Conv1D  # takes seconds, and few architectures have it
 

@@ -27,13 +27,17 @@ class Names:
         first = path.partition(".")[0] + "."
         whole = any(name.startswith(f"{path}.") for name in self.store.names())
         bare = any(name.startswith(f"{path.removeprefix(first)}.") for name in self.store.names())
-        return first if bare and not whole else ""
+        if bare and not whole:
+            return first
+        return ""
 
     @property
     def prefix_of_layers(self) -> str | None:
         """The same, or None if there are none."""
         prefix = self.own(f"{self.family.layers}.")
-        return prefix if any(name.startswith(prefix) for name in self.store.names()) else None
+        if any(name.startswith(prefix) for name in self.store.names()):
+            return prefix
+        return None
 
     @cached_property
     def layers(self) -> str:
@@ -57,17 +61,24 @@ class Names:
         name = self.own(path)
         if path == f"{self.family.embedding}.weight" and name not in self.store:
             head = self.own(f"{self.family.head}.weight")
-            return head if head in self.store else name
+            if head in self.store:
+                return head
+            return name
         return name
 
     def own(self, path: str) -> str:
         """The name of the tensor at a path where nothing else stands for it."""
-        head, stored = f"{self.family.head}.", self.family.stored_head
+        head = f"{self.family.head}."
+        stored = self.family.stored_head
         if not path.startswith(head):
             name = path.removeprefix(self._left_out)
-            return self._renamed(name) if self.family.stored_names and name not in self.store else name
+            if self.family.stored_names and name not in self.store:
+                return self._renamed(name)
+            return name
         renamed = f"{stored}.{path.removeprefix(head)}"
-        return path if stored is None or renamed not in self.store else renamed
+        if stored is None or renamed not in self.store:
+            return path
+        return renamed
 
     def parts(self, path: str, experts: int) -> tuple[str, ...]:
         """The tensors that a parameter of the model is stored as: rows of it, one after the other; one, as a rule.
@@ -87,7 +98,8 @@ class Names:
 
     def below(self, layer: int, path: str) -> dict[str, str]:
         """The tensors of a module of a layer, or of one inside it, by their paths from the layer."""
-        prefix, found = f"{self.layers}{layer}.", dict[str, str]()
+        prefix = f"{self.layers}{layer}."
+        found = dict[str, str]()
         for name in (name for name in self.store.names() if name.startswith(prefix)):
             inside = name.removeprefix(prefix)
             for own, stored in self.family.stored_names:

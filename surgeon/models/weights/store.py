@@ -49,7 +49,9 @@ class Compact(Tensor):
 
 def dense(tensor: Tensor) -> Tensor:
     """A tensor whose numbers are in memory: of a packed one these, any other as it is."""
-    return tensor.numbers() if isinstance(tensor, Compact) else tensor
+    if isinstance(tensor, Compact):
+        return tensor.numbers()
+    return tensor
 
 
 class NamedTensors:
@@ -81,35 +83,6 @@ class NamedTensors:
         return self.tensor(name).narrow(dim, first, end - first)
 
 
-class Replaced:
-    """Another store, with tensors of its own in place of some of it."""
-
-    def __init__(self, store: Store, tensors: Tensors) -> None:
-        self._store = store
-        self._tensors = tensors
-        self.where = store.where
-
-    def names(self) -> Iterable[str]:
-        return self._store.names()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._store
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._store.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype if name in self._tensors else self._store.dtype(name)
-
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name] if name in self._tensors else self._store.tensor(name)
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        if name in self._tensors:
-            return self._tensors[name].narrow(dim, first, end - first)
-        return self._store.part(name, dim, first, end)
-
-
 class ModuleStore:
     """The parameters of a module in memory, or wherever `accelerate` has put them.
 
@@ -139,7 +112,8 @@ class ModuleStore:
         """A parameter's values, without a copy where they are in memory as such; fetched where they are offloaded."""
         from accelerate.utils import align_module_device
 
-        parameter, owner = self._of(name), self._owner(name)
+        parameter = self._of(name)
+        owner = self._owner(name)
         if owner is None or not hasattr(owner, "_hf_hook"):
             return dense(parameter.detach())
         with align_module_device(owner):
@@ -160,7 +134,8 @@ class ModuleStore:
 
     def _find(self, name: str) -> Tensor | None:
         """A parameter, or a buffer that is stored as one is."""
-        owner, last = self._owner(name), name.rpartition(".")[2]
+        owner = self._owner(name)
+        last = name.rpartition(".")[2]
         if owner is None:
             return None
         stored = last not in owner._non_persistent_buffers_set

@@ -140,7 +140,8 @@ def magnitudes(kind: str, layer: int, weights: LayerWeights) -> Tensor:
     Of a KV group those are its rows of q, k and v and its columns of o; of a neuron its rows of gate and up and its
     column of down. Biases do not count. All are zero of weights that are on the meta device.
     """
-    whole, count = Sublayer(kind, (layer,)), weights.stored_width(kind, layer)
+    whole = Sublayer(kind, (layer,))
+    count = weights.stored_width(kind, layer)
     total = torch.zeros(count, dtype=torch.float64)
     for projection in weights.family.spec(kind, layer).projections:
         matrix = weights.matrix(whole, projection.role).whole().detach()
@@ -158,4 +159,6 @@ def descending(scores: Tensor) -> Tensor:
 
 def unit_source(source: FactorSource | UnitSource) -> UnitSource:
     """What says which units are kept: the source, if it does."""
-    return source if isinstance(source, UnitSource) else Untold()
+    if isinstance(source, UnitSource):
+        return source
+    return Untold()

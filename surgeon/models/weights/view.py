@@ -92,7 +92,9 @@ class ModelWeights(StoredWeights):
             parts = tuple(
                 self.layer_matrix(layer, sublayer.kind, projection, kept, expert) for layer in sublayer.layers
             )
-            return parts[0] if len(parts) == 1 else Averaged(parts)
+            if len(parts) == 1:
+                return parts[0]
+            return Averaged(parts)
         of = self.matrix(replace(sublayer, piece=None, ranks=()), role)
         features = None if sublayer.piece is None else torch.arange(*self._bounds(sublayer, projection))
         return Factorised(self.factors, sublayer, role, of, features, not projection.reads_stream)
@@ -106,7 +108,9 @@ class ModelWeights(StoredWeights):
         """The rank of the two factors that a layer stores in place of a matrix; None where it is stored whole."""
         projection = self.spec(sublayer).projection(role)
         path = f"{self.prefix(sublayer.layers[0])}{own_path(projection, self.spec(sublayer))}.first.weight"
-        return self.shape(path)[int(projection.stacked)] if path in self else None
+        if path in self:
+            return self.shape(path)[int(projection.stacked)]
+        return None
 
     def stored_ranks(self, sublayer: Sublayer) -> tuple[tuple[str, int], ...]:
         """All of a sublayer's ranks as its (first) layer is stored, as a sublayer has them."""
@@ -142,8 +146,10 @@ class ModelWeights(StoredWeights):
         Args:
             sublayer: of one layer, unsliced.
         """
-        spec, (layer,) = self.spec(sublayer), sublayer.layers
-        whole, (module, _, what) = f"{self.prefix(layer)}{path}", path.rpartition(".")
+        spec = self.spec(sublayer)
+        (layer,) = sublayer.layers
+        whole = f"{self.prefix(layer)}{path}"
+        module, _, what = path.rpartition(".")
         packed = modules_of(spec).get(module, [])
         if module in spec.feature_norms:
             packed = [spec.projection(spec.feature_norms[module])]
@@ -165,7 +171,8 @@ class ModelWeights(StoredWeights):
         Args:
             dtype: as in `bias`.
         """
-        found, spec = {}, self.spec(sublayer)
+        found = {}
+        spec = self.spec(sublayer)
         for what, path in norm_paths(spec).items():
             needed = ("weight",) if path in spec.head_norms else self.family.norm_parts[:1]
             for part in ("weight", "bias"):
@@ -173,7 +180,8 @@ class ModelWeights(StoredWeights):
                 if part in needed or paths[0] in self:
                     found[f"{what}.{part}"] = mean((self.tensor(path) for path in paths), dtype)
             if path in spec.feature_norms:
-                role, gain = spec.feature_norms[path], f"{what}.weight"
+                role = spec.feature_norms[path]
+                gain = f"{what}.weight"
                 by_head = spec.gains_each_head
                 kept = self._heads(sublayer, role) if by_head else self._kept(sublayer, spec.projection(role))
                 found[gain] = found[gain][kept]
@@ -218,7 +226,8 @@ class ModelWeights(StoredWeights):
         def averaged(path: str) -> Tensor:
             return mean((self.tensor(f"{self.prefix(layer)}{path}") for layer in sublayer.layers), dtype)
 
-        found, spec = self.norms(sublayer, dtype) | self.router(sublayer, dtype), self.spec(sublayer)
+        found = self.norms(sublayer, dtype) | self.router(sublayer, dtype)
+        spec = self.spec(sublayer)
         found |= {path: averaged(path) for path in spec.beside if f"{self.prefix(sublayer.layers[0])}{path}" in self}
         if spec.sinks is not None:
             found["sinks"] = averaged(spec.sinks)[self._heads(sublayer, "q")]
@@ -249,7 +258,8 @@ class ModelWeights(StoredWeights):
 
     def router(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """What chooses among a mixture's experts: the rows, or numbers, of those that the sublayer has."""
-        mixture, found = self.spec(sublayer).mixture, {}
+        mixture = self.spec(sublayer).mixture
+        found = {}
         if mixture is None:
             return {}
         chosen = [one.experts[0] for one in self.each_expert(sublayer) if one.experts]
@@ -276,7 +286,9 @@ class ModelWeights(StoredWeights):
             kept = dtype or matrix.dtype
             found = {f"{role}.first.weight": first.to(kept), f"{role}.second.weight": second.to(kept)}
         bias = self.bias(sublayer, role, dtype)
-        return found if bias is None else found | {f"{role}.bias": bias}
+        if bias is None:
+            return found
+        return found | {f"{role}.bias": bias}
 
     def _bounds(self, sublayer: Sublayer, projection: Projection) -> Bounds:
         """The first and the end of the features that a slice has of a projection, among those of the whole sublayer."""
@@ -284,14 +296,10 @@ class ModelWeights(StoredWeights):
         first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
         return first * width, end * width
 
-    def features(self, sublayer: Sublayer, role: str) -> Tensor:
-        """Where the features that a sublayer, or its slice, has of a projection lie in what its layer stores of it."""
-        projection, (layer,) = self.spec(sublayer).projection(role), sublayer.layers
-        return self.places(layer, sublayer.kind, projection)[self._kept(sublayer, projection)]
-
     def _kept(self, sublayer: Sublayer, projection: Projection) -> Kept:
         """The features that a sublayer has of a projection, among all that its layer has, ascending."""
-        inside, units = slice(*self._bounds(sublayer, projection)), self.stored_units(sublayer.kind, sublayer.layers[0])
+        inside = slice(*self._bounds(sublayer, projection))
+        units = self.stored_units(sublayer.kind, sublayer.layers[0])
         if sublayer.width in (None, units_in(sublayer.kind, units)):
             return inside
         features = units[projection.unit] // units_in(sublayer.kind, units) * self.unit_width(sublayer.kind)

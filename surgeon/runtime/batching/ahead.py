@@ -95,7 +95,9 @@ def best_ahead(
         if chance**place >= LEAST_CHANCE
     ]
     further.sort()
-    tokens, drafted, taken = float(count), 0.0, 0
+    tokens = float(count)
+    drafted = 0.0
+    taken = 0
     plain = count / verifying(count)
     fastest = LEAST_GAIN * plain
     texts = [0] * (1 + max(most))  # in each of the draft's passes
@@ -107,7 +109,8 @@ def best_ahead(
         tokens -= less
         rate = tokens / (drafted + verifying(count + number))
         if rate > fastest and covered(drafted, count + number):
-            fastest, taken = rate, number
+            fastest = rate
+            taken = number
     best = Counter(text for _, _, text in further[:taken])
     return [best[text] for text in range(count)], fastest if taken else plain
 
@@ -121,12 +124,14 @@ class Hits:
 
     def fade(self, by: float) -> None:
         """Have all that was seen count less."""
-        self.tried, self.right = self.tried * by, self.right * by
+        self.tried = self.tried * by
+        self.right = self.right * by
 
     def note(self, tried: int, right: int, fade: float) -> None:
         """Add what a round has shown."""
         self.fade(fade)
-        self.tried, self.right = self.tried + tried, self.right + right
+        self.tried = self.tried + tried
+        self.right = self.right + right
 
     def chance(self, prior: float) -> float:
         """Of the next token to be right.
@@ -224,7 +229,8 @@ class PassTimes:
             return self._seconds[tokens]
         first = 0.0 if tokens in self._begun else self.longer_at_first / USED_AGAIN
         at = bisect_left(self._sizes, tokens)
-        low, high = self._sizes[max(0, at - 1)], self._sizes[min(at, len(self._sizes) - 1)]
+        low = self._sizes[max(0, at - 1)]
+        high = self._sizes[min(at, len(self._sizes) - 1)]
         if low == high:
             return first + self._seconds[low]
         share = (tokens - low) / (high - low) if low < tokens else 0.0
@@ -240,7 +246,8 @@ class PerToken:
 
     def note(self, tokens: int, seconds: float) -> None:
         """Add a pass."""
-        self.tokens, self.seconds = self.tokens * OWN_FADE + tokens, self.seconds * OWN_FADE + seconds
+        self.tokens = self.tokens * OWN_FADE + tokens
+        self.seconds = self.seconds * OWN_FADE + seconds
 
 
 class Ahead:
@@ -279,7 +286,8 @@ class Ahead:
         """
         found = [0] * len(texts)
         if len(texts) != self._texts:
-            self._texts, self._unasked = len(texts), 0
+            self._texts = len(texts)
+            self._unasked = 0
         if self._unasked:
             self._unasked -= 1
         elif self.verifying.knows(len(texts)) and any(most):
@@ -295,14 +303,17 @@ class Ahead:
     ) -> list[int]:
         nothing = [0] * len(texts)
         free = ENOUGH * self._plain - self._made_up
-        to_make_up, to_lose = free + max(0.0, self._won), self._won + min(0.0, free)
+        to_make_up = free + max(0.0, self._won)
+        to_lose = self._won + min(0.0, free)
         to_lose += MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
         worth = self._worth_of_missed(texts, most, further) if any(missed) else []
         best = self._best(texts, self._within(most, missed, worth, to_make_up), to_lose)
         if any(best):
             self._wait = FIRST_WAIT
             plain_after = min(PLAIN_AFTER, 2 * self.verifying.count(len(texts)))
-            return nothing if self._drafted and self._alike >= plain_after else best
+            if self._drafted and self._alike >= plain_after:
+                return nothing
+            return best
         trial = [min(1, each) for each in self._within(most, missed, [inf] * len(texts), to_make_up)]
         together = self.verifying.at_most(len(texts) + sum(trial))
         due = not self.drafting.known or (self._alike >= self._wait and not self._drafted)
@@ -351,7 +362,9 @@ class Ahead:
     def _per_missed(self) -> float:
         """Seconds of each token that the draft has missed."""
         known = self.missed if self.missed.tokens else self.prompts
-        return known.seconds / known.tokens if known.tokens else self._plain
+        if known.tokens:
+            return known.seconds / known.tokens
+        return self._plain
 
     def _drafting_at_most(self, texts: int) -> float:
         """What a pass of the draft takes."""
@@ -365,7 +378,8 @@ class Ahead:
         """Note what a pass of the draft took."""
         longest = LONGEST * max(self._drafting_at_most(texts), self._plain)
         self.drafting.note(texts, seconds)
-        self._spent, self._won = self._spent + seconds, self._won - min(seconds, longest)
+        self._spent = self._spent + seconds
+        self._won = self._won - min(seconds, longest)
 
     def note_missed(self, tokens: int, seconds: float) -> None:
         """Note what a pass of the draft took that made up for many tokens."""
@@ -375,7 +389,8 @@ class Ahead:
 
     def note_pass(self, tokens: int, seconds: float) -> None:
         """Note what a pass of the model took."""
-        self._spent, self._won = ACCOUNT_FADE * self._spent + seconds, ACCOUNT_FADE * self._won
+        self._spent = ACCOUNT_FADE * self._spent + seconds
+        self._won = ACCOUNT_FADE * self._won
         self._made_up *= ACCOUNT_FADE
         if self._drafted and tokens > self._texts:
             usual = max(self.verifying.at_most(tokens), self.verifying.mean(tokens), self._plain)

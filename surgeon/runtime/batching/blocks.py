@@ -60,7 +60,9 @@ class BlockTable:
         return self._keep(gone, self.blocks[gone - self.gone :], self.blocks[: gone - self.gone])
 
     def _keep(self, gone: int, kept: list[int], taken: list[int]) -> list[int]:
-        self.gone, self.blocks, self.runs = gone, [], [(GONE, gone)] if gone else []
+        self.gone = gone
+        self.blocks = []
+        self.runs = [(GONE, gone)] if gone else []
         self.extend(kept)
         return taken
 
@@ -119,7 +121,8 @@ class Gaps:
 
     def give(self, block: int) -> None:
         """Put a block back: it joins the gaps that end and begin there."""
-        start, end = self._start_of.pop(block, block), self._end_of.pop(block + 1, block + 1)
+        start = self._start_of.pop(block, block)
+        end = self._end_of.pop(block + 1, block + 1)
         self._end_of.pop(start, None)
         self._start_of.pop(end, None)
         self._add(start, end)
@@ -193,7 +196,9 @@ class BlockPool:
             most: blocks that it may share, any number if None.
             root: ROOT, or a number below it for sequences that share among themselves only.
         """
-        size, path, number = self.block_tokens, [], root
+        size = self.block_tokens
+        path = []
+        number = root
         end = (len(tokens) - 1) // size
         for block in range(end if most is None else min(end, most)):
             found = self._prefixes.find(number, tuple(tokens[block * size : (block + 1) * size]))
@@ -210,7 +215,10 @@ class BlockPool:
 
     def _shareable(self, group: int, path: Sequence[int]) -> set[int]:
         """How many of a path's blocks a sequence can share, as far as one group goes."""
-        size, window, known, found = self.block_tokens, self.windows[group], 0, {0}
+        size = self.block_tokens
+        window = self.windows[group]
+        known = 0
+        found = {0}
         for length, number in enumerate(path, start=1):
             known = known + 1 if (group, number) in self._known else 0
             if known >= length - first_block(length * size, window, size):
@@ -331,7 +339,8 @@ class BlockPool:
             for group, table in enumerate(own.tables):
                 if (group, number) not in self._known:
                     block = table.blocks[own.known - table.gone]
-                    self._known[group, number], self._key[block] = block, (group, number)
+                    self._known[group, number] = block
+                    self._key[block] = (group, number)
                     self._prefixes.hold(number)
             self._prefixes.let_go(own.number)
             own.number = number
@@ -354,4 +363,6 @@ class BlockPool:
         for table in own.tables:
             self._give_back(table.blocks)
         self._prefixes.let_go(own.number)
-        own.tables, own.known, own.number = (), 0, ROOT
+        own.tables = ()
+        own.known = 0
+        own.number = ROOT

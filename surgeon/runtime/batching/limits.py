@@ -25,7 +25,6 @@ class Limits:
         as_pays: whether fewer tokens are drafted, or none, where that is faster.
         looked_up: whether a text's drafts are what it has in itself (lookup.py); otherwise passes draft them.
         stretches: how many ranks a pass goes through, one after the other (in_flight.py).
-        in_flight: how many passes are to be on their way through them.
     """
 
     max_batch: int
@@ -39,7 +38,6 @@ class Limits:
     as_pays: bool = False
     looked_up: bool = False
     stretches: int = 1
-    in_flight: int = 1
 
     def __post_init__(self) -> None:
         at_least = {"max_batch": 1, "max_tokens": 2, "max_waiting": 0, "pass_tokens": self.max_batch, "draft_tokens": 0}

@@ -35,7 +35,9 @@ class KnownPrefixes:
         number = self._found.get(key)
         if number is None:
             number = next(self._numbers)
-            self._found[key], self._keys[number], self._holds[number] = number, key, 0
+            self._found[key] = number
+            self._keys[number] = key
+            self._holds[number] = 0
             self.hold(before)
         return number
 

@@ -125,7 +125,8 @@ def check_length(request: Request, room: int) -> None:
     Raises:
         ValueError: if it has more, or an empty prompt.
     """
-    prompt, new = len(request.prompt), request.sampling.max_new_tokens
+    prompt = len(request.prompt)
+    new = request.sampling.max_new_tokens
     if not prompt:
         raise ValueError("the prompt is empty: it has no tokens; give at least one")
     if prompt + new > room:

@@ -163,12 +163,16 @@ class Scheduler:
     def _border(self) -> float:
         """How many tokens a text has at most before it is computed again."""
         long_texts = self.limits.long_texts
-        return long_texts.beyond if long_texts is not None and long_texts.anew else math.inf
+        if long_texts is not None and long_texts.anew:
+            return long_texts.beyond
+        return math.inf
 
     def _put_back(self, sequence: Sequence) -> None:
         """Have a sequence that ran come first in the queue, without blocks."""
         self.pool.close(sequence.blocks)
-        sequence.blocks, sequence.computed, sequence.drafter_computed = SequenceBlocks(), 0, 0
+        sequence.blocks = SequenceBlocks()
+        sequence.computed = 0
+        sequence.drafter_computed = 0
         self.waiting.appendleft(sequence)
 
     def _continued(self) -> list[ScheduledChunk]:
@@ -190,7 +194,8 @@ class Scheduler:
             most: tokens it may have.
             alone: whether the pass is empty without it, which therefore gets room.
         """
-        begin, length = sequence.computed, len(sequence.tokens)
+        begin = sequence.computed
+        length = len(sequence.tokens)
         last = min(length, begin + most)
         end = self.pool.reach(sequence.blocks, begin, last, length)
         if end == begin:
@@ -210,7 +215,8 @@ class Scheduler:
         if self.ahead is not None:
             further = [max(1, self.expected.length(text) - text.computed) for text in texts]
             wanted = self.ahead.choose([text.hits for text in texts], wanted, missed, further)
-        drafting, budget = list[ScheduledChunk](), self.limits.pass_tokens
+        drafting = list[ScheduledChunk]()
+        budget = self.limits.pass_tokens
         for text, most, lacking in zip(texts, wanted, missed, strict=True):
             computed = min(lacking, budget) if most else 0
             budget -= computed
@@ -262,12 +268,14 @@ class Scheduler:
         if full or not self.waiting or self._refused_at == pool.releases:
             return False
         sequence = self.waiting[0]
-        unscored, size = sequence.unscored, pool.block_tokens
+        unscored = sequence.unscored
+        size = pool.block_tokens
         tokens = sequence.tokens
         long_texts = self.limits.long_texts
         root = ROOT if long_texts is None else long_texts.root(sequence.prompt)
         prefix = pool.match(tokens, None if unscored is None else (unscored - 1) // size, root)
-        computed, length = prefix.blocks * size, len(sequence.tokens)
+        computed = prefix.blocks * size
+        length = len(sequence.tokens)
         blocks = pool.open(prefix)
         own = pool.lacking(blocks, min(length, computed + budget), length)
         own = max(own, pool.still_to_come(blocks, max(length, self.expected.length(sequence))))
@@ -275,9 +283,11 @@ class Scheduler:
             pool.close(blocks)
             self._refused_at = pool.releases
             return False
-        sequence.blocks, sequence.computed = blocks, computed
+        sequence.blocks = blocks
+        sequence.computed = computed
         if sequence.admitted is None:
-            sequence.admitted, sequence.cached = time.monotonic(), sequence.computed
+            sequence.admitted = time.monotonic()
+            sequence.cached = sequence.computed
             self.tally.prompt_tokens += len(sequence.tokens)
             self.tally.cached_tokens += sequence.computed
         self.running.append(self.waiting.popleft())
@@ -305,9 +315,12 @@ class Scheduler:
             scores: of every chunk with targets, how likely these are; so does NaN.
         """
         outputs: list[Output] = []
-        found, scored = iter(chosen), iter(scores)
+        found = iter(chosen)
+        scored = iter(scores)
         for chunk in chunks:
-            sequence, wanted, completes = chunk.sequence, chunk.wanted, chunk.completes
+            sequence = chunk.sequence
+            wanted = chunk.wanted
+            completes = chunk.completes
             sequence.drafter_computed += chunk.missed
             prompt = tuple(next(scored)) if chunk.targets is not None else ()
             choices = list(next(found)) if wanted else []
@@ -390,5 +403,7 @@ def _output(
     choice: tuple[int | None, TokenLogprob | None] = NOTHING,
     prompt: tuple[TokenLogprob, ...] = (),
 ) -> Output:
-    cached, admitted, drafts = sequence.cached, sequence.admitted, (sequence.drafted, sequence.accepted)
+    cached = sequence.cached
+    admitted = sequence.admitted
+    drafts = (sequence.drafted, sequence.accepted)
     return Output(sequence.request.id, *choice, reason, cached, admitted, prompt, *drafts)

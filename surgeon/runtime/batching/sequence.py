@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 from surgeon.runtime.batching.ahead import FEW_MISSED, Hits
@@ -43,12 +44,10 @@ class Row(NamedTuple):
         start: how many of the sequence's tokens are in the cache.
         tokens: the next ones.
         runs: the sequence's blocks in each group of the cache, with room for these tokens.
-        wanted: of the last token; of every token where they were drafted.
+        wanted: of the last token.
         targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
         prompt: how many tokens the sequence's prompt has, or what was computed again as one: each of these turns as in
             a text of so many (`LongTexts`).
-        drafted: whether its tokens have been through the first rack already, one in each of the passes that drafted
-            those behind the first of them; such rows come first in a pass, and those with the most tokens first.
         known: of a draft's rows, how many of the sequence's tokens the model has computed: their keys and values stay
             as they are where the draft's attentions share them.
     """
@@ -58,9 +57,34 @@ class Row(NamedTuple):
     runs: tuple[list[BlockRun], ...]
     wanted: Wanted
     targets: Targets | None = None
-    drafted: bool = False
     prompt: int = 0
     known: int = 0
+
+
+LEAST_IN_HALF = 2  # tokens of a text that is cut, on either side
+Halves = tuple[list[Row], list[Row]]
+
+
+def halves_of(rows: Several[Row]) -> Halves | None:
+    """Rows in two halves that take turns (model/halves.py), their tokens in the same order; None if that cannot be.
+
+    The row in the middle is cut if it is long enough, and otherwise in the half that is nearer.
+    """
+    ends = list(accumulate(len(row.tokens) for row in rows))
+    middle = ends[-1] // 2
+    number = next(number for number, end in enumerate(ends) if end > middle)
+    row = rows[number]
+    before = [*rows[:number]]
+    count = middle - (ends[number] - len(row.tokens))  # of its tokens that come before the middle
+    if LEAST_IN_HALF <= count <= len(row.tokens) - LEAST_IN_HALF:
+        first = row._replace(tokens=row.tokens[:count])
+        second = row._replace(tokens=row.tokens[count:], start=row.start + count)
+        return [*before, first], [second, *rows[number + 1 :]]
+    if before and (2 * count <= len(row.tokens) or number + 1 == len(rows)):
+        return before, [*rows[number:]]
+    if number + 1 < len(rows):
+        return ([*before, row], [*rows[number + 1 :]])
+    return None
 
 
 @dataclass(frozen=True)
@@ -83,7 +107,11 @@ class LongTexts:
 
     def root(self, prompt: int) -> int:
         """Where texts whose keys of the same tokens are the same begin, as of `BlockPool.match`."""
-        return 0 if prompt <= self.beyond else -prompt if self.by_length else -1
+        if prompt <= self.beyond:
+            return 0
+        if self.by_length:
+            return -prompt
+        return -1
 
 
 class AskedPlaces(NamedTuple):
@@ -100,13 +128,16 @@ class AskedPlaces(NamedTuple):
 
 def asked_of(rows: Several[Row]) -> AskedPlaces:
     """What the rows of a pass ask for."""
-    places, wanted, predicting, end = list[int](), list[Wanted](), list[int](), 0
+    places = list[int]()
+    wanted = list[Wanted]()
+    predicting = list[int]()
+    end = 0
     for row in rows:
-        start, end = end, end + len(row.tokens)
+        start = end
+        end += len(row.tokens)
         if row.wanted:
-            first = start if row.drafted else end - 1
-            places += range(first, end)
-            wanted += [row.wanted] * (end - first)
+            places.append(end - 1)
+            wanted.append(row.wanted)
         if row.targets is not None:
             first = start + row.targets.first
             predicting += range(first, first + len(row.targets.tokens))
@@ -162,7 +193,8 @@ class Sequence:
 
     def take_unverified(self) -> list[int]:
         """Take off the drafts, which have not been computed then."""
-        known, self.unverified = self.known, 0
+        known = self.known
+        self.unverified = 0
         drafts = self.tokens[known:]
         del self.tokens[known:]
         self.computed = min(self.computed, known)
@@ -171,7 +203,8 @@ class Sequence:
     @classmethod
     def of(cls, request: Request) -> Sequence:
         """A request that has just come."""
-        prompt, sampling = list(request.prompt), request.sampling
+        prompt = list(request.prompt)
+        sampling = request.sampling
         wanted = Wanted.BEST if sampling.greedy else Wanted.LOGITS
         scored = sampling.prompt_logprobs is not None and len(prompt) > 1
         return cls(
@@ -204,51 +237,52 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        return self.sequence.wanted if self.completes else Wanted.NOTHING
+        if self.completes:
+            return self.sequence.wanted
+        return Wanted.NOTHING
 
     @property
     def targets(self) -> Targets | None:
         """What it tells of the prompt."""
-        sequence, prompt = self.sequence, self.sequence.request.prompt
-        top, begin = sequence.request.sampling.prompt_logprobs, sequence.unscored
+        sequence = self.sequence
+        prompt = self.sequence.request.prompt
+        top = sequence.request.sampling.prompt_logprobs
+        begin = sequence.unscored
         tokens = () if begin is None else prompt[begin : sequence.computed + self.tokens + 1]
         if begin is None or top is None or not tokens:
             return None
         return Targets(begin - 1 - sequence.computed, list(tokens), top)
 
-    def row(self, drafts: Several[int] = ()) -> Row:
-        """What the ranks compute.
+    def rows(self, drafts: Several[int] = ()) -> list[Row]:
+        """What the ranks compute: a row, or where tokens were drafted one of each token.
 
-        Args:
-            drafts: the tokens that were drafted.
+        A pass puts all keys and values into the cache before anything looks there. So tokens that were drafted come in
+        passes of the same kind as texts that add one token.
         """
-        sequence, first = self.sequence, self.sequence.computed
+        sequence = self.sequence
+        first = sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
-        runs, drafted = sequence.blocks.runs, bool(drafts)
-        return Row(first, [*tokens, *drafts], runs, self.wanted, self.targets, drafted, sequence.prompt)
-
-    def rows_apart(self, drafts: Several[int]) -> list[Row]:
-        """The same as a row of each token: a pass puts all keys and values into the cache before anything looks there.
-
-        So tokens that were drafted come in passes of the same kind as texts that add one token.
-        """
-        whole = self.row(drafts)
-        return _apart(whole._replace(drafted=False)) if drafts else [whole]
+        row = Row(first, [*tokens, *drafts], sequence.blocks.runs, self.wanted, self.targets, sequence.prompt)
+        if drafts:
+            return _apart(row)
+        return [row]
 
     def drafting_rows(self, drafts: Several[int]) -> list[Row]:
-        """What the ranks compute to draft one more token, or to have the last one drafted go through the first rack.
+        """What the ranks compute to draft one more token.
 
         What the draft has missed comes with the first of them, in front of the newest token, or alone.
 
         Args:
             drafts: the tokens drafted so far.
         """
-        sequence, missed = self.sequence, 0 if drafts else self.missed
+        sequence = self.sequence
+        missed = 0 if drafts else self.missed
         tokens = [*sequence.tokens, *drafts]
         end = len(tokens) if self.drafts else sequence.drafter_computed + missed
         first = end - missed - bool(self.drafts)
         wanted = sequence.wanted if len(drafts) < self.drafts else Wanted.NOTHING
-        runs, prompt = sequence.blocks.runs, sequence.prompt
+        runs = sequence.blocks.runs
+        prompt = sequence.prompt
         row = Row(first, tokens[first:end], runs, wanted, prompt=prompt, known=sequence.computed)
         if not 0 < missed <= FEW_MISSED:
             return [row]
@@ -284,5 +318,6 @@ class Expectation:
 
     def length(self, sequence: Sequence) -> int:
         """How many tokens of a text there will be in the cache."""
-        prompt, limit = len(sequence.request.prompt), sequence.request.sampling.max_new_tokens
+        prompt = len(sequence.request.prompt)
+        limit = sequence.request.sampling.max_new_tokens
         return min(prompt + math.ceil(limit * self.share), sequence.last - 1)

@@ -20,13 +20,17 @@ def blocks_for(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
 
 def first_block(computed: int, window: int | None, block_tokens: int = BLOCK_TOKENS) -> int:
     """The first block that a text still needs when so many of its tokens are in the cache."""
-    return 0 if window is None else max(0, computed - window + 1) // block_tokens
+    if window is None:
+        return 0
+    return max(0, computed - window + 1) // block_tokens
 
 
 def most_held(tokens: int, window: int | None, block_tokens: int = BLOCK_TOKENS) -> int:
     """The most blocks of one group that a text holds at a time until it has so many tokens, one more in each pass."""
     whole = blocks_for(tokens, block_tokens)
-    return whole if window is None else min(whole, blocks_for(window - 1, block_tokens) + 1)
+    if window is None:
+        return whole
+    return min(whole, blocks_for(window - 1, block_tokens) + 1)
 
 
 def text_blocks(tokens: int, windows: Windows, block_tokens: int = BLOCK_TOKENS) -> int:
@@ -41,7 +45,8 @@ def pass_blocks(tokens: int, windows: Windows, block_tokens: int = BLOCK_TOKENS)
 
 def longest_text(blocks: int, windows: Windows, limit: int, block_tokens: int = BLOCK_TOKENS) -> int:
     """How many tokens a text can have, up to a limit, that has so many blocks for itself."""
-    low, high = 0, limit + 1
+    low = 0
+    high = limit + 1
     while low < high - 1:
         middle = (low + high) // 2
         if text_blocks(middle, windows, block_tokens) <= blocks:

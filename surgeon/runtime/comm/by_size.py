@@ -58,7 +58,8 @@ class SideStream:
     """A stream of a GPU that computes beside the current one, before it where both have work."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
+        self._device = device
+        self._cuda = cuda
         self._stream = cuda.Stream(device, priority=-1)
 
     def start(self, compute: Callable[[], None]) -> Callable[[], None]:
@@ -104,7 +105,9 @@ class BySize(Collectives):
 
     def _way(self, tensor: Tensor) -> SmallSum | None:
         way = next((way for size, way in self.chosen if tensor.nbytes <= size), None)
-        return way if way is not None and tensor.is_contiguous() and way.fits(tensor) else None
+        if way is not None and tensor.is_contiguous() and way.fits(tensor):
+            return way
+        return None
 
     def _sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         way = self._way(tensor)

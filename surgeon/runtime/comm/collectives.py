@@ -77,7 +77,9 @@ class Collectives(ABC):
             return lambda: tensor
         counts.all_reduces += 1
         counts.bytes += tensor.nbytes
-        return self._sum(tensor) if at_once else self._all_reduce(tensor)
+        if at_once:
+            return self._sum(tensor)
+        return self._all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor, counts: Counts) -> Tensor:
         """The group's tensors, all of one shape, joined along a new first dimension in the order of the ranks."""
@@ -89,7 +91,9 @@ class Collectives(ABC):
             return lambda: tensor[None]
         counts.all_gathers += 1
         counts.bytes += tensor.nbytes
-        return self._gather(tensor) if at_once else self._all_gather(tensor)
+        if at_once:
+            return self._gather(tensor)
+        return self._all_gather(tensor)
 
     @property
     def exact(self) -> Collectives:
@@ -238,7 +242,8 @@ class TorchCollectives(Collectives):
         return lambda: gathered
 
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        gathered, own = tensor.new_empty(len(self.group), *tensor.shape), tensor.reshape(-1)
+        gathered = tensor.new_empty(len(self.group), *tensor.shape)
+        own = tensor.reshape(-1)
         work: Any = dist.all_gather_into_tensor(gathered.view(-1), own, group=self.process_group, async_op=True)
 
         def wait() -> Tensor:

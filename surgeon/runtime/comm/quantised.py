@@ -56,7 +56,9 @@ class Packing:
 
     @property
     def _index_dtype(self) -> torch.dtype:
-        return torch.int16 if self.width <= 1 << 15 else torch.int32
+        if self.width <= 1 << 15:
+            return torch.int16
+        return torch.int32
 
     @property
     def _wide(self) -> torch.dtype:
@@ -93,7 +95,8 @@ class Packing:
 
     def unpack(self, packed: Tensor) -> Tensor:
         """What bytes of several tensors, (tensors, bytes), stand for: (tensors, rows, features), at least float32."""
-        found, start = [], 0
+        found = []
+        start = 0
         for elements, dtype in self._parts():
             end = start + self.rows * elements * dtype.itemsize
             # A copy, because a part may begin where its dtype must not.

@@ -1,7 +1,6 @@
 """Connections of ranks that work one behind the other: each sends to the next one, and the last one to the first.
 
-A message goes by a socket and is read without waiting for anybody else. A link is emulated as in link.py: a message is
-looked at when it would have arrived.
+A message goes by a socket. A link is emulated as in link.py: a message is looked at when it would have arrived.
 """
 
 from __future__ import annotations
@@ -9,9 +8,11 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import time
+import threading
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,69 +23,54 @@ from surgeon.runtime.comm.link import Line, Link, SystemClock
 Address = str | tuple[str, int]
 
 
-class Arrived(NamedTuple):
-    """A message that a rank has been sent.
-
-    Attributes:
-        due: when it has arrived, by the machine's clock.
-        stream: (tokens, hidden), if there is one with it.
-    """
-
-    message: Any
-    due: float
-    stream: Tensor | None
-
-
 class Ring:
     """One rank's place in it.
 
-    Attributes:
-        line: the emulated link to the next rank, if any.
-        sent: bytes so far.
+    Args:
+        onward, inward: the connections to the next rank, and to the one before.
+        link: that is emulated towards the next rank, if any.
     """
 
-    def __init__(self, onward: Connection, inward: Connection) -> None:
-        self.line: Line | None = None
-        self.sent = 0
-        self._onward, self._inward = onward, inward
-        self._held: Arrived | None = None
+    def __init__(self, onward: Connection, inward: Connection, link: Link | None = None) -> None:
+        self._onward = onward
+        self._line = None if link is None else Line(link, SystemClock())
+        self._arrived: SimpleQueue[bytes | None] = SimpleQueue()
+        # Whatever this rank does, the one before gets rid of what it sends: else all could wait for each other.
+        threading.Thread(target=self._read, args=(inward,), daemon=True).start()
 
-    def emulate(self, link: Link | None) -> None:
-        """Have what is sent from now on go through a link."""
-        self.line = None if link is None else Line(link, SystemClock())
+    def _read(self, inward: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._arrived.put(inward.recv_bytes())
+        self._arrived.put(None)
 
     def send(self, message: Any, stream: Tensor | None = None) -> None:
-        """Send a message on, with a stream, (tokens, hidden), if any; waits while too much is on its way."""
-        numbers = None if stream is None else stream.contiguous().view(torch.uint8).numpy().tobytes()
-        size = 0 if numbers is None else len(numbers)
-        due = 0.0 if self.line is None else self.line.send(size)
-        kind = None if stream is None else (str(stream.dtype).removeprefix("torch."), stream.shape[1])
-        self.sent += size
+        """Send a message on, with a stream, (tokens, hidden), if any."""
+        kind = None
+        numbers = b""
+        if stream is not None:
+            kind = str(stream.dtype).removeprefix("torch."), tuple(stream.shape)
+            numbers = stream.contiguous().view(torch.uint8).numpy().tobytes()
+        due = 0.0 if self._line is None else self._line.send(len(numbers))
         self._onward.send_bytes(pickle.dumps((message, due, kind, numbers), protocol=pickle.HIGHEST_PROTOCOL))
 
-    def receive(self, wait: bool = True) -> Arrived | None:
-        """The next message that has arrived; None if there is none and it is not to be waited for.
+    def receive(self) -> tuple[Any, Tensor | None]:
+        """Wait for the next message and the stream that comes with it.
 
         Raises:
             ConnectionError: if the rank before has ended.
         """
-        if self._held is None:
-            try:
-                if not wait and not self._inward.poll():
-                    return None
-                message, due, kind, numbers = pickle.loads(self._inward.recv_bytes())
-            except EOFError:
-                raise ConnectionError("the rank before this one has closed its connection") from None
-            stream = None
-            if kind is not None:
-                dtype, width = kind
-                stream = torch.frombuffer(bytearray(numbers), dtype=getattr(torch, dtype)).view(-1, width)
-            self._held = Arrived(message, due, stream)
-        if not wait and self._held.due > time.perf_counter():
-            return None
-        SystemClock().wait_until(self._held.due)
-        arrived, self._held = self._held, None
-        return arrived
+        arrived = self._arrived.get()
+        if arrived is None:
+            raise ConnectionError("the rank before this one has closed its connection")
+        message, due, kind, numbers = pickle.loads(arrived)
+        SystemClock().wait_until(due)
+        if kind is None:
+            return message, None
+        dtype, shape = kind
+        if not numbers:  # of a pass of which nothing is asked
+            return message, torch.empty(shape, dtype=getattr(torch, dtype))
+        return message, torch.frombuffer(bytearray(numbers), dtype=getattr(torch, dtype)).view(shape)
 
 
 def listener(interface: str | None, secret: bytes) -> Listener:
@@ -98,7 +84,7 @@ def listener(interface: str | None, secret: bytes) -> Listener:
     return Listener((address_of(interface), 0), family="AF_INET", authkey=secret)
 
 
-def joined(rank: int, addresses: list[Address], listening: Listener, secret: bytes) -> Ring:
+def joined(rank: int, addresses: list[Address], listening: Listener, secret: bytes, link: Link | None) -> Ring:
     """A rank's place in a ring, when all have one: rank 0 is connected to before it connects, so that all get on."""
     following = addresses[(rank + 1) % len(addresses)]
     if rank == 0:
@@ -111,4 +97,4 @@ def joined(rank: int, addresses: list[Address], listening: Listener, secret: byt
     for connection in (onward, inward) if isinstance(following, tuple) else ():
         with socket.socket(fileno=os.dup(connection.fileno())) as connected:
             watch_over(connected)
-    return Ring(onward, inward)
+    return Ring(onward, inward, link)

@@ -34,7 +34,8 @@ LINE = 8  # words of 8 bytes in a cache line: every flag has its own
 # ranks 200 and 165. Where waiting lasts longer than that, because whoever is waited for has no core, ranks look for a
 # shorter and shorter time, so that it may have this one's. Sleeps grow with the time waited, so that a rank with
 # nothing to do costs next to nothing and is late by a twentieth at most.
-SPINS, FEWEST_SPINS = 20_000, 200
+SPINS = 20_000
+FEWEST_SPINS = 200
 SPIN_SECONDS = 0.001  # that the former take, about
 SLEEP_SECONDS = 0.00002
 LONGEST_SLEEP_SECONDS = 0.005
@@ -124,7 +125,8 @@ class SharedMemoryCollectives(Collectives):
 
     def _connect(self, group: Group) -> Collectives:
         assert len(self.group) == self.ranks, "only the group of all ranks knows which regions are taken"
-        region, self.regions_used = self.regions_used, self.regions_used + 1
+        region = self.regions_used
+        self.regions_used = self.regions_used + 1
         return SharedMemoryCollectives(self.rank, group, self.descriptor, self.ranks, region, self.crowded)
 
     @property
@@ -189,7 +191,9 @@ class SharedMemoryCollectives(Collectives):
     def failure(self) -> TimeoutError | None:
         """Whom sums in recorded passes have waited for in vain, if for anybody."""
         failed = self.exchanges.failed
-        return self._in_vain(self.exchanges.timeout_seconds, failed - 1) if failed else None
+        if failed:
+            return self._in_vain(self.exchanges.timeout_seconds, failed - 1)
+        return None
 
     def _in_vain(self, waited: float, member: int) -> TimeoutError:
         return TimeoutError(f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain")
@@ -222,7 +226,8 @@ class _Exchange:
     def result(self) -> Tensor:
         """Wait until every rank has written, then combine what they wrote, flat."""
         if self.combined is None:
-            owner, slot = self.owner, self.number % SLOTS
+            owner = self.owner
+            slot = self.number % SLOTS
             owner._wait_until_all(owner._flag(slot, 0), self.number + 1)
             fence()
             self.combined = self.combine(self.views)
@@ -276,7 +281,8 @@ class RecordedExchanges(Collectives):
             finishing: the kernel that does what waiting for it does.
             shape: of the result.
         """
-        recording, exchanges = self._recording, self._exchanges
+        recording = self._recording
+        exchanges = self._exchanges
         count = tensor.numel()
         if tensor.dtype != torch.float32 or tensor.nbytes > exchanges.room_bytes or not tensor.is_contiguous():
             recording.fail(f"an exchange of {tensor.nbytes} bytes of {tensor.dtype}")
@@ -319,7 +325,9 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 def _joined(exchanges: Sequence[_Exchange], dim: int) -> Tensor:
     """The results of a tensor's pieces, one after the other."""
     results = [exchange.result() for exchange in exchanges]
-    return results[0] if len(results) == 1 else torch.cat(results, dim)
+    if len(results) == 1:
+        return results[0]
+    return torch.cat(results, dim)
 
 
 _LOCK = threading.Lock()

@@ -24,7 +24,8 @@ from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectiv
 
 MOST_BYTES = 4 << 20
 SIZES = tuple(1 << power for power in range(12, 23, 2))  # bytes of operands whose sums are timed
-ROUNDS, WARM_UPS = 10, 3
+ROUNDS = 10
+WARM_UPS = 3
 DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
 Operation = Callable[[Tensor, str, Tensor], object]  # of an operand in that memory, the group's name, and the result
 
@@ -87,7 +88,9 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     )  # of what all took: all choose alike
 
     def connect(some: Collectives) -> Collectives:
-        return with_symmetric_memory(some, device) if isinstance(some, TorchCollectives) else some
+        if isinstance(some, TorchCollectives):
+            return with_symmetric_memory(some, device)
+        return some
 
     found = BySize(inner, chosen, SideStream(device), connect)
     if inner.rank == group[0]:
@@ -113,7 +116,8 @@ def ways_through_memory(inner: TorchCollectives, device: torch.device, memory: A
     if memory is None:
         import torch.distributed._symmetric_memory as memory
     members: Any = inner.process_group or dist.group.WORLD
-    rooms, handles = list[Tensor](), list[Any]()
+    rooms = list[Tensor]()
+    handles = list[Any]()
     try:
         for _ in range(2):
             with _everywhere(inner, device):
@@ -153,7 +157,8 @@ def _sums(inner: TorchCollectives, device: torch.device, numbers: list[list[floa
 
 def _seconds(way: SymmetricSum | None, inner: TorchCollectives, size: int, device: torch.device) -> float:
     """What a sum takes in a way, or without any."""
-    operand, taken = torch.zeros(size // 2, dtype=torch.bfloat16, device=device), list[float]()
+    operand = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    taken = list[float]()
     for _ in range(WARM_UPS + ROUNDS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()

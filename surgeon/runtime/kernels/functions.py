@@ -42,7 +42,9 @@ def kernels() -> Kernels | None:
 
 def kernels_for(tensor: Tensor) -> Kernels | None:
     """The kernels, if they compute with tensors like this one: float32 on CPUs."""
-    return kernels() if tensor.device.type == "cpu" and tensor.dtype == torch.float32 else None
+    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+        return kernels()
+    return None
 
 
 class Scoring(Protocol):
@@ -188,7 +190,8 @@ class Kernels:
 
         def gate(wide: Tensor) -> Tensor:
             wide = wide.contiguous()
-            tokens, width = wide.shape[0], wide.shape[-1] // 2
+            tokens = wide.shape[0]
+            width = wide.shape[-1] // 2
             y = wide.new_empty(tokens, width)
             self.library.call(name, wide.data_ptr(), tokens, width, y.data_ptr())
             return y
@@ -199,7 +202,8 @@ class Kernels:
         """What `surgeon.models.routing.route` gives, the experts as int32; logits are (T, E) of one piece."""
         tokens, experts = logits.shape
         chosen = routing.chosen(experts)
-        numbers, weights = logits.new_empty(tokens, chosen).view(torch.int32), logits.new_empty(tokens, chosen)
+        numbers = logits.new_empty(tokens, chosen).view(torch.int32)
+        weights = logits.new_empty(tokens, chosen)
         self.library.call(
             *("route", logits.data_ptr(), tokens, experts, _address(correction), chosen),
             *(routing.scores == "sigmoid", routing.divides, routing.scale, routing.groups, routing.top_groups),
@@ -249,7 +253,8 @@ class Kernels:
             first: the number of the first row.
         """
         numbers = numbers.contiguous()
-        count, (rows, width) = numbers.shape[0], table.shape
+        count = numbers.shape[0]
+        (rows, width) = table.shape
         y = table.new_empty(count, width)
         self.library.call("take_rows", table.data_ptr(), first, rows, width, numbers.data_ptr(), count, y.data_ptr())
         return y
@@ -257,7 +262,8 @@ class Kernels:
     def packed_rows(self, panels: Tensor, shape: tuple[int, int], numbers: Tensor, first: int = 0) -> Tensor:
         """The same of a table, (rows, width), that lies in panels as a weight with so many outputs and inputs does."""
         numbers = numbers.contiguous()
-        count, (rows, width) = numbers.shape[0], shape
+        count = numbers.shape[0]
+        (rows, width) = shape
         y = panels.new_empty(count, width)
         self.library.call(
             *("take_packed_rows", panels.data_ptr(), first, rows, width),
@@ -267,7 +273,8 @@ class Kernels:
 
     def highest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The highest number of each row, (T,), of (T, any) of one piece, and its place; NaN if there is any."""
-        best, places = x.new_empty(len(x)), x.new_empty(len(x), dtype=torch.int64)
+        best = x.new_empty(len(x))
+        places = x.new_empty(len(x), dtype=torch.int64)
         self.library.call("highest", x.data_ptr(), *x.shape, best.data_ptr(), places.data_ptr())
         return best, places
 
@@ -308,4 +315,6 @@ class Kernels:
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    if tensor is None:
+        return None
+    return tensor.data_ptr()

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-POINTER, SIZE, NUMBER = c_void_p, c_int64, c_float
+POINTER = c_void_p
+SIZE = c_int64
+NUMBER = c_float
 RECORDABLE: dict[str, list[Any]] = {
     "product": [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER],
     "rms_norm": [POINTER, POINTER, NUMBER, SIZE, SIZE, POINTER],
@@ -75,7 +77,8 @@ class Library:
     def __init__(self, library: CDLL) -> None:
         self._functions = {name: getattr(library, name) for name in RECORDABLE | OTHERS}
         for name, arguments in (RECORDABLE | OTHERS).items():
-            self._functions[name].argtypes, self._functions[name].restype = arguments, None
+            self._functions[name].argtypes = arguments
+            self._functions[name].restype = None
         self._recorded = {name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE}
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -96,4 +99,6 @@ def _word(kind: Any, argument: Any) -> int:
     """An argument as a number of 8 bytes."""
     if kind is NUMBER:
         return int.from_bytes(struct.pack("<f", argument), "little")
-    return 0 if argument is None else int(argument)
+    if argument is None:
+        return 0
+    return int(argument)

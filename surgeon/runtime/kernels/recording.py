@@ -131,14 +131,17 @@ class Recording(TorchDispatchMode):
         """
         if self.problem is not None:
             return None
-        library, table = self._kernels.library, self._kernels.library.table(self.calls)
+        library = self._kernels.library
+        table = self._kernels.library.table(self.calls)
         memory = self._arena, *self._kept
 
         def replay(timed: bool) -> list[float]:
             assert memory  # the table has addresses in it
             times = torch.empty(len(table) + 1, dtype=torch.int64) if timed else None
             library.call("replay", table.data_ptr(), len(table), None if times is None else times.data_ptr())
-            return [] if times is None else (times.double() / 1e9).tolist()
+            if times is None:
+                return []
+            return (times.double() / 1e9).tolist()
 
         return replay
 

@@ -21,7 +21,11 @@ def kernels_used(device: str, dtype: str) -> str:
         dtype: that is computed in, by its name in torch.
     """
     problem = _problem(device, dtype)
-    return ("C++" if device == "cpu" else "Triton") if problem is None else f"none ({problem})"
+    if problem is None:
+        if device == "cpu":
+            return "C++"
+        return "Triton"
+    return f"none ({problem})"
 
 
 def warn_without_kernels(device: str, dtype: str) -> None:
@@ -40,4 +44,6 @@ def _problem(device: str, dtype: str) -> str | None:
         return missing()
     if dtype != "float32":
         return f"those for CPUs compute in float32, not in {dtype}"
-    return f"{SWITCH}=off" if switched_off() else built().problem
+    if switched_off():
+        return f"{SWITCH}=off"
+    return built().problem

@@ -32,12 +32,16 @@ class Window(NamedTuple):
 
     def first(self, end: int) -> int:
         """The first position that the last of so many tokens of a text looks at."""
-        return (end - 1) // self.tokens * self.tokens if self.chunked else max(0, end - self.tokens)
+        if self.chunked:
+            return (end - 1) // self.tokens * self.tokens
+        return max(0, end - self.tokens)
 
     @staticmethod
     def within(window: Window | None, tokens: int) -> Window | None:
         """The same, None where texts of so many tokens are no longer than it."""
-        return None if window is None or window.tokens >= tokens else window
+        if window is None or window.tokens >= tokens:
+            return None
+        return window
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ def attention(
             everywhere.
         causal: in place of a mask: query i looks at keys 0 to i.
     """
-    kv_heads, head_dim = keys.shape[1], queries.shape[-1]
+    kv_heads = keys.shape[1]
+    head_dim = queries.shape[-1]
     grouped = queries.shape[1] > kv_heads
     plain = weighting.softcap is None and weighting.sinks is None
     if plain and grouped and mask is not None and len(queries) == 1:

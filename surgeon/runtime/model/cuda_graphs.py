@@ -28,7 +28,8 @@ class CudaRecorder(GraphRecorder):
 
     def __call__(self, compute: Callable[[], T]) -> Callable[[], T]:
         """Record what a function launches; it is called a few times before, which must do no harm."""
-        current, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        aside = torch.cuda.Stream(self._device)
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
             for _ in range(WARM_UPS):

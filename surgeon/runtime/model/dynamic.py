@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.batching.request import TokenLogprob
-from surgeon.runtime.batching.sequence import Row, asked_of
+from surgeon.runtime.batching.sequence import AskedPlaces, Row, asked_of
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -29,15 +29,21 @@ class DynamicPasses(Way):
         return True
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        places, wanted = asked_of(rows)
-        stream = self.stream(rows, cache, places)
+        asked = asked_of(rows)
+        return self.results(self.stream(rows, cache, asked.places), rows, asked)
+
+    def results(self, stream: Tensor, rows: Sequence[Row], asked: AskedPlaces) -> Results:
+        """What is asked of rows, by the stream behind the program at those places, (places, hidden)."""
+        places, wanted = asked
         last, predicting = stream.split([len(wanted), len(places) - len(wanted)])
         best, logits = self.model.chosen(self.model.own_logits(last), wanted) if wanted else ([], None)
         return Results(best, logits, self._scores(predicting, rows))
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """The same, but this rank's logits of all tokens."""
-        return self.model.own_logits(self.stream(rows, cache))
+        tokens, positions, shared = self.laid_out(rows, cache)
+        model = self.model
+        return model.ended(model.stream_after(model.embedded(tokens, positions), shared), shared)
 
     def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
         """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
@@ -54,7 +60,9 @@ class DynamicPasses(Way):
 
     def _scores(self, stream: Tensor, rows: Sequence[Row]) -> list[list[TokenLogprob]]:
         """How likely the targets of rows are, given the stream before each, (all targets, hidden)."""
-        model, found, start = self.model, list[list[TokenLogprob]](), 0
+        model = self.model
+        found = list[list[TokenLogprob]]()
+        start = 0
         for _, targets, top in (row.targets for row in rows if row.targets is not None):
             found.append([])
             for begin in range(0, len(targets), SCORED_TOKENS):

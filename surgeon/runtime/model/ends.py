@@ -63,11 +63,15 @@ class Ends:
 
     def scaled(self, embedded: Tensor) -> Tensor:
         """Rows of the embedding, (tokens, hidden), as the model has them."""
-        return embedded if self._scale is None else embedded * self._scale
+        if self._scale is None:
+            return embedded
+        return embedded * self._scale
 
     def placed(self, embedded: Tensor, positions: Index) -> Tensor:
         """The stream, (tokens, hidden): scaled embeddings with what the stream has of their positions."""
-        return embedded if self.positions is None else embedded + self.positions[positions]
+        if self.positions is None:
+            return embedded
+        return embedded + self.positions[positions]
 
 
 class Rows:
@@ -91,7 +95,9 @@ class Rows:
         """
         if self._kernels is not None:
             return self._kernels.rows(self.weight, numbers, first)
-        return F.embedding(numbers, self.weight) if self.whole else embedded_among(numbers, self.weight, first)
+        if self.whole:
+            return F.embedding(numbers, self.weight)
+        return embedded_among(numbers, self.weight, first)
 
 
 def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
@@ -111,7 +117,9 @@ def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
 
 def _seen_as_head(embedding: Tensor) -> Product:
     """The product with an embedding's own memory, (rows, hidden)."""
-    return OnGpu(embedding) if embedding.device.type != "cpu" else Transposed(embedding.t())
+    if embedding.device.type != "cpu":
+        return OnGpu(embedding)
+    return Transposed(embedding.t())
 
 
 class Vocabulary:
@@ -142,15 +150,14 @@ class Vocabulary:
         self.rows = -(-plan.vocabulary // plan.ranks)
         self.first = min(rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
-        none = self.first, self.first  # of a stretch of the program that needs no embedding, or no head
-        embeds = plan.embeds or (plan.tied and plan.predicts)
-        embedding = read(source, plan, device, f"{family.embedding}.weight", bounds if embeds else none)
+        if not plan.has_vocabulary:
+            bounds = self.first, self.first
+        embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
         self.embedding: Rows | Panels = Rows(embedding, whole=plan.ranks == 1)
         self.head: Product = _seen_as_head(embedding)
         if not plan.tied:
-            rows = bounds if plan.predicts else none
-            self.head = laid_out(read(source, plan, device, f"{family.head}.weight", rows))
+            self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
         elif kernels_for(embedding) is not None:
             head = laid_out(embedding)
             if isinstance(head, Panels):
@@ -161,12 +168,15 @@ class Vocabulary:
     def shared_with(self, plan: Plan, collectives: Callable[[], Collectives]) -> Vocabulary:
         """The same rows for another program on the same ranks."""
         other = copy(self)
-        other.plan, other.collectives = plan, collectives
+        other.plan = plan
+        other.collectives = collectives
         return other
 
     def with_head(self, source: ModelWeights, plan: Plan, device: torch.device) -> Vocabulary:
         """The same rows, with the head that other weights have, or the embedding for one where they have none."""
-        other, head, bias = copy(self), f"{plan.family.head}.weight", f"{plan.family.head}.bias"
+        other = copy(self)
+        head = f"{plan.family.head}.weight"
+        bias = f"{plan.family.head}.bias"
         bounds = self.first, min(self.first + self.rows, self.plan.vocabulary)
         own = source.names.own(head) in source.store
         if own:
@@ -179,14 +189,18 @@ class Vocabulary:
     def embed(self, tokens: Tensor, counts: Counts) -> Tensor:
         """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""
         own = self.embedding.rows(tokens, self.first)
-        return own if self.plan.ranks == 1 else self.collectives().exact.all_reduce(own, counts, at_once=True)()
+        if self.plan.ranks == 1:
+            return own
+        return self.collectives().exact.all_reduce(own, counts, at_once=True)()
 
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
         logits = self.head(normed, self._bias)
         if self.plan.logit_scale is not None:
             logits = logits * self.plan.logit_scale
-        return logits if self.plan.logit_softcap is None else softcap(logits, self.plan.logit_softcap)
+        if self.plan.logit_softcap is None:
+            return logits
+        return softcap(logits, self.plan.logit_softcap)
 
     def gather(self, own: Tensor, counts: Counts) -> Tensor:
         """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""
@@ -210,7 +224,8 @@ class Vocabulary:
         if own.shape[-1]:
             best, at = own.max(-1) if kernels is None else kernels.highest(own.contiguous())
         else:  # the vocabulary has fewer rows than there are ranks
-            best, at = own.new_full(own.shape[:1], -torch.inf), own.new_zeros(own.shape[:1], dtype=torch.long)
+            best = own.new_full(own.shape[:1], -torch.inf)
+            at = own.new_zeros(own.shape[:1], dtype=torch.long)
         if self.plan.ranks == 1:
             return at.where(best - best == 0, UNDEFINED)  # `isfinite` is five launches
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.

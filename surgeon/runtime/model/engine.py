@@ -23,10 +23,13 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.kernels.triton import used_on
-from surgeon.runtime.model.coda import DraftingPasses, RankCoda
+from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.coda import RankCoda
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.halves import HalvedPasses
+from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.phase import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
@@ -41,17 +44,11 @@ LEAST_CAPABILITY = 8  # of GPUs, for products in bfloat16
 
 @dataclass
 class Figures:
-    """What passes have cost: those with tokens of prompts, those that continue sequences, and those that draft.
-
-    Attributes:
-        alone: where ranks have stretches of the program, seconds that a token would take of a rank that has all of it,
-            for the stretch of this one (`StretchEngine.alone`).
-    """
+    """What passes have cost: those with tokens of prompts, those that continue sequences, and those that draft."""
 
     prefill: Phase = field(default_factory=Phase)
     decode: Phase = field(default_factory=Phase)
     drafting: Phase = field(default_factory=Phase)
-    alone: float = 0.0
 
 
 class RankEngine(RankModel):
@@ -59,8 +56,8 @@ class RankEngine(RankModel):
 
     Attributes:
         figures: what all passes so far have cost; may be replaced.
-        coda: that drafts tokens, if any.
-        drafter: the engine of the program that does, if any; it has the cache of this one, and no weights twice.
+        coda: behind the program, if any.
+        drafter: the engine of the program that drafts tokens, if any; it has the cache of this one, no weights twice.
         ways: through a pass; the first that fits its rows computes it.
     """
 
@@ -76,10 +73,11 @@ class RankEngine(RankModel):
         super().__init__(plan, collectives, device, beside)
         self.figures = Figures()
         self.coda = None if plan.coda is None else RankCoda(plan.coda, self)
-        self.ways = ways_through(self, self.coda)
+        self.ways = ways_through(self)
         self.drafter: RankEngine | None = None
         if plan.draft is not None:
-            self.drafter = RankEngine(plan.draft.plan, collectives, device, [self, *beside])
+            drafter = RankEngine if plan.draft.plan.coda is None else CodaEngine
+            self.drafter = drafter(plan.draft.plan, collectives, device, [self, *beside])
         self._lent: WeakKeyDictionary[PagedCache, PagedCache] = WeakKeyDictionary()  # to the drafter
         self._threads = self._thread_choice()
         self._since: float | None = None
@@ -87,7 +85,8 @@ class RankEngine(RankModel):
 
     def _thread_choice(self) -> ThreadChoice | None:
         """How many threads PyTorch's operations have, None for one; the kernels always have all of them."""
-        threads, kernels = torch.get_num_threads(), kernels_for(self.vocabulary.like)
+        threads = torch.get_num_threads()
+        kernels = kernels_for(self.vocabulary.like)
         if kernels is not None:
             kernels.use_threads(threads)
             if self.by_kernels:
@@ -104,11 +103,11 @@ class RankEngine(RankModel):
             grouped: whether attentions with a window keep no more than that (`cache_groups`); rows have blocks in
                 each group then. Otherwise a row's blocks are those of all attentions.
         """
-        heads, rebuilds = self.kv_heads(), self.rebuilds()
-        if self.coda is not None:
-            heads, rebuilds = heads + self.coda.layers.kv_heads(), rebuilds | self.coda.rebuilds()
+        heads = self.kv_heads()
+        rebuilds = self.rebuilds()
         if self.drafter is not None:
-            own, made = self._drafts_own(), self.drafter.rebuilds()
+            own = self._drafts_own()
+            made = self.drafter.rebuilds()
             rebuilds |= {len(heads) + slot: made[one] for slot, one in enumerate(own) if one in made}
             heads = heads + [self.drafter.kv_heads()[one] for one in own]
         division = self.cache_division() if grouped else ()
@@ -117,6 +116,14 @@ class RankEngine(RankModel):
         together, most_blocks = self.plan.read_at_once(self.device.type, texts)
         cache.buffers.reserve(together * min(blocks, most_blocks) * BLOCK_TOKENS)
         return cache
+
+    def kv_heads(self) -> list[int]:
+        """How many KV heads this rank has of each attention, the coda's among them."""
+        return super().kv_heads() + ([] if self.coda is None else self.coda.kv_heads())
+
+    def rebuilds(self) -> dict[int, Rebuild]:
+        """What makes keys and values of what is cached in rank space, by slot, the coda's among them."""
+        return super().rebuilds() | ({} if self.coda is None else self.coda.rebuilds())
 
     def cache_division(self) -> tuple[Sequence[int], Windows]:
         """The group of each of this rank's attentions, and the windows of all groups."""
@@ -149,7 +156,7 @@ class RankEngine(RankModel):
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache."""
-        decodes = all(row.start and (row.drafted or len(row.tokens) == 1) for row in rows)
+        decodes = all(row.start and len(row.tokens) == 1 for row in rows)
         with self._counted(self.figures.decode if decodes else self.figures.prefill, rows):
             return self._way(rows).step(rows, cache)
 
@@ -159,24 +166,22 @@ class RankEngine(RankModel):
 
     def record_ahead(self, rows: Sequence[Row], cache: PagedCache) -> None:
         """One of these passes, which counts as none."""
-        figures, self.figures = self.figures, Figures()
+        figures = self.figures
+        self.figures = Figures()
         self.step(rows, cache)
         self.figures = figures
         self.pause()
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass that drafts a token of each of some texts: by the drafter, or as `DraftingPasses.draft` does it.
+        """One pass of the drafter, which drafts a token of each of some texts.
 
         Rows of tokens that the model has computed (`Row.known`) bring the drafter the keys and values that are its own.
         """
-        way = self.ways[-1]
+        assert self.drafter is not None, "tokens are drafted by a program"
         with self._counted(self.figures.drafting, rows):
-            if self.drafter is not None:
-                self.drafter.counts = self.figures.drafting
-                return self.drafter._way(rows).step(rows, self._lent_to_drafter(cache))
-            assert isinstance(way, DraftingPasses), "tokens are drafted by a program or with a coda"
-            return way.draft(rows, cache)
+            self.drafter.counts = self.figures.drafting
+            return self.drafter._way(rows).step(rows, self._lent_to_drafter(cache))
 
     def _lent_to_drafter(self, cache: PagedCache) -> PagedCache:
         """What a cache is for the drafter: always the same one, whose address its ways hold."""
@@ -187,7 +192,9 @@ class RankEngine(RankModel):
 
     def _drafts_own(self) -> tuple[int, ...]:
         """Which of the drafter's attentions have slots of their own."""
-        return () if self.plan.draft is None else self.plan.draft.own[self.rank]
+        if self.plan.draft is None:
+            return ()
+        return self.plan.draft.own[self.rank]
 
     def _way(self, rows: Sequence[Row]) -> Way:
         return next(way for way in self.ways if way.fits(rows))
@@ -195,7 +202,8 @@ class RankEngine(RankModel):
     @contextmanager
     def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
         """Add what a pass costs to a phase."""
-        began, begun = self._since or time.perf_counter(), self.passes
+        began = self._since or time.perf_counter()
+        begun = self.passes
         self.counts = phase
         tokens = sum(len(row.tokens) for row in rows)
         with torch_threads(1) if self._threads is None else self._threads.during_pass(tokens):
@@ -222,6 +230,34 @@ class RankEngine(RankModel):
         return self.logits([Row(0, tokens, ([(0, blocks)],), Wanted.NOTHING)], self.new_cache(blocks))
 
 
+class CodaEngine(RankEngine):
+    """Drafts tokens as the first rack of a model does with its coda."""
+
+    coda: RankCoda
+
+    def stream_after(
+        self, stream: Tensor, shared: Pass, first: int = 0, end: int | None = None, places: list[int] | None = None
+    ) -> Tensor:
+        """The stream behind rack and coda, (tokens, hidden); the arguments are those of `RankProgram.stream_after`."""
+        self.coda.counts = self.counts
+        return self.coda.behind(super().stream_after(stream, shared, first, end), shared, places)
+
+    def own_logits(self, stream: Tensor) -> Tensor:
+        """This rank's logits, (tokens, rows), of the stream behind the coda."""
+        return self.coda.logits(stream)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels compute all that takes long."""
+        return super().by_kernels and all(made.by_kernels for made in self.coda.sublayers.values())
+
+    @contextmanager
+    def groups_recorded(self, recording: Recording) -> Iterator[None]:
+        """Have what is sent between ranks noted in a recording."""
+        with super().groups_recorded(recording), self.coda.groups_recorded(recording):
+            yield
+
+
 def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -> None:
     """Refuse to capture passes that cannot be captured, and GPUs that kernels are not for, before anything is loaded.
 
@@ -239,17 +275,14 @@ def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -
         )
 
 
-def ways_through(model: RankModel, coda: RankCoda | None) -> tuple[Way, ...]:
-    """The ways of computing a model's passes, as its plan's decoding, device and collectives allow; the last fits all.
-
-    Args:
-        coda: that drafts tokens; how many of them a pass verifies changes, so that none has a fixed shape by itself.
-    """
-    plan, device = model.plan, model.device
+def ways_through(model: RankModel) -> tuple[Way, ...]:
+    """The ways of computing passes that a plan's decoding, its device and collectives allow; the last one fits all."""
+    plan = model.plan
+    device = model.device
     decode: list[Way] = [HalvedPasses(model)] if plan.halves == "on" else []
     if plan.is_static(device.type):
         decode.append(StaticDecode(model, model.graphs))
     kernels = kernels_for(model.vocabulary.like)
-    if kernels is not None and model.is_recordable and plan.decoding == "auto" and coda is None:
+    if kernels is not None and model.is_recordable and plan.decoding == "auto":
         decode.append(RecordedDecode(model, kernels))
-    return *decode, DynamicPasses(model) if coda is None else DraftingPasses(model, coda)
+    return *decode, DynamicPasses(model)

@@ -41,9 +41,12 @@ def places(numbers: Sequence[int] | Sequence[Sequence[int]], like: Tensor) -> Te
 
 def of_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of a tensor, which are not copied where they lie side by side."""
-    first, end = rows[0], rows[-1] + 1
+    first = rows[0]
+    end = rows[-1] + 1
     consecutive = end - first == len(rows) and all(row == first + at for at, row in enumerate(rows))
-    return tensor[first:end] if consecutive else tensor.index_select(0, places(rows, tensor))
+    if consecutive:
+        return tensor[first:end]
+    return tensor.index_select(0, places(rows, tensor))
 
 
 class Look(NamedTuple):
@@ -98,7 +101,9 @@ class Filtered(NamedTuple):
     def at(self, place: Tensor) -> Tensor:
         """The token at a place of each row, both (R, 1); WIDER where another one may have been drawn."""
         token = place if self.tokens is None else self.tokens.gather(-1, place)
-        return token if self.enough is None else token.where(self.enough, WIDER)
+        if self.enough is None:
+            return token
+        return token.where(self.enough, WIDER)
 
 
 def filtered(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Filtered:
@@ -115,7 +120,8 @@ def filtered(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Filtered:
         if isinstance(most, Tensor):
             scores = scores.masked_fill(torch.arange(look.tokens, device=scores.device) >= most, -torch.inf)
         else:
-            scores, tokens = scores[:, : int(most)], tokens[:, : int(most)]
+            scores = scores[:, : int(most)]
+            tokens = tokens[:, : int(most)]
     # In float64 and with the highest subtracted first, because tiny temperatures would make scores infinite.
     exponents = scores.double().sub_(scores.amax(-1, keepdim=True))
     weights = torch.softmax(exponents.div_(column([text.temperature for text in texts], exponents)), -1)
@@ -175,7 +181,9 @@ def distribution(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Tenso
     if left.enough is not None and not left.enough.all():
         left = filtered(scores, texts, look._replace(tokens=scores.shape[-1]))
     weights = left.weights / left.weights.sum(-1, keepdim=True)
-    return weights if left.tokens is None else chances.scatter_(-1, left.tokens, weights)
+    if left.tokens is None:
+        return weights
+    return chances.scatter_(-1, left.tokens, weights)
 
 
 def report(tokens: Tensor, logits: Tensor, tops: Sequence[int | None]) -> Tensor:

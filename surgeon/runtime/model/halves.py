@@ -22,8 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.halves import halves_of
-from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.sequence import Row, halves_of
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.paged_layout import as_index
@@ -51,4 +50,6 @@ class HalvedPasses(DynamicPasses):
         order = sorted(places)
         few = [[at for at in order if at < sizes[0]], [at - sizes[0] for at in order if at >= sizes[0]]]
         stream = torch.cat(self.model.streams_after(embedded.split(sizes), taking_turns, places=few))
-        return stream if order == places else stream[[order.index(at) for at in places]]
+        if order == places:
+            return stream
+        return stream[[order.index(at) for at in places]]

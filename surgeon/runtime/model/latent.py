@@ -44,7 +44,8 @@ class LatentMaps:
         written = {"o.weight": F.pad(output, (0, latent.width - latent.value)).flatten(1)}
         if "o_proj.bias" in stored and heads.start == 0:  # of slices, one adds it
             written["o.bias"] = stored["o_proj.bias"]
-        self._written, self._scale = written, plan.output_scale
+        self._written = written
+        self._scale = plan.output_scale
         own = stored["norm.weight"].new_empty((heads.stop - heads.start) * latent.width, 0)
         self.tensors: Tensors = {"norm.weight": stored["norm.weight"], "q.weight": own, "k.weight": own}
 
@@ -63,7 +64,8 @@ class LatentReading:
     by_kernels = False  # what heads have in common is copied to each of them
 
     def __init__(self, stored: Tensors, latent: Latent, heads: slice) -> None:
-        self.latent, self.heads = latent, heads.stop - heads.start
+        self.latent = latent
+        self.heads = heads.stop - heads.start
         turned = torch.arange(latent.turned)
         if latent.neighbours:  # as `rotate_` pairs them: the first of each pair, then the others
             turned = torch.cat([turned[::2], turned[1::2]])
@@ -100,7 +102,9 @@ class LatentReading:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, h) to (T, 3 * H * D)."""
-        latent, heads, tokens = self.latent, self.heads, len(x)
+        latent = self.latent
+        heads = self.heads
+        tokens = len(x)
         compressed, turned, queries = self.first(x).split(self.widths, -1)
         if self.queries is not None:
             assert self.query_gain is not None
@@ -114,4 +118,6 @@ class LatentReading:
 
 
 def _rows(bias: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if bias is None else bias[rows]
+    if bias is None:
+        return None
+    return bias[rows]

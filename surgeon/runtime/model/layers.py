@@ -60,7 +60,9 @@ def plan_kernels(plan: Plan, like: Tensor) -> Kernels | None:
     Args:
         like: on the same device.
     """
-    return kernels_for(like) if torch_dtype(plan) == torch.float32 else None
+    if torch_dtype(plan) == torch.float32:
+        return kernels_for(like)
+    return None
 
 
 def gain_of(stored: Tensor, plan: Plan) -> Tensor:
@@ -99,7 +101,8 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """The normed stream, (T, h)."""
         if self._triton is not None:
-            (of, normed), self._ahead = self._ahead or (None, x), None
+            (of, normed) = self._ahead or (None, x)
+            self._ahead = None
             if of is x:
                 return normed
             return self._triton.norm(x, self.gain, self.shift, self.epsilon, not self.rms)[1]
@@ -133,7 +136,9 @@ def norm_before(tensors: Tensors, plan: Plan) -> Norm | Unnormed:
     """What a sublayer with these tensors reads the stream through."""
     if plan.family.norm_kind == "plain":
         return plain_norm(plan, next(iter(tensors.values())).device)
-    return Norm(tensors, "norm", plan) if "norm.weight" in tensors else Unnormed()
+    if "norm.weight" in tensors:
+        return Norm(tensors, "norm", plan)
+    return Unnormed()
 
 
 class AttentionMaps(Protocol):
@@ -191,16 +196,14 @@ class Attention:
         sinks = tensors["sinks"].float().contiguous() if "sinks" in tensors else None
         seen = None if window is None else Window(window, plan.family.chunked)
         self.weighting = Weighting(plan.attention_scale, seen, plan.attention_softcap, sinks)
-        self.epsilon, self.bound = plan.epsilon, plan.bound
+        self.epsilon = plan.epsilon
+        self.bound = plan.bound
         self.rebuild: Rebuild | None = None
-        self.norms_all_heads, self.sharing = spec.norms_all_heads, sharing
+        self.norms_all_heads = spec.norms_all_heads
+        self.sharing = sharing
         if {"k", "v"} <= maps.later:
             gains = self._head_gains(tensors, spec, plan)
             self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary)
-        self.take_norms(tensors, spec, plan)
-
-    def take_norms(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> None:
-        """Norm the stream before it, and heads, as these tensors of the slice say, by what they are for."""
         self.norm = norm_before(tensors, plan)
         gains = self._head_gains(tensors, spec, plan)
         kept = gains if self.rebuild is None else gains[:1]  # keys are normed when they are rebuilt
@@ -239,10 +242,12 @@ class Attention:
             by_head = qkv.unflatten(-1, (-1, self.head_dim))
             if forward.attend_raw is not None:
                 return self.o(forward.attend_raw(slot, by_head, self.heads, placing, self.weighting))
-            turned, kept = by_head[:, : self.heads + self.kv_heads], by_head[:, self.heads :]
+            turned = by_head[:, : self.heads + self.kv_heads]
+            kept = by_head[:, self.heads :]
         else:
             width = self.heads * self.head_dim
-            turned, kept = qkv[:, :width].unflatten(-1, (-1, self.head_dim)), qkv[:, width:]
+            turned = qkv[:, :width].unflatten(-1, (-1, self.head_dim))
+            kept = qkv[:, width:]
         place_(turned, placing, self.heads)
         return self.o(forward.attend(slot, turned[:, : self.heads], kept, self.weighting))
 
@@ -254,7 +259,9 @@ class Attention:
         if not self.norms_all_heads:
             return None
         own = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
-        return own if self.sharing is None else self.sharing.mean(own)
+        if self.sharing is None:
+            return own
+        return self.sharing.mean(own)
 
 
 class Rebuild:
@@ -274,7 +281,9 @@ class Rebuild:
         self.seconds = [second_factor(tensors, role, packs=False) for role in "kv"]
         self.columns = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
-        self.head_dim, self.epsilon, self.bound = plan.head_dim, plan.epsilon, plan.bound
+        self.head_dim = plan.head_dim
+        self.epsilon = plan.epsilon
+        self.bound = plan.bound
         self.head_gain = None if head_gain is None else head_gain.contiguous()
         self.rotary = rotary
 

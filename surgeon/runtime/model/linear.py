@@ -51,7 +51,9 @@ class Linear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """(T, in_features) to (T, all out_features), in a new tensor or in one that there is."""
         y = self.product(x, self.bias, out)
-        return y if self.scale is None else y.mul_(self.scale)
+        if self.scale is None:
+            return y
+        return y.mul_(self.scale)
 
 
 class LowRank:
@@ -75,7 +77,8 @@ class LowRank:
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
         for role in roles:
-            factored, bias = is_factored(role, tensors), tensors.get(f"{role}.bias")
+            factored = is_factored(role, tensors)
+            bias = tensors.get(f"{role}.bias")
             weights.append(tensors[f"{role}.first.weight" if factored else f"{role}.weight"])
             biases.append(None if factored else bias)
             self.seconds.append(second_factor(tensors, role) if factored and role not in later else None)
@@ -88,7 +91,9 @@ class LowRank:
         parts = self.first(x).split(self.widths, -1)
         outputs = [part if second is None else second(part) for part, second in zip(parts, self.seconds, strict=True)]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-        return y if self.scale is None else y.mul_(self.scale)
+        if self.scale is None:
+            return y
+        return y.mul_(self.scale)
 
 
 def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear:

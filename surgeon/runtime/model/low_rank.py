@@ -102,7 +102,11 @@ class Gathered:
         parts = gathered.split(self.columns, -1)
         made = [part if second is None else second(part) for second, part in zip(self.seconds, parts, strict=True)]
         outputs = [*made, *outputs]
-        return outputs[0] if len(outputs) == 1 else torch.cat([outputs[place] for place in self.order], -1)
+        if len(outputs) > 1:
+            return torch.cat([outputs[place] for place in self.order], -1)
+        (whole,) = outputs
+        found: Tensor = whole
+        return found
 
 
 class SummedApart:
@@ -152,7 +156,9 @@ class Maps:
 
     def reading(self, roles: list[str]) -> LinearMap:
         """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
-        tensors, later, base = self.tensors, self.later, self.base
+        tensors = self.tensors
+        later = self.later
+        base = self.base
         if base is not None:
             each: list[LowRank | Gathered] = [
                 Gathered(tensors, [role], base, later) if role in later else LowRank(self._own(role, base), [role])

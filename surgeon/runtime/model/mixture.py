@@ -59,9 +59,11 @@ class MixtureOfExperts:
         self.experts: KernelExperts | Experts
         self.route: Callable[[Tensor, Routing, Tensor | None], Routed]
         if self.kernels is not None and packed is not None:
-            self.experts, self.route = KernelExperts(self.kernels, packed), self.kernels.route
+            self.experts = KernelExperts(self.kernels, packed)
+            self.route = self.kernels.route
         else:
-            self.experts, self.route = Experts(tensors, first, combine_of(plan)), route
+            self.experts = Experts(tensors, first, combine_of(plan))
+            self.route = route
         beside = {name.removeprefix("shared_"): one for name, one in tensors.items() if name.startswith("shared_")}
         own_router = beside.pop("router.weight", None)
         self.shared: FeedForward | None = None
@@ -88,7 +90,9 @@ class MixtureOfExperts:
         if self.shared is not None:
             beside = self.shared.of_normed(x)
             output = output + (beside if self.shared_router is None else beside * (x @ self.shared_router).sigmoid())
-        return output if self.scale is None else output.mul_(self.scale)
+        if self.scale is None:
+            return output
+        return output.mul_(self.scale)
 
     def _weighed(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
         """What experts make of tokens that are weighed beforehand: of a copy for each expert that a token goes to."""
@@ -96,7 +100,9 @@ class MixtureOfExperts:
         copies = (x[:, None] * routed.weights[..., None].to(x.dtype)).flatten(0, 1)
         alone = Routed(routed.experts.view(-1, 1), torch.ones_like(routed.weights).view(-1, 1))
         made = self.experts(copies, alone, waits)
-        return made if chosen == 1 else made.view(tokens, chosen, -1).sum(1)
+        if chosen == 1:
+            return made
+        return made.view(tokens, chosen, -1).sum(1)
 
 
 class Experts:
@@ -109,14 +115,19 @@ class Experts:
     def __init__(self, tensors: Tensors, first: int, combine: Combine) -> None:
         self.gate, self.up, self.down = (Stacked(tensors, role) for role in ("gate", "up", "down"))
         self.combine = combine
-        self.first, self.count = first, len(self.gate.matrices[0])
+        self.first = first
+        self.count = len(self.gate.matrices[0])
         self.groups = all(map(can_group, (self.gate, self.up, self.down)))
 
     def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
         """The weighted sum of what they make of tokens, (T, h); 0 of tokens that none of them gets."""
         if waits:
-            return self._grouped(x, routed) if self.groups else self._one_by_one(x, routed)
-        return self._own_copies(x, routed) if routed.experts.numel() < self.count else self._all(x, routed)
+            if self.groups:
+                return self._grouped(x, routed)
+            return self._one_by_one(x, routed)
+        if routed.experts.numel() < self.count:
+            return self._own_copies(x, routed)
+        return self._all(x, routed)
 
     def _made(self, x: Tensor, which: Which) -> Tensor:
         """What some experts make of tokens of their own, (E, tokens, h)."""
@@ -127,16 +138,19 @@ class Experts:
         own = (routed.experts - self.first).flatten()
         own, order = own.where((own >= 0) & (own < self.count), self.count).sort(stable=True)
         ends = torch.searchsorted(own, torch.arange(self.count, device=own.device), right=True, out_int32=True)
-        tokens, of = order // routed.experts.shape[1], own.clamp(max=self.count - 1)
+        tokens = order // routed.experts.shape[1]
+        of = own.clamp(max=self.count - 1)
         sent = x[tokens]
-        gates, values = self.gate.grouped(sent, ends, of), self.up.grouped(sent, ends, of)
+        gates = self.gate.grouped(sent, ends, of)
+        values = self.up.grouped(sent, ends, of)
         made = self.down.grouped(self.combine(gates, values), ends, of)
         made = made * routed.weights.flatten()[order][:, None].to(made.dtype)
         here = (own < self.count)[:, None]  # of others there may be anything
         return torch.zeros_like(x).index_add_(0, tokens, made.masked_fill(~here, 0.0))
 
     def _one_by_one(self, x: Tensor, routed: Routed) -> Tensor:
-        own, output = routed.experts - self.first, torch.zeros_like(x)
+        own = routed.experts - self.first
+        output = torch.zeros_like(x)
         for expert in own[(own >= 0) & (own < self.count)].unique().tolist():
             tokens, places = (own == expert).nonzero(as_tuple=True)
             made = self._made(x[tokens][None], slice(expert, expert + 1))[0]
@@ -177,7 +191,9 @@ class Stacked:
         """(E, tokens, in) to (E, tokens, out), of these experts."""
         for matrix in self.matrices:
             x = x @ matrix[which].mT
-        return x if self.bias is None else x + self.bias[which][:, None]
+        if self.bias is None:
+            return x
+        return x + self.bias[which][:, None]
 
     def grouped(self, x: Tensor, ends: Tensor, of: Tensor) -> Tensor:
         """Tokens of one expert after the other, (all tokens, in), to (all tokens, out).
@@ -188,7 +204,9 @@ class Stacked:
         """
         for matrix in self.matrices:
             x = F.grouped_mm(x, matrix.mT, offs=ends)
-        return x if self.bias is None else x + self.bias[of]
+        if self.bias is None:
+            return x
+        return x + self.bias[of]
 
 
 def can_group(maps: Stacked) -> bool:
@@ -221,7 +239,8 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
     biases = [tensors.get(f"{role}.bias") for role in ("gate", "up")]
     reading_bias = None if biases[0] is None or biases[1] is None else torch.cat([biases[0], biases[1]], 1)
     writing_bias = tensors.get("down.bias")
-    kept, lines = list[Tensor](), list[list[int]]()
+    kept = list[Tensor]()
+    lines = list[list[int]]()
     for expert, weights in enumerate(zip(reading, tensors["down.weight"], strict=True)):
         line = list[int]()
         for weight, bias in zip(weights, (reading_bias, writing_bias), strict=True):

@@ -41,7 +41,9 @@ def summed_in_rank_space(step: Step, hidden: int, normed: bool, mixtures: Mixtur
         return frozenset(index for index, rank in enumerate(ranks) if rank is not None and rank < hidden)
     # Together in the stream's space they take its width, however many they are.
     known = [rank for rank in ranks if rank is not None]
-    return frozenset(range(len(ranks))) if len(known) == len(ranks) and sum(known) < hidden else frozenset()
+    if len(known) == len(ranks) and sum(known) < hidden:
+        return frozenset(range(len(ranks)))
+    return frozenset()
 
 
 def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed: bool) -> dict[int, int]:
@@ -76,7 +78,9 @@ class Segment:
     def finished(self, total: Tensor) -> Tensor:
         """What is added to the stream, (T, h), of the sum, (T, width)."""
         output = total if self.second is None else self.second(total)
-        return output if self.norm is None else self.norm(output)
+        if self.norm is None:
+            return output
+        return self.norm(output)
 
 
 class StepOutputs:

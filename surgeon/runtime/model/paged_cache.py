@@ -113,7 +113,8 @@ class PagedCache:
         for slots in groups:
             sizes = [2 * stored[slot] for slot in slots]
             for place, (slot, pair) in enumerate(zip(slots, self.stored[0, : sum(sizes)].split(sizes), strict=True)):
-                self.pairs[slot], self.places_in_group[slot] = pair, place
+                self.pairs[slot] = pair
+                self.places_in_group[slot] = place
         self.slots = [pair.chunk(2) for pair in self.pairs]
         self.halves = [[stored[slot] for slot in slots for _ in range(2)] for slots in groups]
         self.low_rank = {slot: like.new_empty(places, sum(one.columns)) for slot, one in self.rebuilds.items()}
@@ -169,7 +170,8 @@ class PagedCache:
 
 def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:
     """The places in the cache of a sequence's tokens from `first` up to `end`, as few slices as there can be."""
-    found, before = [], 0
+    found = []
+    before = 0
     for first_block, blocks in runs:
         offset = first_block * BLOCK_TOKENS - before
         after = before + blocks * BLOCK_TOKENS
@@ -185,7 +187,8 @@ def runs_of(rows: Sequence[Row], group: int, window: Window | None) -> tuple[lis
     Returns:
         First place and number of places of each run, and how many runs there are up to the end of each row.
     """
-    runs, ends = list[tuple[int, int]](), list[int]()
+    runs = list[tuple[int, int]]()
+    ends = list[int]()
     for row in rows:
         end = row.start + len(row.tokens)
         parts = stretches(row.runs[group], 0 if window is None else window.first(end), end)
@@ -200,7 +203,8 @@ def write_table(table: Any, runs: Sequence[BlockRun], gone: int) -> None:
     Args:
         gone: written for blocks that are there no more.
     """
-    at, room = 0, len(table)
+    at = 0
+    room = len(table)
     for first, blocks in runs:
         end = min(at + blocks, room)
         table[at:end] = gone if first == GONE else np.arange(first, first + end - at)

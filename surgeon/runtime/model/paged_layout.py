@@ -47,7 +47,8 @@ class PagedLayout:
         """
         self.cache = cache
         self._parts: list[_Singles | _Chunk] = []
-        positions, first = [], 0
+        positions = []
+        first = 0
         for row in rows:
             positions.append(slice(row.start, row.start + len(row.tokens)))
             if len(row.tokens) > 1:
@@ -72,11 +73,14 @@ class PagedLayout:
         """
         self._keep(slot, kept)
         attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
+        if len(attended) == 1:
+            return attended[0]
+        return torch.cat(attended)
 
     def _keep(self, slot: int, kept: Tensor) -> None:
         """Put what is new into its places."""
-        cache, group = self.cache, self.cache.group_of[slot]
+        cache = self.cache
+        group = self.cache.group_of[slot]
         written = self._newly if slot in cache.borrowed else self._written
         if written.tokens is not None:
             kept = kept[written.tokens]
@@ -104,7 +108,9 @@ class _Written(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Row], cache: PagedCache, begins: Sequence[int]) -> _Written:
         """The tokens of rows from a position of each on."""
-        first, some, all_ = 0, list[slice](), True
+        first = 0
+        some = list[slice]()
+        all_ = True
         found: list[list[slice]] = [[] for _ in cache.windows]
         for row, begin in zip(rows, begins, strict=True):
             end = row.start + len(row.tokens)
@@ -112,7 +118,8 @@ class _Written(NamedTuple):
             some += [slice(first + left_out, first + len(row.tokens))] if left_out < len(row.tokens) else []
             for places, runs in zip(found, row.runs, strict=True):
                 places.extend(stretches(runs, row.start + left_out, end))
-            first, all_ = first + len(row.tokens), all_ and not left_out
+            first = first + len(row.tokens)
+            all_ = all_ and not left_out
         indexes = [as_index(places, cache.device) for places in found]
         by_kernels = cache.kernels is not None or cache.triton is not None
         numbers = [_numbers(index, cache.device) for index in indexes] if by_kernels else []
@@ -135,7 +142,9 @@ class _Singles:
 
     def attend(self, slot: int, queries: Tensor, _: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of these rows, (rows, H * D), given queries of the whole pass and what it keeps."""
-        heads, head_dim, kv_heads = queries.shape[1], queries.shape[2], self._cache.kv_heads[slot]
+        heads = queries.shape[1]
+        head_dim = queries.shape[2]
+        kv_heads = self._cache.kv_heads[slot]
         count = len(self._sequences)
         own = queries[self._first : self._first + count]
         if self._cache.triton is not None and slot not in self._cache.rebuilds:
@@ -191,11 +200,13 @@ class _Chunk:
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of this row, (tokens, H * D), given queries of the whole pass and what it keeps."""
-        own, window = queries[self._own], Window.within(weighting.window, self._end)
+        own = queries[self._own]
+        window = Window.within(weighting.window, self._end)
         by_kernels = self._cache.kernels is not None and slot not in self._cache.rebuilds
         comes = self._whole and not (self._known and slot in self._cache.borrowed)
         fresh = self._fresh(slot, kept[self._own]) if comes and not by_kernels else None
-        start, attended = self._end - self._tokens, []
+        start = self._end - self._tokens
+        attended = []
         for part in self._parts(window):
             asked = own[part.start - start : part.stop - start]
             if self._cache.kernels is not None and by_kernels:
@@ -205,16 +216,20 @@ class _Chunk:
             first = _first_key(window, part)
             keys, values = self._cached.read_from(slot, first) if fresh is None else fresh
             there = slice(0 if fresh is None else first, part.stop - (first if fresh is None else 0))
-            keys, values = keys[:, :, there], values[:, :, there]
+            keys = keys[:, :, there]
+            values = values[:, :, there]
             causal = part.start == first and (window is None or window.chunked)
             mask = None if causal else self._mask(len(asked), keys.shape[2], window)
             found = attention(asked.transpose(0, 1)[None], keys, values, weighting, mask, causal)
             attended.append(found.transpose(1, 2).flatten(2)[0])
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
+        if len(attended) == 1:
+            return attended[0]
+        return torch.cat(attended)
 
     def _parts(self, window: Window | None) -> list[slice]:
         """The row's positions; where there are chunks, those of each chunk, whose tokens look at the same first one."""
-        start, size = self._end - self._tokens, 0 if window is None else window.tokens
+        start = self._end - self._tokens
+        size = 0 if window is None else window.tokens
         borders = range((start // size + 1) * size, self._end, size) if window is not None and window.chunked else ()
         return [slice(*part) for part in pairwise((start, *borders, self._end))]
 
@@ -249,7 +264,9 @@ class _Chunk:
 
 def _first_key(window: Window | None, tokens: slice) -> int:
     """The first position that some of a text's tokens look at; the first of them looks back the furthest."""
-    return 0 if window is None else window.first(tokens.start + 1)
+    if window is None:
+        return 0
+    return window.first(tokens.start + 1)
 
 
 class _Cached:
@@ -305,7 +322,9 @@ class _Cached:
 
 def _numbers(index: Index, device: torch.device) -> Tensor:
     """What it indexes, one by one."""
-    return torch.arange(index.start, index.stop, device=device) if isinstance(index, slice) else index
+    if isinstance(index, slice):
+        return torch.arange(index.start, index.stop, device=device)
+    return index
 
 
 def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -10,15 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.drafts import DraftChanges
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
-from surgeon.models.weights import Factors, ModelWeights, Tensors
+from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay
-from surgeon.runtime.model.adapted import adapted
 from surgeon.runtime.model.cuda_graphs import CudaRecorder, GraphRecorder
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, torch_dtype
@@ -74,13 +72,11 @@ class RankParts:
         self.expert_times: ExpertTimes | None = None
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
 
-    def load(self, source: ModelWeights, beside: Iterable[RankParts] = (), changes: DraftChanges | None = None) -> None:
+    def load(self, source: ModelWeights, beside: Iterable[RankParts] = ()) -> None:
         """The slices of this rank's work, and what stands behind the sums of every step it has a share in.
 
         Args:
-            source: with the norms of the changes.
             beside: what this rank has loaded already; a slice of the same weights is taken from there.
-            changes: of a healed draft.
         """
         beside = [other for other in beside if self.has_weights_of(other)]
         self._settle_experts(source, beside)
@@ -99,8 +95,7 @@ class RankParts:
             for part in work.parts:
                 key = self.key(part)
                 if key not in self.sublayers:
-                    made = there.get(key) or self._part(work, part, source)
-                    self.sublayers[key] = made if changes is None else self._changed(work, part, made, source, changes)
+                    self.sublayers[key] = there.get(key) or self._part(work, part, source)
 
     def _settle_experts(self, source: ModelWeights, beside: list[RankParts]) -> None:
         """Measure how experts are better shared, where that is open: by a rank's first such mixture, on all ranks.
@@ -128,7 +123,8 @@ class RankParts:
     def _times_of(self, made: MixtureOfExperts) -> Tensor:
         """Seconds that each of some tokens takes, which are the same on every rank."""
         tokens = torch.randn(MEASURED_TOKENS, 1, self.plan.hidden, generator=torch.Generator().manual_seed(0))
-        x, times = tokens[0].to(self.device, torch_dtype(self.plan)), list[float]()
+        x = tokens[0].to(self.device, torch_dtype(self.plan))
+        times = list[float]()
         again = self._repeatable(partial(made, waits=self.device.type == "cpu"), x, made.by_kernels)
         for token in tokens:
             x.copy_(token)
@@ -136,10 +132,10 @@ class RankParts:
         return torch.tensor(times, dtype=torch.float64)
 
     def has_weights_of(self, other: RankParts) -> bool:
-        """Whether another one on this rank reads the same tensors, in the same dtype, and changes none of them."""
-        own, others = self.plan, other.plan
-        alike = (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
-        return alike and others.changes is None
+        """Whether another one on this rank reads the same tensors, in the same dtype."""
+        own = self.plan
+        others = other.plan
+        return (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
 
     def _here(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
@@ -152,7 +148,8 @@ class RankParts:
             sublayer = step.sublayers[index]
             (role,) = (projection.role for projection in self._projections(sublayer) if projection.role in WRITING)
             tensors = self._here(source.written(sublayer, torch_dtype(self.plan)))
-            weight, bias = tensors[f"{role}.second.weight"], tensors.get(f"{role}.bias")
+            weight = tensors[f"{role}.second.weight"]
+            bias = tensors.get(f"{role}.bias")
             seconds[index] = Linear([weight], [bias], self.plan.output_scale)
         return StepOutputs(step, self.plan.hidden, seconds, norms)
 
@@ -173,7 +170,8 @@ class RankParts:
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
         """What computes a part, with its weights."""
-        plan, sublayer = self.plan, computed_of(self.plan, work, part)
+        plan = self.plan
+        sublayer = computed_of(self.plan, work, part)
         if plan.mixtures.size(sublayer) is not None:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = plan.family.spec(sublayer.kind, sublayer.layers[0])
@@ -206,24 +204,6 @@ class RankParts:
             return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)
         return tensors
 
-    def _changed(self, work: Work, part: Part, made: Made, source: ModelWeights, changes: DraftChanges) -> Made:
-        """What computes a part of a healed draft: the matrices of what computes the model's, and what is changed."""
-        sublayer, dtype = computed_of(self.plan, work, part), torch_dtype(self.plan)
-        if not changes.touches(sublayer, source):
-            return made
-        found = changes.factors(sublayer, source)
-        firsts, seconds = ({f"{role}.weight": own[which] for role, own in found.items()} for which in (0, 1))
-        seconds = self._turning(sublayer, seconds)
-        factors = {
-            role: Factors(*(which[f"{role}.weight"].to(self.device, dtype) for which in (firsts, seconds)))
-            for role in found
-        }
-        reading = [one.role for one in self._projections(sublayer) if one.reads_stream and not one.stacked]
-        widths = {role: len(source.features(sublayer, role)) for role in reading}
-        norms = self._turning(sublayer, self._here(source.norms(sublayer, dtype)))
-        spec = self.plan.family.spec(sublayer.kind, sublayer.layers[0])
-        return adapted(made, norms, factors, widths, spec, self.plan)
-
     def _mixture(self, part: Part, source: ModelWeights, whole: WholeExperts | None) -> MixtureOfExperts:
         dtype = torch_dtype(self.plan)
         if whole is None:
@@ -246,8 +226,11 @@ class RankParts:
             return Maps(tensors, scale, later, base=sharing)
         if part.index in self._in_rank_space(work.step):
             later |= frozenset(WRITING)
-        alone, shared = Maps(tensors, scale, later), Maps(tensors, scale, later, shared=sharing)
-        return shared if self._shares_out(part, alone, shared) else alone
+        alone = Maps(tensors, scale, later)
+        shared = Maps(tensors, scale, later, shared=sharing)
+        if self._shares_out(part, alone, shared):
+            return shared
+        return alone
 
     def _shares_out(self, part: Part, alone: Maps, shared: Maps) -> bool:
         """Whether first factors are shared out: as the plan says, or as measured once for each shape."""
@@ -273,7 +256,8 @@ class RankParts:
         """Computes once, and gives what does so again as passes will: without Python where they are recorded."""
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
-        kernels, recordable = kernels_for(x), all(one.recordable for one in self.groups.values())
+        kernels = kernels_for(x)
+        recordable = all(one.recordable for one in self.groups.values())
         if kernels is None or not recordable or self.plan.decoding != "auto" or not by_kernels:
             compute(x)
             return partial(compute, x)
@@ -281,7 +265,9 @@ class RankParts:
         with self.groups_recorded(recording), recording.during():
             compute(x)
         replay = recording.finished()
-        return partial(compute, x) if replay is None else partial(_replayed, replay, (compute, x))
+        if replay is None:
+            return partial(compute, x)
+        return partial(_replayed, replay, (compute, x))
 
     @contextmanager
     def groups_recorded(self, recording: Recording) -> Iterator[None]:

@@ -34,7 +34,8 @@ class Phase:
     @contextmanager
     def apart(self) -> Iterator[Sent]:
         """Count what is sent inside apart: the collectives of the layers and of the vocabulary."""
-        before, sent = (self.layers, self.vocabulary), (Counts(), Counts())
+        before = (self.layers, self.vocabulary)
+        sent = (Counts(), Counts())
         self.layers, self.vocabulary = sent
         try:
             yield sent
@@ -43,4 +44,5 @@ class Phase:
 
     def add(self, sent: Sent) -> None:
         """Count what was sent apart."""
-        self.layers, self.vocabulary = self.layers + sent[0], self.vocabulary + sent[1]
+        self.layers = self.layers + sent[0]
+        self.vocabulary = self.vocabulary + sent[1]

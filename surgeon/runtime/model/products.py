@@ -44,7 +44,9 @@ class Transposed:
             bias: (out_features,), added.
             out: where to write it.
         """
-        return torch.mm(x, self.weight, out=out) if bias is None else torch.addmm(bias, x, self.weight, out=out)
+        if bias is None:
+            return torch.mm(x, self.weight, out=out)
+        return torch.addmm(bias, x, self.weight, out=out)
 
 
 class OnGpu:
@@ -66,7 +68,9 @@ class OnGpu:
         if self._kernels is not None and 0 < len(x) <= FEW and x.stride(1) == 1:
             return self._kernels.product(x, self.weight, bias, out)
         transposed = self.weight.t()
-        return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)
+        if bias is None:
+            return torch.mm(x, transposed, out=out)
+        return torch.addmm(bias, x, transposed, out=out)
 
 
 class Packed:

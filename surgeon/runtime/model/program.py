@@ -78,7 +78,8 @@ class RankProgram(RankParts):
         self, states: Sequence[State], passes: Sequence[Pass], first: int = 0, end: int | None = None
     ) -> Sequence[State]:
         """The same of parts of a batch that take turns."""
-        work, group = self.work[self._work_before(first) :], self.collectives.group
+        work = self.work[self._work_before(first) :]
+        group = self.collectives.group
         machines = [self.machine(shared, group, WorkAhead(work)) for shared in passes]
         return in_turn(self.program.nodes[first:end], states, machines)
 
@@ -132,7 +133,8 @@ class RankProgram(RankParts):
 
 def _of_places(state: State, places: list[int]) -> State:
     """Some tokens' state between two nodes of a program."""
-    chosen, pending = torch.tensor(places, device=state.stream.device), state.pending
+    chosen = torch.tensor(places, device=state.stream.device)
+    pending = state.pending
     return replace(state, stream=state.stream[chosen], pending=None if pending is None else lambda: pending()[chosen])
 
 
@@ -160,7 +162,8 @@ class WorkAhead(Iterator[Work]):
     def __next__(self) -> Work:
         if self.next is None:
             raise StopIteration
-        work, self.next = self.next, next(self._work, None)
+        work = self.next
+        self.next = next(self._work, None)
         return work
 
 
@@ -202,7 +205,9 @@ class RankMachine(Machine):
         """The sum, normed in the same launch for the part that comes next, if kernels can."""
         parts = self.work.next.parts if self.work.next is not None else ()
         program = self.rank_program
-        return program.sublayers[program.key(parts[0])].norm.added(stream, output) if parts else stream + output
+        if parts:
+            return program.sublayers[program.key(parts[0])].norm.added(stream, output)
+        return stream + output
 
     def reduce(self, partial: Partial) -> Pending:
         part, finish = partial
@@ -211,7 +216,9 @@ class RankMachine(Machine):
         program = self.rank_program
         at_once = self.shared.parts == 1 and self._node not in program.travelling
         wait = program.groups[self.group].all_reduce(part, program.counts.layers, at_once)
-        return wait if finish is None else lambda: finish(wait())
+        if finish is None:
+            return wait
+        return lambda: finish(wait())
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         branches, group = self._assigned(fork)

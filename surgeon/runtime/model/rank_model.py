@@ -1,8 +1,8 @@
 """A whole model on one rank, from tokens to logits: the program, and what lies before and behind it.
 
 `RankModel` knows nothing of passes. Each way of computing one (`Way`) has a file of its own: dynamic.py for whatever
-rows there are, recorded.py and static_decode.py for those that add one token to each text, coda.py where tokens are
-drafted. The engine (engine.py) chooses among them.
+rows there are, recorded.py and static_decode.py for those that add one token to each text. The engine (engine.py)
+chooses among them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.drafts import DraftChanges
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
@@ -89,9 +88,7 @@ class RankModel(RankProgram):
         super().__init__(plan, collectives, device)
         source = open_weights(plan.folder, plan.family, plan.head_dim, device)
         alike = [other for other in beside if self.has_weights_of(other)]
-        changes = None if plan.changes is None else DraftChanges.read(plan.changes)
-        source = source if changes is None else changes.over(source)
-        self.load(source, alike, changes)
+        self.load(source, alike)
 
         def everybody() -> Collectives:
             return self.groups[collectives.group]
@@ -101,8 +98,7 @@ class RankModel(RankProgram):
             if alike
             else Vocabulary(source, plan, self.rank, device, everybody)
         )
-        own_ends = changes is not None and any(path.startswith(f"{plan.family.final_norm}.") for path in changes.norms)
-        self.ends: Ends = alike[0].ends if alike and not own_ends else Ends(source, plan, device)
+        self.ends: Ends = alike[0].ends if alike else Ends(source, plan, device)
         self._angles = self._angles_of(0)
 
     @property
@@ -162,7 +158,7 @@ class RankModel(RankProgram):
         shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
         return self.ended(self.stream_after(self.embedded(tokens, positions), shared), shared)
 
-    def ended(self, stream: Tensor, shared: Pass) -> Tensor:  # noqa: ARG002 - which a stretch's coda needs
+    def ended(self, stream: Tensor, shared: Pass) -> Tensor:  # noqa: ARG002 - which a coda behind a stretch needs
         """What a pass gives of the stream behind the program: this rank's logits, (tokens, rows)."""
         return self.own_logits(stream)
 

@@ -73,10 +73,12 @@ class PassInputs:
 
 def _numbers(rows: Sequence[Row]) -> list[list[int]]:
     """Token, position, and place in each group of the cache; in slots of another that knows the token, none."""
-    tokens, positions = [row.tokens[0] for row in rows], [row.start for row in rows]
+    tokens = [row.tokens[0] for row in rows]
+    positions = [row.start for row in rows]
     groups = range(len(rows[0].runs))
     places = [[stretches(row.runs[group], row.start, row.start + 1)[0].start for row in rows] for group in groups]
-    new, newly = [row.known <= row.start for row in rows], places
+    new = [row.known <= row.start for row in rows]
+    newly = places
     if not all(new):
         newly = [[at if is_new else NOWHERE for at, is_new in zip(own, new, strict=True)] for own in places]
     return [tokens, positions, *places, *newly]
@@ -134,7 +136,8 @@ class RecordedDecode(Way):
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """The same, but this rank's logits of each row, (B, rows of the vocabulary)."""
-        model, phase = self._model, self._model.counts
+        model = self._model
+        phase = self._model.counts
         passes = self._passes.setdefault(cache, {})
         angles = model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
@@ -151,11 +154,14 @@ class RecordedDecode(Way):
         self, rows: Sequence[Row], cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
     ) -> Tensor:
         """The same, computed as any pass, and recorded if it can be."""
-        model, phase, recording = self._model, self._model.counts, Recording(self._kernels, self._arena)
+        model = self._model
+        phase = self._model.counts
+        recording = Recording(self._kernels, self._arena)
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
             """Attention over the cache that finds everything where a replay will find it."""
-            group, pair = cache.group_of[slot], cache.pairs[slot]
+            group = cache.group_of[slot]
+            pair = cache.pairs[slot]
             with recording.paused():
                 read = inputs.read(rows, (group, weighting.window))
             where = group + (len(rows[0].runs) if slot in cache.borrowed else 0)

@@ -26,7 +26,8 @@ def place_(x: Tensor, placing: Placing, queries: int = 0) -> None:
         queries: how many of the heads are queries', where all of these are normed together.
     """
     gain, epsilon, angles, squares = placing
-    on_gpu, kernels = triton_kernels_for(x), kernels_for(x)
+    on_gpu = triton_kernels_for(x)
+    kernels = kernels_for(x)
     if on_gpu is not None and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         if gain is not None or angles is not None:
             on_gpu.place_(x, placing, queries)
@@ -117,6 +118,7 @@ def turned(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> 
         rate, length, ahead = rotary.growth
         scale = scale * (1 + rate * torch.log1p(torch.floor((positions + ahead) / length)))[:, None]
     angles = positions[:, None].float() * frequencies
-    cosine, sine = angles.cos() * scale, angles.sin() * scale
+    cosine = angles.cos() * scale
+    sine = angles.sin() * scale
     halves = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
     return halves[0][:, None].to(like.dtype), halves[1][:, None].to(like.dtype)

@@ -74,14 +74,16 @@ class SampledText:
 
     def key(self, ahead: int = 0) -> int:
         """63 random bits of the place so many tokens ahead; neighbours have nothing in common."""
-        seed, (prompt, answer) = self.sampling.seed, self.sampling.place
+        seed = self.sampling.seed
+        (prompt, answer) = self.sampling.place
         hashed = blake2b(f"{seed} {prompt} {answer} {self.position + ahead}".encode(), digest_size=8)
         return int.from_bytes(hashed.digest()) >> 1
 
     def add(self, choice: Choice) -> Choice:
         """Note what comes next."""
         self.position += 1
-        self.suppressed, token = self._later, choice[0]
+        self.suppressed = self._later
+        token = choice[0]
         if self.line is not None and token != UNDEFINED and token not in self.seen:
             self.seen[token] = None
             self.unwritten.append(token)
@@ -165,8 +167,10 @@ class Sampler:
         """The same; WIDER where that takes a look at the `whole` vocabulary."""
         batches = list[tuple[list[int], Tensor]]()
         for rows in self._batches(texts, logits):
-            some, own = [texts[row] for row in rows], of_rows(logits, rows).float()
-            scores, look = self._scores(some, own), some[0].look
+            some = [texts[row] for row in rows]
+            own = of_rows(logits, rows).float()
+            scores = self._scores(some, own)
+            look = some[0].look
             if look.tokens == 1:
                 tokens = likeliest(scores)
             else:
@@ -198,7 +202,8 @@ class Sampler:
         if texts[0].line is not None:
             seen = self._seen.of(texts)
             if before is not None:
-                most, firsts = max(map(len, before)), [next(iter(text.seen)) for text in texts]
+                most = max(map(len, before))
+                firsts = [next(iter(text.seen)) for text in texts]
                 more = [[*each, *[first] * (most - len(each))] for first, each in zip(firsts, before, strict=True)]
                 seen = torch.cat([seen, places(more, seen)], -1)
             scores = penalise(scores, seen, column([text.sampling.repetition_penalty for text in texts], scores))
@@ -338,7 +343,8 @@ def verdicts(
         if not math.isfinite(highest):
             ends[number] = place
         elif numbers[row] * drafted >= chance:
-            ends[number], rejected[number] = place, row
+            ends[number] = place
+            rejected[number] = row
     return ends, rejected
 
 
@@ -349,5 +355,6 @@ def reported(numbers: Sequence[float], top: int | None) -> Choice:
         return UNDEFINED, None
     if top is None:
         return int(token), None
-    values, best = more[1 : 1 + len(more) // 2], more[1 + len(more) // 2 :]
+    values = more[1 : 1 + len(more) // 2]
+    best = more[1 + len(more) // 2 :]
     return int(token), TokenLogprob(int(token), more[0], tuple(zip(map(int, best[:top]), values, strict=False)))

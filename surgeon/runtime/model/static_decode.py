@@ -43,7 +43,10 @@ from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 
 # Columns of the inputs: how many tokens are known (`Row.known`); tables of the cache's groups take all further ones.
-TOKEN, POSITION, KNOWN, TABLE = 0, 1, 2, 3
+TOKEN = 0
+POSITION = 1
+KNOWN = 2
+TABLE = 3
 
 
 class Outputs(NamedTuple):
@@ -114,9 +117,11 @@ class StaticLayout:
         self._tables = inputs[:, TABLE:].chunk(len(cache.windows), 1)
         self._dtype = cache.stored.dtype
         own = [self._places(group, self.positions[:, None])[:, 0] for group in range(len(cache.windows))]
-        self._own, self._newly = own, own
+        self._own = own
+        self._newly = own
         if cache.borrowed:  # what others know goes where nobody reads
-            known, unread = inputs[:, KNOWN] > self.positions, cache.tokens - BLOCK_TOKENS
+            known = inputs[:, KNOWN] > self.positions
+            unread = cache.tokens - BLOCK_TOKENS
             self._newly = [places.masked_fill(known, unread) for places in own]
         self._views: dict[tuple[int, Window | None], View] = {}
         self._texts: list[TextBlocks] = []
@@ -126,10 +131,13 @@ class StaticLayout:
     @property
     def attend_raw(self) -> AttendRaw | None:
         """Attention that takes queries and keys as projections give them, where there are kernels for that."""
-        return self._attend_raw if self._texts else None
+        if self._texts:
+            return self._attend_raw
+        return None
 
     def _attend_raw(self, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting) -> Tensor:
-        cache, group = self._cache, self._cache.group_of[slot]
+        cache = self._cache
+        group = self._cache.group_of[slot]
         assert cache.triton is not None
         queries = cache.triton.place(qkv, heads, placing, self._written(slot), cache.pairs[slot])
         return cache.attend(slot, queries, self._texts[group], weighting)
@@ -143,7 +151,8 @@ class StaticLayout:
         assert not self._texts or slot in self._cache.rebuilds, "kernels attend where keys and values are cached"
         texts, heads, head_dim = queries.shape
         view = self._view(self._cache.group_of[slot], weighting.window)
-        kv_heads, mask = self._cache.kv_heads[slot], view.mask
+        kv_heads = self._cache.kv_heads[slot]
+        mask = view.mask
         keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._stored)(slot, kept, view)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
@@ -151,7 +160,8 @@ class StaticLayout:
 
     def _stored(self, slot: int, keys_values: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Keys and values of the texts, (B, K, N, D) each, the new ones among them."""
-        cached, texts = self._cache.pairs[slot], len(keys_values)
+        cached = self._cache.pairs[slot]
+        texts = len(keys_values)
         cached.index_copy_(1, self._written(slot), keys_values.transpose(0, 1))
         read = cached.index_select(1, view.places)
         keys, values = read.view(2, len(cached) // 2, texts, -1, cached.shape[-1]).transpose(1, 2)
@@ -231,7 +241,9 @@ class StaticPass:
     def load(self, rows: Sequence[Row]) -> None:
         """Send the rows to the device; the pass before must have ended."""
         for line, row in zip(self._lines, rows, strict=False):
-            line[TOKEN], line[POSITION], line[KNOWN] = row.tokens[0], row.start, row.known
+            line[TOKEN] = row.tokens[0]
+            line[POSITION] = row.start
+            line[KNOWN] = row.known
             for group, runs in enumerate(row.runs):
                 table = line[TABLE + group * self._blocks :][: self._blocks]
                 write_table(table, runs, self._unread_block)

@@ -119,7 +119,8 @@ def make_plan(
             "shorten the prompt or ask for fewer tokens"
         )
 
-    dtype, kv = chosen["dtype"], chosen["kv"]
+    dtype = chosen["dtype"]
+    kv = chosen["kv"]
     if dtype == "auto":
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
     if note := stored.dequantised(dtype):
@@ -177,13 +178,17 @@ def make_plan(
 
 def _clamped_gate(config: Any, family: Family) -> tuple[float, float] | None:
     found = None if family.mixture is None else family.mixture.clamped_gate
-    return None if found is None else found(config)
+    if found is None:
+        return None
+    return found(config)
 
 
 def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
     """How many experts a layer stores, and of how many neurons; None where it is no mixture."""
     experts = source.stored_experts(layer)
-    return None if experts is None else MixtureSize(experts, source.stored_width(FEED_FORWARD, layer))
+    if experts is None:
+        return None
+    return MixtureSize(experts, source.stored_width(FEED_FORWARD, layer))
 
 
 def _chosen(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -217,7 +222,8 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
     for sublayer in dict.fromkeys(program.sublayers()):
         units = source.units(sublayer)
         for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
-            role, rank = projection.role, sublayer.rank(projection.role)
+            role = projection.role
+            rank = sublayer.rank(projection.role)
             whole = replace(sublayer, piece=None, ranks=())
             for each in source.each_expert(whole) if projection.stacked else (whole,):
                 outputs, inputs = source.matrix(each, role).shape
@@ -234,7 +240,9 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
 
 def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dict[str, tuple[int | None, ...]]:
     """Shapes by path, as far as the configuration says them (None: layers may differ in width)."""
-    family, hidden, latent = source.family, int(config.hidden_size), source.family.latent(config)
+    family = source.family
+    hidden = int(config.hidden_size)
+    latent = source.family.latent(config)
     shapes: dict[str, tuple[int | None, ...]] = {f"{family.embedding}.weight": (None, hidden)}
     norms = [family.final_norm]
     if not config.tie_word_embeddings:
@@ -283,7 +291,9 @@ def _whole_keys(kv: str, max_tokens: int) -> str:
             f"rotary positions depend on the length of a text here, up to {max_tokens} tokens, and keys in rank space "
             "would be turned again whenever they are read; use kv full or auto, or shorter texts"
         )
-    return "full" if kv == "auto" else kv
+    if kv == "auto":
+        return "full"
+    return kv
 
 
 def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int) -> list[Rotary | None]:
@@ -314,7 +324,9 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
 def places_among(rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]) -> tuple[int | None, ...]:
     """Which of them each layer has; nothing where all have the first, or there are none."""
     places = tuple(None if one is None else rotaries.index(one) for one in by_layer)
-    return places if rotaries and any(place != 0 for place in places) else ()
+    if rotaries and any(place != 0 for place in places):
+        return places
+    return ()
 
 
 def _softcap(config: Any, attribute: str | None) -> float | None:
@@ -352,7 +364,8 @@ def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     ends = read_json(path).get("eos_token_id") if path.is_file() else None
     if ends is None:
-        path, ends = folder / "config.json", getattr(config, "eos_token_id", None)
+        path = folder / "config.json"
+        ends = getattr(config, "eos_token_id", None)
     found = ends if isinstance(ends, list) else [] if ends is None else [ends]
     for end in found:
         if type(end) is not int:

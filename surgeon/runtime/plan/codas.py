@@ -1,4 +1,4 @@
-"""The plan of a model that drafts tokens with the coda of its first rack."""
+"""The plan of a model that drafts tokens with the coda of its first rack: a few layers, a norm and a head behind it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,64 @@ from surgeon.models.weights import ModelWeights
 from surgeon.runtime.plan.checks import mixture_size, places_among, rotaries_by_layer
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.mixtures import Mixtures
-from surgeon.runtime.plan.specification import CodaPlan, Plan
+from surgeon.runtime.plan.placement import work_of
+from surgeon.runtime.plan.specification import CodaPlan, DraftPlan, Plan
 
 
 def with_coda(plan: Plan) -> Plan:
-    """A checkpoint's plan, with the coda of its first rack.
+    """A checkpoint's plan, with its first rack and the rack's coda as the draft.
+
+    What the rack's attentions cache of a token is what the whole program caches; the coda's have slots of their own
+    behind those of the program.
+
+    Raises:
+        FileNotFoundError, ValueError: as `first_rack`.
+    """
+    plan = replace(plan, kv="lowrank" if plan.kv == "lowrank" else "full")
+    nodes, coda = first_rack(plan)
+    rack = replace(
+        plan,
+        program=str(Program(Program.parse(plan.program).nodes[:nodes])),
+        rotaries=coda.plan.rotaries,
+        decoding="auto" if plan.decoding == "auto" else "dynamic",
+        halves="off",
+        coda=coda,
+    )
+    slots = list[tuple[int, ...]]()
+    own = list[tuple[int, ...]]()
+    for rank in range(plan.ranks):
+        shared = _attentions(rack, rank)
+        more = _attentions(coda.plan, rank)
+        end = _attentions(plan, rank)
+        slots.append((*range(shared), *range(end, end + more)))
+        own.append(tuple(range(shared, shared + more)))
+    return replace(plan, draft=DraftPlan(rack, tuple(slots), tuple(own)))
+
+
+def _attentions(plan: Plan, rank: int) -> int:
+    """How many attentions a rank computes."""
+    return sum(part.slot is not None for work in work_of(plan, rank) for part in work.parts)
+
+
+def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
+    """How many nodes of a checkpoint's program its first rack has, and the rack's coda.
 
     Raises:
         FileNotFoundError: if a file of the codas is missing.
         ValueError: if there are no codas, they are not of these weights or damaged, the program cannot be cut behind
-            the first rack, the coda's heads or neurons do not divide among the ranks, or decoding is asked for in
-            fixed shapes, or in halves.
+            the first rack, or the coda's heads or neurons do not divide among the ranks.
     """
-    if plan.halves == "on":
-        raise ValueError("what a coda drafts is verified in one piece; use halves off with a coda")
-    if plan.decoding in ("static", "captured"):
-        raise ValueError(
-            f"drafts are verified in passes of changing shapes, which decoding {plan.decoding} cannot compute; use "
-            "decoding auto or dynamic"
-        )
     stored = read_codas(plan.folder)
     if stored is None:
         raise ValueError(
             f"{plan.folder} has no codas ({CODAS}/{INDEX}), which would draft; surgeon heal --racks trains some; "
             "or leave the drafts out"
         )
-    folder, nodes, program = plan.folder / CODAS, stored.nodes[0], stored.program
-    _check_cut(Program.parse(plan.program), nodes, folder / INDEX)
-    family, file = family_of(stored.config), folder / "rack-0.safetensors"
+    nodes = stored.nodes[0]
+    program = stored.program
+    _check_cut(Program.parse(plan.program), nodes, plan.folder / CODAS / INDEX)
+    family = family_of(stored.config)
+    file = plan.folder / CODAS / "rack-0.safetensors"
     source = ModelWeights(TensorFile(file), family, plan.head_dim)
     layers = source.count_layers() if len(program) else 0  # it may be a norm and a head only
     mixtures = Mixtures.of(partial(mixture_size, source), layers, plan.mixtures.mode)
@@ -52,7 +82,7 @@ def with_coda(plan: Plan) -> Plan:
         check_layers(program, layers)
         check_division(program, source.units, plan.ranks, mixtures)
     by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens) if layers else []
-    # The coda's passes have the angles of the model's; a kind that is the coda's alone comes behind those.
+    # Passes have one set of angles for rack and coda; a kind that is the coda's alone comes behind the model's.
     rotaries = tuple(dict.fromkeys([*plan.rotaries, *(one for one in by_layer if one is not None)]))
     own = replace(
         plan,
@@ -65,7 +95,7 @@ def with_coda(plan: Plan) -> Plan:
         rotaries=rotaries,
         rotary_layers=places_among(rotaries, by_layer),
     )
-    return replace(plan, rotaries=rotaries, coda=CodaPlan(nodes, file, own))
+    return nodes, CodaPlan(file, own)
 
 
 def _check_cut(program: Program, nodes: int, file: Path) -> None:

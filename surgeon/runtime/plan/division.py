@@ -23,7 +23,9 @@ def shared_units(units_of: UnitsOf, latent: Latent | None) -> UnitsOf:
 
     def units(sublayer: Sublayer) -> Units:
         found = units_of(sublayer)
-        return found if latent is None or sublayer.kind != ATTENTION else {"heads": latent.heads}
+        if latent is None or sublayer.kind != ATTENTION:
+            return found
+        return {"heads": latent.heads}
 
     return units
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from surgeon.checkpoint.drafts import DraftChanges, HealedDraft
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import shown
@@ -32,26 +31,16 @@ Place = tuple[tuple[int, ...], int | None, int]  # layers, width, and which of t
 Kept = tuple[tuple[int, int], tuple[int, int] | None]  # the KV heads, and numbers in rank space in their place
 
 
-def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str | HealedDraft) -> Plan:
+def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str) -> Plan:
     """A model's plan, with a program over the same weights that drafts tokens.
 
     Its steps lie on ranks as the model's own do, where that leaves it fewer keys of its own: in slices where it can,
     also of sublayers that share an input and that ranks would have whole.
 
     Raises:
-        ValueError: if the program names what the model does not have or does not divide among the ranks, or it is
-            healed and keys are cached in rank space.
+        ValueError: if the program names what the model does not have or does not divide among the ranks.
     """
     stored = open_stored(model)
-    healed = draft if isinstance(draft, HealedDraft) else None
-    if healed is not None and plan.kv == "lowrank":
-        raise ValueError(
-            "a healed draft norms and projects keys in a way of its own, and those in rank space are made again as the "
-            "model makes them; use kv full or auto, not lowrank"
-        )
-    if isinstance(draft, HealedDraft):
-        DraftChanges.read(draft.folder).check(stored.weights)
-        draft = draft.program
     if isinstance(draft, str) and is_variant(named_draft(draft)):
         draft = variant_of(draft, plan.layers, plan.family.steps_per_layer)(plan.ranks)
     ways: Ways = {"dtype": plan.dtype, "decoding": plan.decoding, "low_rank": plan.low_rank}
@@ -60,7 +49,7 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
     def make(sliced: bool) -> Plan:
         mode = plan.mixtures.mode
         made = make_plan(stored, plan.ranks, plan.max_tokens, draft, experts=mode, sliced=sliced, **ways)
-        return replace(made, kv=kv, changes=None if healed is None else healed.folder)
+        return replace(made, kv=kv)
 
     return replace(plan, kv=kv, draft=draft_beside(replace(plan, kv=kv), stored.weights, make))
 
@@ -110,7 +99,8 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
     Raises:
         ValueError: as `make`, where there is neither plan.
     """
-    found, reasons = list[DraftPlan](), list[ValueError]()
+    found = list[DraftPlan]()
+    reasons = list[ValueError]()
     for sliced in (True, False):
         try:
             own = make(sliced)
@@ -129,7 +119,8 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
 def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The slots of the cache that a draft's attentions use on a rank, and which of these attentions have their own."""
     there = {place: (slot, kept) for slot, (place, kept) in enumerate(_attentions(plan, source, rank))}
-    slots, own = list[int](), list[int]()
+    slots = list[int]()
+    own = list[int]()
     for number, (place, kept) in enumerate(_attentions(draft, source, rank)):
         slot, cached = there.get(place, (None, None))
         if slot is None or cached != kept:
@@ -146,6 +137,7 @@ def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, K
         for part in work.parts:
             if part.slot is not None:
                 own = computed_of(plan, work, part)
-                of, (first, end) = (own.layers, own.width), kv_heads(plan, source, own)
+                of = (own.layers, own.width)
+                (first, end) = kv_heads(plan, source, own)
                 yield (*of, seen[of]), ((first, end), plan.kept_factors(own, end - first))
                 seen[of] += 1

@@ -18,7 +18,6 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from surgeon.checkpoint.drafts import DraftChanges
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.sublayer import ATTENTION, Sublayer
@@ -34,7 +33,7 @@ from surgeon.runtime.batching.windows import (
     text_blocks,
 )
 from surgeon.runtime.plan.placement import computed_of, work_of
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 LEAST_SAVED = 0.1  # of a text's room, that a division is worth
 MOST_GROUPS = 8  # every one costs each pass a table to look up, and each row some bytes to the other ranks
@@ -81,7 +80,9 @@ def cache_groups(plan: Plan) -> CacheGroups:
     few_enough = (groups for groups in divided if len(groups.windows) <= MOST_GROUPS)
     best = min(few_enough, key=lambda groups: (groups.room(plan.max_tokens), len(groups.windows)), default=together)
     saved = 1 - best.room(plan.max_tokens) / together.room(plan.max_tokens)
-    return best if saved >= LEAST_SAVED else together
+    if saved >= LEAST_SAVED:
+        return best
+    return together
 
 
 def _divided(windows: list[list[int | None]], different: list[int | None], width: int) -> CacheGroups:
@@ -103,7 +104,9 @@ def _slot_windows(plan: Plan, rank: int) -> list[int | None]:
     parts = [part for work in work_of(plan, rank) for part in work.parts]
     windows = [plan.window(part.sublayer) for part in parts if part.slot is not None]
     own = [None if window is None or window >= plan.max_tokens else window for window in windows]
-    return own if plan.coda is None else own + _slot_windows(plan.coda.plan, rank)
+    if plan.coda is None:
+        return own
+    return own + _slot_windows(plan.coda.plan, rank)
 
 
 @dataclass(frozen=True)
@@ -162,15 +165,19 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
             tuple(one.copies[0] for one in each),
             cache_groups(plan),
         )
-    matrices = max(plan.embeds, plan.predicts) if plan.tied else plan.embeds + plan.predicts
+    matrices = plan.has_vocabulary * (1 if plan.tied else 2)
     rows = _vocabulary_rows(plan, matrices) + source.position_rows
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:
-        more = (_numbers_beside(plan, plan.draft.plan, source, rank) for rank in range(plan.ranks))
-        changes = plan.draft.plan.changes
-        changed = 0 if changes is None else DraftChanges.read(changes).nbytes
-        weights = (own + numbers * plan.dtype_bytes + changed for own, numbers in zip(whole.weights, more, strict=True))
+        weights = [
+            own + _numbers_beside(plan, plan.draft.plan, source, rank) * plan.dtype_bytes
+            for rank, own in enumerate(whole.weights)
+        ]
         beside = _program_footprint(plan.draft.plan, source, 0)
+        if plan.draft.plan.coda is not None:
+            coda = _coda_footprint(plan.draft.plan.coda)
+            weights = list(map(operator.add, weights, coda.weights))
+            beside = _side_by_side(beside, coda, plan)
         added = (tuple(kept[number] for number in own) for kept, own in zip(beside.kept, plan.draft.own, strict=True))
         return replace(
             whole,
@@ -181,14 +188,21 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         )
     if plan.coda is None:
         return whole
-    own = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
-    head = f"{plan.coda.plan.family.head}.weight"
-    behind = _program_footprint(plan.coda.plan, own, _vocabulary_rows(plan, own.names.own(head) in own.store))
+    return _side_by_side(whole, _coda_footprint(plan.coda), plan)
+
+
+def _coda_footprint(coda: CodaPlan) -> Footprint:
+    own = ModelWeights(TensorFile(coda.file), coda.plan.family, coda.plan.head_dim)
+    has_head = own.names.own(f"{coda.plan.family.head}.weight") in own.store
+    return _program_footprint(coda.plan, own, _vocabulary_rows(coda.plan, has_head))
+
+
+def _side_by_side(one: Footprint, other: Footprint, plan: Plan) -> Footprint:
     return Footprint(
-        tuple(map(sum, zip(whole.weights, behind.weights, strict=True))),
-        tuple(map(operator.add, whole.kept, behind.kept)),
-        tuple(map(max, zip(whole.buffers, behind.buffers, strict=True))),
-        tuple(map(max, zip(whole.copies, behind.copies, strict=True))),
+        tuple(map(operator.add, one.weights, other.weights)),
+        tuple(map(operator.add, one.kept, other.kept)),
+        tuple(map(max, zip(one.buffers, other.buffers, strict=True))),
+        tuple(map(max, zip(one.copies, other.copies, strict=True))),
         cache_groups(plan),
     )
 
@@ -210,7 +224,10 @@ def _vocabulary_rows(plan: Plan, matrices: int) -> int:
 def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
     """What ranks will hold for a plan's program, and of so many rows as wide as the stream."""
     block = BLOCK_TOKENS * plan.dtype_bytes  # a number of every token of a block
-    weights, kept, buffers, copies = [], list[tuple[int, ...]](), [], []
+    weights = []
+    kept = list[tuple[int, ...]]()
+    buffers = []
+    copies = []
     for rank in range(plan.ranks):
         parts = [(work, part) for work in work_of(plan, rank) for part in work.parts]
         numbers = rows * plan.hidden
@@ -218,15 +235,20 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
             map(partial(numbers_of, plan, source), {(part.sublayer, len(part.sharers)) for _, part in parts})
         )
         weights.append(numbers * plan.dtype_bytes)
-        own, copied, rebuilt, read = list[int](), 0, 0, 0
+        own = list[int]()
+        copied = 0
+        rebuilt = 0
+        read = 0
         for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
             first, end = kv_heads(plan, source, attention)
-            keys_values, columns = 2 * (end - first) * plan.head_dim, plan.kept_factors(attention, end - first)
+            keys_values = 2 * (end - first) * plan.head_dim
+            columns = plan.kept_factors(attention, end - first)
             own.append((keys_values if columns is None else sum(columns)) * block)
             if columns is None:
                 read = max(read, keys_values)
             else:  # all such attentions read by the same two buffers
-                copied, rebuilt = max(copied, sum(columns)), max(rebuilt, keys_values)
+                copied = max(copied, sum(columns))
+                rebuilt = max(rebuilt, keys_values)
         kept.append(tuple(own))
         buffers.append((copied + rebuilt) * block)
         copies.append(read * block * (1 if plan.attention_softcap is None else 2))  # a product copies them once more
@@ -245,13 +267,15 @@ def kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
 def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
     """How many numbers the matrices of a rank's part have, given how many ranks share the sublayer."""
     sublayer, members = part
-    size, whole = plan.mixtures.size(sublayer), plan.mixtures.whole_experts(sublayer, members)
+    size = plan.mixtures.size(sublayer)
+    whole = plan.mixtures.whole_experts(sublayer, members)
     numbers = 0 if size is None else size.experts * plan.hidden  # of the router
     if plan.latent is not None and sublayer.kind == ATTENTION:
         own = plan.latent.share(sublayer.piece)
         numbers += sum(map(prod, plan.latent.products(plan.hidden, own.stop - own.start).values()))
     for projection in source.family.spec(sublayer.kind, sublayer.layers[0]).projections:
-        of, count = sublayer, 1
+        of = sublayer
+        count = 1
         if projection.stacked and size is not None:
             of, count = (sublayer, size.experts) if whole is None else (whole.of, len(whole.own))
             of = replace(of, experts=(0,) if of.experts is None else of.experts[:1])  # they are all alike
@@ -293,7 +317,8 @@ def choose_cache(
         tight = replace(plan, tight=True)
         smaller = _Room.of(tight, device, here, max_batch, allowed, drafts)
         if smaller.fitting > room.fitting:
-            plan, room = tight, smaller
+            plan = tight
+            room = smaller
     fitting = room.fitting
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"
     place = "" if device == "cpu" else " on each GPU"
@@ -336,7 +361,8 @@ class Capacity:
         sizes = footprint(plan)
         windows = sizes.groups.windows
         longest = longest_text(blocks, windows, plan.max_tokens)
-        weights, cache = sum(sizes.weights), blocks * sum(sizes.block)
+        weights = sum(sizes.weights)
+        cache = blocks * sum(sizes.block)
         return cls(blocks, windows, longest, max_batch, PASS_TOKENS[device], weights, cache)
 
     def texts(self, tokens: int) -> int:
@@ -386,6 +412,7 @@ class _Room(NamedTuple):
         if not block:
             return cls(weights, block, 1 << 30, wanted)  # a program without attention has no cache
         texts, blocks = plan.read_at_once(device, max_batch * (1 + drafts))
-        left, buffers = allowed - weights, texts * (buffers + (copies if plan.gathers(device) else 0))
+        left = allowed - weights
+        buffers = texts * (buffers + (copies if plan.gathers(device) else 0))
         # No text is longer than the cache, which counts where that is shorter than the longest text.
         return cls(weights, block, max(left // (block + buffers), (left - buffers * blocks) // block), wanted)

@@ -86,7 +86,9 @@ class Mixtures:
         if sublayer.kind != FEED_FORWARD or not self.sizes:
             return None
         size = self.sizes[sublayer.layers[0]]
-        return size if size is None or sublayer.experts is None else size._replace(experts=len(sublayer.experts))
+        if size is None or sublayer.experts is None:
+            return size
+        return size._replace(experts=len(sublayer.experts))
 
     def whole_experts(self, part: Sublayer, members: int) -> WholeExperts | None:
         """The experts that one of some ranks has, if they divide a mixture's experts among them.
@@ -98,10 +100,13 @@ class Mixtures:
         if size is None or part.piece is None or members == 1:
             return None
         index, count = part.piece
-        member, experts = index % members, size.experts
+        member = index % members
+        experts = size.experts
         of = replace(part, piece=None if count == members else (index // members, count // members))
         own = range(experts * member // members, experts * (member + 1) // members)
-        return WholeExperts(of, own) if self._divides(size, part, members) else None
+        if self._divides(size, part, members):
+            return WholeExperts(of, own)
+        return None
 
     def is_open(self, part: Sublayer, members: int) -> bool:
         """Whether ranks may as well divide the experts as slice each of them; arguments as of `whole_experts`."""

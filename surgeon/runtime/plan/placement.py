@@ -85,7 +85,9 @@ def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
     whole = work.step.sublayers[part.index]
     roles = {projection.role for projection in plan.family.spec(whole.kind, whole.layers[0]).projections}
     as_base = plan.low_rank == "base" and len(part.sharers) > 1 and {role for role, _ in whole.ranks} == roles
-    return whole if as_base and plan.mixtures.size(whole) is None else part.sublayer
+    if as_base and plan.mixtures.size(whole) is None:
+        return whole
+    return part.sublayer
 
 
 def whole_experts(plan: Plan, part: Part) -> WholeExperts | None:
@@ -135,7 +137,8 @@ def _placed(
         sliced: whether every member takes a slice of each, whatever their kinds.
     """
     sublayers = step.sublayers
-    count, alike = len(sublayers), len({sublayer.kind for sublayer in sublayers}) == 1 and not sliced
+    count = len(sublayers)
+    alike = len({sublayer.kind for sublayer in sublayers}) == 1 and not sliced
     if alike and members % count == 0:
         each = members // count
         index = member // each
@@ -153,7 +156,8 @@ def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[
     Raises:
         ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
     """
-    each, member = ranks_per_branch(fork, len(group)), group.index(rank)
+    each = ranks_per_branch(fork, len(group))
+    member = group.index(rank)
     if each == 1:
         return fork.branches[member :: len(group)], (rank,)
     first = member // each * each

@@ -143,12 +143,11 @@ class Plan:
         described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
         sliced: whether every rank takes a slice of each sublayer of a step, also where it could have whole ones: as the
             ranks have them of a program that runs beside.
-        changes: a healed draft's folder, with norms and adapters in place of the checkpoint's or beside them, if any.
-        coda: a checkpoint's coda that drafts tokens, if any.
-        draft: another program over the same weights that does, if any.
+        coda: a checkpoint's coda behind this program, its first rack, if it drafts tokens.
+        draft: another program over the same weights that drafts tokens, if any.
         stretches: after how many nodes of the program each rank's stretch ends, where ranks hold stretches of it, one
             behind the other (a pipeline); empty where every rank has a share of all. A coda is rank 0's then.
-        embeds, predicts: whether it begins with tokens, and ends with predictions; of a stretch (`of_rank`).
+        has_vocabulary: whether it embeds and predicts tokens: of stretches (`of_rank`), the first one does.
     """
 
     folder: Path
@@ -188,12 +187,10 @@ class Plan:
     latent: Latent | None = None
     described: Family | None = None
     sliced: bool = False
-    changes: Path | None = None
     coda: CodaPlan | None = None
     draft: DraftPlan | None = None
     stretches: tuple[int, ...] = ()
-    embeds: bool = True
-    predicts: bool = True
+    has_vocabulary: bool = True
 
     def of_rank(self, rank: int) -> tuple[Plan, int]:
         """The plan by which a rank computes, and which rank of that it is: of a pipeline its stretch, on one rank."""
@@ -206,8 +203,7 @@ class Plan:
             ranks=1,
             stretches=(),
             coda=None if rank else self.coda,
-            embeds=rank == 0,
-            predicts=rank == self.ranks - 1,
+            has_vocabulary=rank == 0,
         )
         return own, 0
 
@@ -236,11 +232,15 @@ class Plan:
         """Which of the rotary positions an attention has, if any; of averaged layers as the first one's has."""
         if self.rotary_layers:
             return self.rotary_layers[attention.layers[0]]
-        return 0 if self.rotaries else None
+        if self.rotaries:
+            return 0
+        return None
 
     def window(self, attention: Sublayer) -> int | None:
         """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
-        return self.windows[attention.layers[0]] if self.windows else None
+        if self.windows:
+            return self.windows[attention.layers[0]]
+        return None
 
     def exchanges(self, sublayer: Sublayer) -> bool:
         """Whether ranks that share a sublayer send each other something before it is summed."""
@@ -267,13 +267,12 @@ class Plan:
         if sizes is None or self.kv == "full" or self.family.attention.norms_all_heads:
             return None
         saves = self.tight and sum(sizes) < 2 * kv_heads * self.head_dim
-        return sizes if self.kv == "lowrank" or saves else None
+        if self.kv == "lowrank" or saves:
+            return sizes
+        return None
 
     def is_static(self, device: str) -> bool:
-        """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda".
-
-        Where tokens are drafted they do not: how many a pass verifies changes.
-        """
+        """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda"."""
         chosen = self.decoding == "auto" and device == "cuda" and not self.coda
         return self.decoding in ("static", "captured") or chosen
 
@@ -290,7 +289,9 @@ class Plan:
             texts: that are computed together.
         """
         blocks = blocks_for(self.max_tokens)
-        return (power_of_two(texts), power_of_two(blocks)) if self.is_static(device) else (1, blocks)
+        if self.is_static(device):
+            return (power_of_two(texts), power_of_two(blocks))
+        return (1, blocks)
 
 
 @dataclass(frozen=True)
@@ -298,12 +299,10 @@ class CodaPlan:
     """The coda of a checkpoint's first rack, which drafts tokens.
 
     Attributes:
-        nodes: how many of the checkpoint's program make up the rack; the node behind them is no late step.
         file: the coda's tensors, named as in a model of the same architecture with so many layers.
         plan: the coda's own program, over these layers, with the ends of the checkpoint around it.
     """
 
-    nodes: int
     file: Path
     plan: Plan
 
@@ -331,8 +330,11 @@ class DraftPlan:
 
 def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
     """The ranks of the matrices k and v of an attention where both are two factors."""
-    k, v = sublayer.rank("k"), sublayer.rank("v")
-    return None if sublayer.kind != ATTENTION or k is None or v is None else (k, v)
+    k = sublayer.rank("k")
+    v = sublayer.rank("v")
+    if sublayer.kind != ATTENTION or k is None or v is None:
+        return None
+    return (k, v)
 
 
 def require_low_rank(*plans: Plan) -> None:

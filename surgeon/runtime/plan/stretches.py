@@ -1,8 +1,8 @@
 """The plan of a model whose layers lie on ranks one behind the other: a pipeline.
 
-Each rank has a stretch of the program's nodes, as even as they can be by how many numbers its weights have, the head of
-the last one and the coda of the first one among them. A program can be cut before any node but a late step, which would
-read the stream as it was within the rank before. Where codas draft, the first stretch is the checkpoint's first rack.
+Each rank has a stretch of the program's nodes, as even as they can be by how many numbers its weights have, the head
+and the coda of the first one among them. A program can be cut before any node but a late step, which would read the
+stream as it was within the rank before. Where codas draft, the first stretch is the checkpoint's first rack.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program, Step
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.plan.codas import with_coda
+from surgeon.runtime.plan.codas import first_rack
 from surgeon.runtime.plan.memory import Sizes, numbers_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.words import plural
 
 
-def with_stretches(plan: Plan, ranks: int, drafts: bool | None) -> Plan:
+def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     """A plan of one rank as one of so many, each of which has a stretch of the program; of one rank the plan itself.
 
     Args:
-        drafts: whether the coda of the checkpoint's first rack is to draft; None for if it has one.
+        drafts: whether the coda of the checkpoint's first rack is to draft, if it has one.
 
     Raises:
         FileNotFoundError, ValueError: if the program does not split into so many stretches, decoding is asked for in
@@ -44,9 +44,11 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool | None) -> Plan:
             f"{ranks} ranks would have a stretch of layers each, and the model has {plan.layers}; use at most as many "
             "ranks as layers"
         )
-    if drafts or (drafts is None and read_codas(plan.folder, check_weights=False) is not None):
-        plan = with_coda(plan)
-    program, first = Program.parse(plan.program), 0 if plan.coda is None else plan.coda.nodes
+    program = Program.parse(plan.program)
+    first = 0
+    if drafts and read_codas(plan.folder, check_weights=False) is not None:
+        first, coda = first_rack(plan)
+        plan = replace(plan, rotaries=coda.plan.rotaries, coda=coda)
     cuts = [place for place in places_to_cut(program) if place >= first]
     if len(cuts) < ranks - 1:
         late = any(isinstance(node, Step) and node.late for node in program.nodes)
@@ -56,7 +58,7 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool | None) -> Plan:
             f"the program's {plural(len(program), 'node')} split into stretches for {plural(len(cuts) + 1, 'rank')} at "
             f"most{where}, not for {ranks}{why}; use fewer ranks, or the model's own program"
         )
-    costs = _numbers_by_node(plan, program)
+    costs = _numbers_by_node(plan, program, first)
     return replace(plan, ranks=ranks, stretches=even_stretches(costs, cuts, ranks, first))
 
 
@@ -65,15 +67,15 @@ def places_to_cut(program: Program) -> list[int]:
     return [place for place, node in enumerate(program.nodes) if place and not (isinstance(node, Step) and node.late)]
 
 
-def _numbers_by_node(plan: Plan, program: Program) -> list[int]:
-    """How many numbers the weights of each node have; the head's are with the last, the coda's with its rack's last."""
+def _numbers_by_node(plan: Plan, program: Program, rack: int) -> list[int]:
+    """How many numbers the weights of each node have: the head's with the first, the coda's with its rack's last."""
     source = open_weights(plan.folder, plan.family, plan.head_dim)
     costs = [_numbers(plan, source, Program((node,))) for node in program.nodes]
     head = plan.vocabulary * plan.hidden
-    costs[-1] += head
+    costs[0] += head
     if plan.coda is not None:
         coda = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
-        costs[plan.coda.nodes - 1] += head + _numbers(plan.coda.plan, coda, Program.parse(plan.coda.plan.program))
+        costs[rack - 1] += head + _numbers(plan.coda.plan, coda, Program.parse(plan.coda.plan.program))
     return costs
 
 
@@ -89,7 +91,8 @@ def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int, first:
         cuts: after how many nodes there can be an end; of all nodes besides. There are enough of them.
         first: where the first stretch ends; 0 for wherever is best.
     """
-    until, places = [0, *accumulate(costs)], [*cuts, len(costs)]
+    until = [0, *accumulate(costs)]
+    places = [*cuts, len(costs)]
     # By where a number of stretches ends: the cost of the most costly of them, and where each ends.
     best: dict[int, tuple[int, tuple[int, ...]]] = {
         place: (until[place], (place,)) for place in places if place == (first or place)

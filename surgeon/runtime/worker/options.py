@@ -40,7 +40,9 @@ class RankOptions:
     @classmethod
     def of(cls, ranks: int | RankOptions) -> RankOptions:
         """As given; of a number alone, on GPUs where there is one for each."""
-        return ranks if isinstance(ranks, RankOptions) else cls(ranks, "auto")
+        if isinstance(ranks, RankOptions):
+            return ranks
+        return cls(ranks, "auto")
 
     def __post_init__(self) -> None:
         if not isinstance(self.ranks, int):
@@ -67,11 +69,14 @@ def choose_device(wanted: str, ranks: int) -> str:
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
-    gpus, ranks = torch.cuda.device_count(), ranks_of_this_machine(ranks)
+    gpus = torch.cuda.device_count()
+    ranks = ranks_of_this_machine(ranks)
     enough = gpus >= ranks or sees_its_own_gpu()
     if wanted == "cuda" and not enough:
         raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use the CPU or fewer ranks")
-    return "cuda" if wanted == "cuda" or (wanted == "auto" and enough) else "cpu"
+    if wanted == "cuda" or (wanted == "auto" and enough):
+        return "cuda"
+    return "cpu"
 
 
 def sees_its_own_gpu() -> bool:

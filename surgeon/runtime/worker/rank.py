@@ -120,7 +120,8 @@ class Rank:
             keep_to_share(settings.location.local_rank, settings.location.local_ranks)
 
     def _connect(self) -> Collectives:
-        settings, options = self.settings, self.settings.options
+        settings = self.settings
+        options = self.settings.options
         everybody = tuple(range(options.ranks))
         if options.ranks == 1:
             return Alone()
@@ -140,7 +141,9 @@ class Rank:
                 connected = with_symmetric_memory(connected, self.device)
         if options.link is not None:
             connected = EmulatedLink(connected, options.link)
-        return connected if options.compression is None else Compressed(connected, options.compression)
+        if options.compression is None:
+            return connected
+        return Compressed(connected, options.compression)
 
     def notify(self, value: Any) -> None:
         """Send a value to the starting process at once; from any thread."""
@@ -168,7 +171,8 @@ def rank_device(settings: RankSettings) -> torch.device:
     device = settings.options.device
     if device == "cpu":
         return torch.device("cpu")
-    number, gpus = settings.location.local_rank, torch.cuda.device_count()
+    number = settings.location.local_rank
+    gpus = torch.cuda.device_count()
     if gpus and (settings.options.collectives == "gloo" or sees_its_own_gpu()):  # NCCL would refuse to share one
         number %= gpus
     if number >= gpus:
@@ -235,7 +239,8 @@ def be_rank(torchrun: TorchrunEnvironment) -> NoReturn:
     rank0 = find_rank0(torchrun)
     watcher = end_when_told(rank0.connect("lifeline"), torchrun)
     try:
-        commands, channel = rank0.connect("commands"), rank0.connect("channel")
+        commands = rank0.connect("commands")
+        channel = rank0.connect("channel")
         serve(commands, [channel.fileno()])
     except Exception:
         watcher.join(END_SECONDS)  # if this is but a consequence, rank 0 knows of what

@@ -46,7 +46,8 @@ class RankProcess(ABC):
         self.location = location
         self.pid = pid
         self.connection = connection
-        self.name, self.process = f"rank {rank}{where}", f"process {pid}{where}"
+        self.name = f"rank {rank}{where}"
+        self.process = f"process {pid}{where}"
 
     @abstractmethod
     def gone(self) -> RankFailed:
@@ -117,7 +118,8 @@ class JoinedRank(RankProcess):
     def __init__(self, connections: RankConnections) -> None:
         hello = connections.hello
         super().__init__(hello.rank, hello.location, hello.pid, connections.commands, hello.host)
-        self.lag, self._lifeline = connections.lag, connections.lifeline
+        self.lag = connections.lag
+        self._lifeline = connections.lifeline
 
     def gone(self) -> RankFailed:
         who = f"rank {self.rank} ({self.process})"

@@ -43,7 +43,8 @@ class Ranks(AbstractContextManager["Ranks"]):
             TimeoutError: if some of torchrun's processes do not join.
             RankFailed: if a rank cannot start.
         """
-        self.options, ranks = options, options.ranks
+        self.options = options
+        ranks = options.ranks
         self._ending = threading.Lock()
         self._end_reason: tuple[str | None] | None = None  # None until they are to end
         self._connected = False

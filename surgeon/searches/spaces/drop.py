@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import (
     HALVES,
     TIMES,

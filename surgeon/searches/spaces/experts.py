@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
-from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import (
     TIMES,
     WEIGHTS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program, Step
-from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import (
     HALVES,
     TIMES,

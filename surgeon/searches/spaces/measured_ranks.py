@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS, ROLES
-from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import Claim, Space, claims_of_ranks, from_every_layer, joined
 from surgeon.searches.spaces.rank import LowRanks
 

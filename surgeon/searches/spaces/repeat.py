@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
-from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import DEEPER, SizedSpace, register
 
 if TYPE_CHECKING:

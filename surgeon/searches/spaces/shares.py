@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
-from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import HALVES, Claim, Space, claims_of_ranks, from_every_layer, joined
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.sublayer import KINDS, Sublayer
-from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import Claim, SizedSpace, Space, claims_of_shape, claims_of_slices, register
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.operations.width import USUAL, count_of
 from surgeon.language.sublayer import Sublayer
-from surgeon.results.edit import Edit
 from surgeon.searches.spaces.base import HALVES, TIMES, WEIGHTS, Claim, claims_of_slices, register
 from surgeon.searches.spaces.shares import ShareSpace, kind_of
 

@@ -20,19 +20,88 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.language.program import Program
-from surgeon.models.edit import decoder_layers, edit, program_of
+from surgeon.language.program import Program, steps_of
+from surgeon.language.sublayer import Sublayer
+from surgeon.models.edit import decoder_layers, edit, edited_layers, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
-from surgeon.models.verified import VerifiedKeys, drafting
+from surgeon.models.weights.store import dense
 from surgeon.quality.head import OutputHead
 from surgeon.training.distill.counterparts import Counterpart, counterparts
-from surgeon.training.distill.shared_prefix import beginning_behind, shared_prefix
 from surgeon.training.distill.teacher_logits import TeacherLogits
 from surgeon.training.head_loss import HeadLoss, loss_at_head, next_tokens
 from surgeon.training.logits_loss import LogitsTask, TeacherStream, TeacherTarget
 from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
+
+_ELSEWHERE = ("classifier_dropout", "summary_first_dropout")  # rates of heads that no causal language model has
+
+
+def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program) -> int:
+    """After how many nodes of its program a student has the stream of its teacher, before training and during it.
+
+    So it is where these nodes are the original's, nothing in them or before them is trained, numbers are the teacher's,
+    and none is drawn at random, as dropout does.
+
+    Args:
+        student: edited, or peft's around it, with the parameters chosen that are trained.
+        teacher: runs its dense program, edited.
+        program: the student's, in the numbers of the original's layers.
+    """
+    model = next(module for module in student.modules() if isinstance(module, PreTrainedModel))
+    if _has_dropout(model) or not _same_and_frozen(_before_layers(model), _before_layers(teacher)):
+        return 0
+    mine = edited_layers(model)
+    theirs = edited_layers(teacher)
+    count = 0
+    for node, own, other in zip(program.nodes, mine.program.nodes, theirs.program.nodes, strict=False):
+        if node != other:
+            break
+        pairs = zip(steps_of((own,)), steps_of((other,)), strict=True)
+        modules = (pair for step, wanted in pairs for pair in zip(step.sublayers, wanted.sublayers, strict=True))
+        if not all(_same_and_frozen(_parameters(mine, one), _parameters(theirs, two)) for one, two in modules):
+            break
+        count += 1
+    reads_before = count < len(program) and any(step.late for step in steps_of(program.nodes[count : count + 1]))
+    return max(0, count - reads_before)  # a late step reads the stream before the last output is added
+
+
+@contextmanager
+def beginning_behind(model: PreTrainedModel, node: int, stream: Tensor | None) -> Iterator[None]:
+    """Inside, an edited model's passes begin behind a node, with this stream, (batch, tokens, hidden); None for not."""
+    layers = edited_layers(model)
+    layers.begins = None if stream is None else (node, stream)
+    try:
+        yield
+    finally:
+        layers.begins = None
+
+
+def _has_dropout(model: PreTrainedModel) -> bool:
+    rates = {name: rate for name, rate in model.config.to_dict().items() if "drop" in name and name not in _ELSEWHERE}
+    return any(isinstance(rate, float) and rate > 0 for rate in rates.values())
+
+
+def _before_layers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Embeddings, and whatever else is neither a layer nor behind them."""
+    family = family_of(model.config)
+    behind = tuple(f"{path}." for path in (family.layers, family.final_norm, family.head))
+    return {name: one for name, one in model.named_parameters() if not name.startswith(behind)}
+
+
+def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
+    spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
+    owner = layers.owner(sublayer)
+    called = [owner.get_submodule(path) for path in (spec.norm, *spec.modules) if path is not None]
+    return {f"{index}.{name}": one for index, part in enumerate(called) for name, one in part.named_parameters()}
+
+
+def _same_and_frozen(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    if own.keys() != theirs.keys() or any(one.requires_grad for one in own.values()):
+        return False
+    pairs = ((dense(one), dense(theirs[name])) for name, one in own.items())
+    return all(one.shape == other.shape and torch.equal(one.to(other), other) for one, other in pairs)
+
 
 PARTS = ("logits", "hidden", "text")
 
@@ -48,12 +117,10 @@ class Distillation:
         temperature: that both models' logits are divided by for their divergence.
         kept: how many of the original's logits are kept on disk for each token, in place of an original in memory;
             None for the latter.
-        drafting: whether the student reads the original's keys and values of earlier tokens, as a draft of it does
-            (models/verified.py).
 
     Raises:
         ValueError: if nothing is taken from the original, a weight is negative, the temperature is not above 0, or
-            hidden streams, or keys, are asked for where only logits are kept.
+            hidden streams are asked for where only logits are kept.
     """
 
     logits: float = 1.0
@@ -61,7 +128,6 @@ class Distillation:
     text: float = 0.0
     temperature: float = 1.0
     kept: int | None = None
-    drafting: bool = False
 
     def __post_init__(self) -> None:
         for name in PARTS:
@@ -78,8 +144,6 @@ class Distillation:
             raise ValueError(f"at least 1 of the original's logits has to be kept for each token, not {self.kept}")
         if self.hidden:
             raise ValueError("hidden streams need the original in memory; keep no logits on disk, or give hidden 0")
-        if self.drafting:
-            raise ValueError("drafts read the keys of the original, which has to be in memory; keep no logits on disk")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -101,13 +165,11 @@ class TeacherOutput(NamedTuple):
     Attributes:
         target: its predictions; None where they are not asked for.
         streams: its own, (windows, tokens, hidden), by the student's nodes.
-        keys: its keys and values, where a draft is to read them.
         places: how many streams are compared, with those that are the student's own.
     """
 
     target: TeacherTarget | None
     streams: dict[int, Tensor]
-    keys: VerifiedKeys | None = None
     places: int = 0
 
 
@@ -138,7 +200,8 @@ class Distiller:
         self.shared = 0
         if self.stored is not None:
             for name in ("kept", "temperature"):
-                stored, asked = getattr(self.stored.identity, name), getattr(distillation, name)
+                stored = getattr(self.stored.identity, name)
+                asked = getattr(distillation, name)
                 if stored != asked:
                     raise ValueError(
                         f"{self.stored.folder} was made with {name} {stored}, not {asked}; make the logits again"
@@ -158,11 +221,8 @@ class Distiller:
             edit(self.teacher, program_of(self.teacher))
 
     def share(self, student: nn.Module) -> None:
-        """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`).
-
-        A draft reads keys of the teacher's whole pass, which then is made first.
-        """
-        if self.teacher is not None and not self.distillation.drafting:
+        """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`)."""
+        if self.teacher is not None:
             self._edit_teacher()
             self.shared = shared_prefix(student, self.teacher, self.program)
 
@@ -182,15 +242,15 @@ class Distiller:
         Raises:
             ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
-        windows, labels = model_inputs(batch), next_tokens(batch["labels"])
+        windows = model_inputs(batch)
+        labels = next_tokens(batch["labels"])
         nodes = [one.node for one in self.counterparts]
-        taught = self._ask(batch, windows, {}) if self.distillation.drafting else None
-        keys = None if taught is None else taught.keys
-        with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams, drafting(model, keys):
+        taught: TeacherOutput | None = None
+        with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams:
 
             def task() -> LogitsTask:
                 nonlocal taught
-                taught = taught or self._ask(batch, windows, streams)
+                taught = self._ask(batch, windows, streams)
                 return self.distillation.task(taught, labels)
 
             at_head = loss_at_head(model, windows, task)
@@ -216,7 +276,8 @@ def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
     Raises:
         ValueError: if it runs another one.
     """
-    own, steps = program_of(teacher), family_of(teacher.config).steps_per_layer
+    own = program_of(teacher)
+    steps = family_of(teacher.config).steps_per_layer
     if own != Program.dense(len(own) // steps, steps):
         raise ValueError("the teacher runs an edited program; use the original (surgeon.restore brings it back)")
     return own
@@ -241,20 +302,14 @@ def ask_teacher(
     if teacher.device != device and not hasattr(teacher, "hf_device_map"):
         teacher.to(device)  # type: ignore[arg-type] # transformers wraps it untyped
     steps = family_of(teacher.config).steps_per_layer
-    nodes, keys = {one.node: one.layer * steps for one in places}, None
+    nodes = {one.node: one.layer * steps for one in places if one.layer * steps > begins}
     without_head: Any = teacher.base_model
-    nodes = {node: place for node, place in nodes.items() if place > begins}
     with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None, begins) as streams:
-        if distillation.drafting:
-            if "position_ids" in windows:
-                raise ValueError("a draft is trained on running text; join the documents (documents=joined)")
-            normed, keys = VerifiedKeys.of(without_head, windows["input_ids"])
-        else:
-            normed = without_head(**windows, use_cache=False).last_hidden_state
+        normed = without_head(**windows, use_cache=False).last_hidden_state
     target = None
     if distillation.logits:
         target = TeacherStream(OutputHead(teacher), normed.flatten(0, 1), distillation.temperature)
-    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, keys, len(places))
+    return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, len(places))
 
 
 def parts_of_loss(
@@ -273,7 +328,8 @@ def parts_of_loss(
         labels: (windows, tokens), what each token is to predict; IGNORED where nothing is.
         streams: the student's, by node.
     """
-    loss, sums = at_head.loss, {"logits": at_head.divergence, "text": at_head.nll}
+    loss = at_head.loss
+    sums = {"logits": at_head.divergence, "text": at_head.nll}
     predicted = labels != IGNORED
     items = predicted.sum().clamp_min(1)
     if taught.streams:

@@ -83,7 +83,8 @@ class TeacherLogits:
     """A folder of kept logits, all of which are there; made by `keep_logits`."""
 
     def __init__(self, folder: Path, identity: TeacherIdentity) -> None:
-        self.folder, self.identity = folder, identity
+        self.folder = folder
+        self.identity = identity
         self.files = identity.files
 
     def read(self, index: Tensor) -> TopLogits:
@@ -172,7 +173,8 @@ def _make(
 def _top_of(teacher: PreTrainedModel, text: TrainingText, window: int, identity: TeacherIdentity) -> TopLogits:
     row = model_inputs(text.rows.with_format("torch")[window : window + 1])
     inputs = {name: one.to(teacher.device) for name, one in row.items()}
-    stream, head = teacher.base_model(**inputs, use_cache=False).last_hidden_state[0], OutputHead(teacher)
+    stream = teacher.base_model(**inputs, use_cache=False).last_hidden_state[0]
+    head = OutputHead(teacher)
     blocks = stream.to(head.weight.device).split(head.rows(len(stream)))
     parts = [TopLogits.of(head.logits(block), identity.kept, identity.temperature) for block in blocks]
     found, log_p, rest = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in _TENSORS)

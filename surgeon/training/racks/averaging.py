@@ -14,7 +14,8 @@ from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.outbox import Outbox
 from surgeon.training.sharding import set_whole, whole_of
 
-NEVER, ALWAYS = "never", "always"
+NEVER = "never"
+ALWAYS = "always"
 
 
 def parse_averaging(text: str | int) -> int | None:
@@ -24,7 +25,9 @@ def parse_averaging(text: str | int) -> int | None:
         ValueError: if it is none of these.
     """
     if text in (NEVER, ALWAYS):
-        return 1 if text == ALWAYS else None
+        if text == ALWAYS:
+            return 1
+        return None
     steps = int(text) if str(text).isdecimal() else 0
     if steps < 1:
         raise ValueError(f"codas are averaged never, always, or every N steps with N from 1, not {text!r}")
@@ -62,7 +65,10 @@ class CodaAveraging(TrainerCallback):
         others: Mapping[int, Inbox],
     ) -> None:
         self.parameters = parameters
-        self.every, self.me, self.outbox, self.others = every, me, outbox, others
+        self.every = every
+        self.me = me
+        self.outbox = outbox
+        self.others = others
 
     @torch.no_grad()
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -81,7 +87,8 @@ class CodaAveraging(TrainerCallback):
                     f"rack {rack} has a coda of {other.numel():,} numbers and rack {self.me} one of "
                     f"{own.numel():,}; codas of different shapes are not averaged: use average: never"
                 )
-        begin, mean = 0, mean_of([codas[rack] for rack in sorted(codas)])
+        begin = 0
+        mean = mean_of([codas[rack] for rack in sorted(codas)])
         for one in coda:
             set_whole(one, mean[begin : begin + one.numel()].view(one.shape))
             begin += one.numel()

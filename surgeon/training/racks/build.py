@@ -42,9 +42,11 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     found = tensors_of(whole)
     layers_by_recipe(racks.program, found.program)
     require_known(found)
-    family, nodes = found.family, found.program.nodes
+    family = found.family
+    nodes = found.program.nodes
     own, private = ([nodes[place] for place in part] for part in (racks.ranges[index].nodes, racks.private(index)))
-    tied, count = bool(found.config.tie_word_embeddings), len(layers_in(own))
+    tied = bool(found.config.tie_word_embeddings)
+    count = len(layers_in(own))
     coda = named_layers(family, [found.layers[source] for source in layers_in(private)], count)
     tensors = named_layers(family, [found.layers[source] for source in layers_in(own)])
     tensors |= found.outside(family.final_norm, family.head)
@@ -104,14 +106,16 @@ def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel])
         A model in evaluation mode that runs the whole program.
     """
     found = tensors_of(whole)
-    family, nodes = found.family, found.program.nodes
+    family = found.family
+    nodes = found.program.nodes
     tied = bool(found.config.tie_word_embeddings) and len(racks) == 1
     layers = list(found.layers)
     for rack in trained:
         own = layers_in(nodes[place] for place in racks.ranges[rack.index].nodes)
         for source, tensors in zip(own, rack.tensors().layers, strict=False):  # behind them are the coda's
             layers[source] = tensors
-    first, last = trained[0].tensors(), trained[-1].tensors()
+    first = trained[0].tensors()
+    last = trained[-1].tensors()
     others = first.outside(family.embedding, family.position_embedding)
     others |= last.outside(family.final_norm, family.head)
     config = config_for(found.config, range(len(layers)), tied)
@@ -119,4 +123,6 @@ def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel])
     model.name_or_path = model.config._name_or_path = str(whole.name_or_path)
     model.generation_config = whole.generation_config
     dense = Program.dense(len(layers), family.steps_per_layer)
-    return model if found.program == dense else edit(model, found.program)
+    if found.program == dense:
+        return model
+    return edit(model, found.program)

@@ -70,9 +70,12 @@ class DistilledRackLoss:
     """
 
     def __init__(self, rack: RackModel, teacher: RackModel, distillation: Distillation, streams: RackStreams) -> None:
-        self.rack, self.teacher, self.streams = rack, teacher, streams
+        self.rack = rack
+        self.teacher = teacher
+        self.streams = streams
         self.own = distillation if rack.is_last else replace(distillation, logits=0.0, text=1.0)
-        nodes, first_layer = rack.racks.ranges[rack.index].nodes, teacher.racks.ranges[teacher.index].layers.start
+        nodes = rack.racks.ranges[rack.index].nodes
+        first_layer = teacher.racks.ranges[teacher.index].layers.start
         layers = teacher.racks.ranges[-1].layers.stop
         self.counterparts = [
             Counterpart(one.node - nodes.start, one.layer - first_layer)
@@ -83,13 +86,15 @@ class DistilledRackLoss:
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """As `LossParts` has it."""
-        windows, stream = model_inputs(inputs), self.streams.take(inputs["place"])
+        windows = model_inputs(inputs)
+        stream = self.streams.take(inputs["place"])
         incoming = [None, None] if stream is None else stream.chunk(2, dim=-1)
         teacher: Any = self.teacher.model
         with fed(teacher, incoming[1]) as stretch:
             taught = ask_teacher(teacher, windows, self.counterparts, self.own)
             original = stretch.outgoing
-        nodes, labels = [one.node for one in self.counterparts], next_tokens(inputs["labels"])
+        nodes = [one.node for one in self.counterparts]
+        labels = next_tokens(inputs["labels"])
         length = len(self.rack.layers.program)
         with fed(model, incoming[0]) as layers, watched_streams(model, nodes, length) as streams:
             at_head = loss_at_head(model, windows, lambda: self.own.task(taught, labels))

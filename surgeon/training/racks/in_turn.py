@@ -58,7 +58,8 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
 
 
 def _train(asked: RacksToTrain, index: int, held_out: HeldOutQuality) -> None:
-    rack, settings = rack_of(asked.whole, asked.racks, index, asked.seed), asked.settings
+    rack = rack_of(asked.whole, asked.racks, index, asked.seed)
+    settings = asked.settings
     source = None if rack.is_first else KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
     sink = None if rack.is_last else KeptStreams(rack_folder(asked.folder, index) / STREAMS)
     teacher = None
@@ -66,7 +67,8 @@ def _train(asked: RacksToTrain, index: int, held_out: HeldOutQuality) -> None:
         assert asked.original is not None
         teacher = teacher_of(asked.original(), asked.racks, index)
     if sink is not None:
-        text, steps = asked.texts.training, settings.steps_on(len(asked.texts.training))
+        text = asked.texts.training
+        steps = settings.steps_on(len(asked.texts.training))
         training = steps * settings.batch * (1 if teacher is None else 2)  # beside it the original's
         measured = (2 + steps // settings.evaluate_every) * len(asked.texts.held_out.ids)
         window = math.prod((text.window, int(rack.model.config.hidden_size), rack.model.dtype.itemsize))

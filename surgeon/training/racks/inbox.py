@@ -20,7 +20,8 @@ from surgeon.training.racks.rack_log import Direction, RackLog
 from surgeon.training.racks.wire import Address, Delivery, Demand, Lane, Word, connect
 
 _LOOK_SECONDS = 0.5
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.5
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,15 @@ class Inbox:
             token: of the run.
             ahead: how many items of the streams are there before they are asked for.
         """
-        self.me, self.other, self.lane, self.absence = me, other, lane, absence or Absence()
-        self._where, self._token, self._ahead = where, token, ahead if lane is Lane.STREAMS else 0
-        self._log, self._clock = log or RackLog(), SystemClock()
+        self.me = me
+        self.other = other
+        self.lane = lane
+        self.absence = absence or Absence()
+        self._where = where
+        self._token = token
+        self._ahead = ahead if lane is Lane.STREAMS else 0
+        self._log = log or RackLog()
+        self._clock = SystemClock()
         self._changed = threading.Condition()  # for all that follows
         self._items: dict[ItemKey, Delivery] = {}
         self._says = Demand()
@@ -72,7 +79,8 @@ class Inbox:
         self._lost: str | None = None
         self._connections: tuple[socket.socket, ...] = ()  # the one that fetches, the one that tells
         self._away_since: float | None = time.monotonic()  # None while it is there
-        self._why, self._at = "it has not been started", "an address that it has not said yet"
+        self._why = "it has not been started"
+        self._at = "an address that it has not said yet"
         threading.Thread(target=self._run, daemon=True).start()
 
     def ask(self, key: ItemKey) -> Tensor:
@@ -85,7 +93,9 @@ class Inbox:
         with self._log.waiting("wait_input", key):
             with self._changed:
                 self._items = {each: delivery for each, delivery in self._items.items() if each >= key}
-                self._waits, self._lost, since = key not in self._items, None, self._says.since
+                self._waits = key not in self._items
+                self._lost = None
+                since = self._says.since
                 if self._waits and key < since:  # it goes back
                     self._items.clear()
                     since = key
@@ -96,7 +106,8 @@ class Inbox:
             return delivery.item.tensor()
 
     def _await(self, key: ItemKey) -> Delivery:
-        begun, said = time.monotonic(), False
+        begun = time.monotonic()
+        said = False
         with self._changed:
             while key not in self._items:
                 if self._lost is not None:
@@ -190,7 +201,8 @@ class Inbox:
                 with self._changed:
                     if self._away_since is None:
                         self._away_since = time.monotonic()
-                    self._connections, self._fetches = (), False
+                    self._connections = ()
+                    self._fetches = False
                     self._why = getattr(error, "strerror", None) or first_line(error)
                     if not self._closed:
                         self._changed.wait(pause)
@@ -206,7 +218,8 @@ class Inbox:
         with self._changed:
             if self._closed:
                 raise ConnectionError("this rack ends")
-            self._connections, self._away_since = tuple(made), None
+            self._connections = tuple(made)
+            self._away_since = None
         return stack.enter_context(made[0].makefile("rb")), stack.enter_context(made[0].makefile("wb"))
 
     def _fetch(self, incoming: BinaryIO, outgoing: BinaryIO) -> None:

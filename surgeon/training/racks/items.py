@@ -137,7 +137,8 @@ def read_head(file: BinaryIO) -> tuple[ItemKey, bytes, int]:
     step, kind, place, dtype, dimensions = _HEAD.unpack(head)
     if dtype >= len(_DTYPES) or dimensions > _MOST_DIMENSIONS:
         raise ValueError("this is no item of a rack")
-    key, lengths = ItemKey(step, ItemKind(kind), place), read_exactly(file, 8 * dimensions)
+    key = ItemKey(step, ItemKind(kind), place)
+    lengths = read_exactly(file, 8 * dimensions)
     size = math.prod(struct.unpack(f"<{dimensions}Q", lengths)) * _DTYPES[dtype].itemsize
     return key, head + lengths + read_exactly(file, _CHECKSUM.size), size
 

@@ -90,9 +90,11 @@ class RackModel:
         """
         if self.is_last:
             raise ValueError("the last rack has no coda of its own: its prediction is the model's")
-        found, nodes = self.tensors(), self.layers.program.nodes[self.own_nodes :]
+        found = self.tensors()
+        nodes = self.layers.program.nodes[self.own_nodes :]
         first = 1 + max(layers_in(self.layers.program.nodes[: self.own_nodes]))
-        family, sources = found.family, layers_in(nodes)
+        family = found.family
+        sources = layers_in(nodes)
         config = config_for(found.config, sources or [0], tied=False)
         output = found.outside(family.final_norm, family.head)
         return Coda(config, renumbered(nodes), output | named_layers(family, found.layers[first:]))
@@ -103,7 +105,8 @@ class RackModel:
         The names are `layers.0...`, in the coda's own numbers (or with a slice in place of the number), `norm...` and
         `head...`.
         """
-        layers, family = self.layers, family_of(self.model.config)
+        layers = self.layers
+        family = family_of(self.model.config)
         nodes = Program(layers.program.nodes[len(layers.program) - len(self.racks.coda) :])
         found: dict[str, nn.Parameter] = {}
         for own, shared in zip(nodes.sublayers(), renumbered(nodes.nodes).sublayers(), strict=True):
@@ -125,7 +128,8 @@ def save_rack(rack: RackModel, path: Path) -> None:
     Raises:
         OSError: if the disk is full or cannot be written.
     """
-    found, racks = rack.tensors(), rack.racks
+    found = rack.tensors()
+    racks = rack.racks
     said = {
         "index": rack.index,
         "racks": racks.texts,
@@ -157,7 +161,8 @@ def open_rack(path: Path) -> RackModel:
         said = json.loads(said)
         config = CONFIG_MAPPING[said["config"]["model_type"]].from_dict(said["config"])
         racks = Racks.parse(said["racks"], Program.parse(said["whole"]), said["depth"])
-        index, program = int(said["index"]), Program.parse(said["program"])
+        index = int(said["index"])
+        program = Program.parse(said["program"])
         nodes = len(racks.ranges[index].nodes)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the file of a rack ({first_line(error)}); begin the run again") from error

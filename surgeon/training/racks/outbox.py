@@ -67,7 +67,8 @@ class Shelf:
     """
 
     def __init__(self, folder: Path, askers: Sequence[int], ahead: int | None) -> None:
-        self.spool, self.ahead = Spool(folder, _FULL), ahead
+        self.spool = Spool(folder, _FULL)
+        self.ahead = ahead
         self.latest = BEGINNING
         self.fresh: dict[ItemKey, Item] = {}
         self.askers = {rack: Asker(ended=(folder / ended_mark(rack)).exists()) for rack in askers}
@@ -176,7 +177,8 @@ class Outbox:
         """
         if ahead < 1:
             raise ValueError(f"a rack must be allowed to be at least 1 item ahead of the next one, not {ahead}")
-        self._token, self._log = token, log or RackLog()
+        self._token = token
+        self._log = log or RackLog()
         self._changed = threading.Condition()  # for all that follows
         self._line = None if link is None else Line(link, SystemClock())
         self._closed = False
@@ -203,7 +205,8 @@ class Outbox:
             OSError: if the disk is full.
             Closed: if the outbox is closed meanwhile.
         """
-        first, made = items[0][0], [Item.of(key, tensor) for key, tensor in items]
+        first = items[0][0]
+        made = [Item.of(key, tensor) for key, tensor in items]
         shelf = self._shelves[Lane.CODAS if first.kind is ItemKind.CODA else Lane.STREAMS]
         with self._changed:
             with self._log.waiting("wait_room", first):
@@ -250,7 +253,8 @@ class Outbox:
         """Answer what comes over one connection, until it breaks."""
         with connected, suppress(EOFError, OSError, ValueError, Closed), ExitStack() as stack:
             rack, lane = welcome(connected, self._token, {lane: shelf.askers for lane, shelf in self._shelves.items()})
-            shelf, codas = self._shelves[lane], lane is Lane.CODAS
+            shelf = self._shelves[lane]
+            codas = lane is Lane.CODAS
             stack.callback(self._lose, shelf, rack)
             incoming = stack.enter_context(connected.makefile("rb"))
             outgoing = stack.enter_context(connected.makefile("wb"))
@@ -258,7 +262,8 @@ class Outbox:
                 demand = Demand.read(incoming)
                 self._log.count("received", "codas" if codas else "backward", None, demand.nbytes)
                 for delivery in self._deliveries(shelf, rack, demand):
-                    begun, key = time.monotonic(), None if delivery.item is None else delivery.item.key
+                    begun = time.monotonic()
+                    key = None if delivery.item is None else delivery.item.key
                     delivery.write(outgoing)
                     # Before the other rack can have it: this process may end as soon as all is there.
                     self._log.count("sent", "codas" if codas else "forward", key, delivery.nbytes)

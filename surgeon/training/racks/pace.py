@@ -41,7 +41,9 @@ class PacedLoss:
     """
 
     def __init__(self, inner: LossParts, pace: RackPace, log: RackLog) -> None:
-        self.inner, self.pace, self.log = inner, pace, log
+        self.inner = inner
+        self.pace = pace
+        self.log = log
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """As `LossParts` has it."""

@@ -99,7 +99,9 @@ class Racks:
 
     def private(self, index: int) -> range:
         """The nodes that a rack's private coda is made like; none for the last rack, whose coda is the program's."""
-        return range(0) if index == self.last else self.coda
+        if index == self.last:
+            return range(0)
+        return self.coda
 
 
 def allowed_cuts(program: Program) -> list[int]:
@@ -139,7 +141,9 @@ def _begins(program: Program, layer: int) -> int | None:
     start = next((i for i, node in enumerate(nodes) if layers_in([node])[-1] >= layer), len(nodes))
     first = nodes[start] if 0 < start < len(nodes) else None
     is_late = isinstance(first, Step) and first.late
-    return None if is_late or min(layers_in(nodes[start:]), default=layer) < layer else start
+    if is_late or min(layers_in(nodes[start:]), default=layer) < layer:
+        return None
+    return start
 
 
 def _node_at(program: Program, layer: int, what: str) -> int:

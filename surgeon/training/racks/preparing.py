@@ -29,7 +29,9 @@ from surgeon.training.settings import TrainSettings
 
 def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
     """Write what the racks' processes begin with, where it is not there; errors as of `train_in_processes`."""
-    racks, settings, folder = asked.racks, asked.settings, asked.folder
+    racks = asked.racks
+    settings = asked.settings
+    folder = asked.folder
     settings.steps_on(len(asked.texts.training))
     options = options or ProcessOptions()
     _check_shares(settings, options.replicas)
@@ -53,7 +55,8 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
 
 def _write_racks(asked: RacksToTrain) -> None:
     """Every rack as it begins, and its part of the original where it is distilled."""
-    racks, folder = asked.racks, asked.folder
+    racks = asked.racks
+    folder = asked.folder
     (folder / START).mkdir(exist_ok=True)
     for index in range(len(racks)):
         save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
@@ -80,8 +83,10 @@ def commands_by_hand(folder: Path, racks: int) -> list[str]:
     """
     if all(is_done(folder, index) for index in range(racks)):
         return []
-    options, hosts = RacksPlan.read(folder).options, [f"HOST{index}:PORT{index}" for index in range(racks)]
-    averaged, replicas = options.average != NEVER, options.replicas
+    options = RacksPlan.read(folder).options
+    hosts = [f"HOST{index}:PORT{index}" for index in range(racks)]
+    averaged = options.average != NEVER
+    replicas = options.replicas
     python = "python" if replicas == 1 else f"torchrun --standalone --nproc-per-node {replicas}"
     peers = [range(racks) if averaged else range(max(0, index - 1), index) for index in range(racks)]
     return [

@@ -18,9 +18,11 @@ from surgeon.processes.files import write_json
 from surgeon.training.racks.items import ItemKey
 from surgeon.training.run_log import read_rows
 
-TRAFFIC_FILE, TIMELINE_FILE = "traffic.json", "timeline.csv"
+TRAFFIC_FILE = "traffic.json"
+TIMELINE_FILE = "timeline.csv"
 COLUMNS = ("start", "end", "what", "kind", "step", "place", "bytes")
-_WAYS, _DIRECTIONS = ("sent", "received"), ("forward", "backward", "codas")
+_WAYS = ("sent", "received")
+_DIRECTIONS = ("forward", "backward", "codas")
 _MOST_ROWS = 256  # before they are written
 
 Way = Literal["sent", "received"]
@@ -48,7 +50,8 @@ class RackLog:
         Args:
             folder: of both files; what is in them stays. None keeps all in memory.
         """
-        self.folder, self.waited = folder, 0.0
+        self.folder = folder
+        self.waited = 0.0
         self._lock = threading.Lock()
         self._bytes: Counter[tuple[str, str, str]] = Counter()
         self._items: Counter[tuple[str, str, str]] = Counter()

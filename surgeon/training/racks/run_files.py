@@ -46,10 +46,16 @@ from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import MixedPart, TrainingText, TrainTexts
 from surgeon.training.token_store import read_rows, write_rows
 
-PLAN_FILE, ADDRESS_FILE = "racks.json", "address.json"
-TEXTS_FILE, TRAINING_TEXT_FILE = "texts.safetensors", "texts.arrow"
-RACK_FILE, RESULT_FILE, LOG_FILE = "rack.safetensors", "result.json", "log.txt"
-SPOOL, STREAMS, START = "spool", "streams", "start"
+PLAN_FILE = "racks.json"
+ADDRESS_FILE = "address.json"
+TEXTS_FILE = "texts.safetensors"
+TRAINING_TEXT_FILE = "texts.arrow"
+RACK_FILE = "rack.safetensors"
+RESULT_FILE = "result.json"
+LOG_FILE = "log.txt"
+SPOOL = "spool"
+STREAMS = "streams"
+START = "start"
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,9 @@ class RacksPlan:
 def rack_folder(run: Path, index: int, replica: int = 0) -> Path:
     """The folder of a rack's run, or of what one of its processes has for itself."""
     folder = run / f"rack-{index}"
-    return folder / f"replica-{replica}" if replica else folder
+    if replica:
+        return folder / f"replica-{replica}"
+    return folder
 
 
 def start_file(run: Path, index: int) -> Path:
@@ -165,7 +173,8 @@ def read_texts(run: Path) -> TrainTexts:
         FileNotFoundError: if they are not there.
     """
     with safe_open(run / TEXTS_FILE, framework="pt") as file:
-        said, ids = file.metadata(), file.get_tensor("held_out")
+        said = file.metadata()
+        ids = file.get_tensor("held_out")
         answers = file.get_tensor("answers") if "answers" in file.keys() else None  # noqa: SIM118 - no mapping
     parts = tuple(MixedPart(*part) for part in json.loads(said["parts"]))
     training = TrainingText(read_rows(run / TRAINING_TEXT_FILE), said["training"], said["digest"], parts=parts)

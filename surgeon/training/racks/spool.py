@@ -33,7 +33,8 @@ class Spool:
         Args:
             advice: for those whose disk is full.
         """
-        self.folder, self._advice = folder, advice
+        self.folder = folder
+        self._advice = advice
         self.keys: list[ItemKey] = []
         self._begins: dict[ItemKey, int] = {}  # bytes of its file before it
         self._unsynced: set[Path] = set()
@@ -45,7 +46,8 @@ class Spool:
 
     def _scan(self, path: Path) -> None:
         """Find the items of a file, and cut off what is not a whole one."""
-        whole, end = 0, path.stat().st_size
+        whole = 0
+        end = path.stat().st_size
         with path.open("r+b") as file, suppress(EOFError, ValueError):
             while True:
                 key, _, size = read_head(file)

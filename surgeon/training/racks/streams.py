@@ -50,7 +50,9 @@ class RackStreams:
 
     def take(self, places: Tensor) -> Tensor | None:
         """The streams of a micro-batch, (windows, tokens, width); None where they begin in this rack."""
-        return None if self.source is None else torch.stack([self.source.ask(key) for key in self._keys(places)])
+        if self.source is None:
+            return None
+        return torch.stack([self.source.ask(key) for key in self._keys(places)])
 
     def give(self, places: Tensor, stream: Tensor) -> None:
         """Hand on the streams of a micro-batch."""
@@ -59,7 +61,9 @@ class RackStreams:
 
     def take_held_out(self, step: int, window: int) -> Tensor | None:
         """The stream of a window of the held-out text, (1, tokens, width), after so many steps of the rack before."""
-        return None if self.source is None else self.source.ask(ItemKey(step, ItemKind.HELD_OUT, window))[None]
+        if self.source is None:
+            return None
+        return self.source.ask(ItemKey(step, ItemKind.HELD_OUT, window))[None]
 
     def give_held_out(self, step: int, window: int, stream: Tensor) -> None:
         """Hand on the stream of a window of the held-out text after so many steps."""
@@ -93,7 +97,8 @@ class KeptStreams:
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
         """As `StreamSink` has it; they are on the disk before a checkpoint says that they were offered."""
-        step, folder = items[0][0].step, self.spool.folder
+        step = items[0][0].step
+        folder = self.spool.folder
         before = self.spool.since(ItemKey(step - 1, ItemKind.TRAINING), 1)
         if step > 1 and not (before and before[0].step == step - 1):
             raise OSError(

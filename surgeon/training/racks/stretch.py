@@ -57,7 +57,9 @@ class StretchLayers(EditedLayers):
         self.outgoing = middle.detach()
         behind = () if self.watched is None else nodes[self.watched :]
         stream = self.outgoing if self.apart else middle
-        return self.through(behind, stream, machine) if behind else stream
+        if behind:
+            return self.through(behind, stream, machine)
+        return stream
 
 
 class SilentEmbedding(nn.Module):
@@ -97,7 +99,8 @@ def build_stretch(
     _fill(model, tensors, family)
     edit(model, program, StretchLayers)
     layers = stretch_layers(model)
-    layers.embeds, layers.watched = embeds, watched
+    layers.embeds = embeds
+    layers.watched = watched
     return model
 
 

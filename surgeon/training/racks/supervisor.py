@@ -57,7 +57,9 @@ class RackFailed(ChildProcessError):
 
 def train_racks(asked: RacksToTrain, options: ProcessOptions | None) -> RacksTrained:
     """Train them as `train_in_turn` does, or as `train_in_processes` where there are options of processes."""
-    return train_in_turn(asked) if options is None else train_in_processes(asked, options)
+    if options is None:
+        return train_in_turn(asked)
+    return train_in_processes(asked, options)
 
 
 def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
@@ -79,7 +81,8 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
             "racks start their processes themselves; leave accelerate launch or torchrun out, and ask for replicas of "
             "each rack to have several processes in it"
         )
-    replicas, gpus = options.replicas if options else 1, torch.cuda.device_count()
+    replicas = options.replicas if options else 1
+    gpus = torch.cuda.device_count()
     if asked.device == "cuda" and replicas > gpus:
         raise ValueError(
             f"{replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
@@ -108,16 +111,20 @@ class _Rack:
     """The processes of one rack."""
 
     def __init__(self, run: Path, index: int, plan: RacksPlan) -> None:
-        self.run, self.index, self.plan = run, index, plan
+        self.run = run
+        self.index = index
+        self.plan = plan
         self.processes: list[Child] = []
-        self.starts_in_vain, self.step_of_start = 0, -1
+        self.starts_in_vain = 0
+        self.step_of_start = -1
         self._store: TCPStore | None = None
 
     def start(self) -> None:
         """Start all of them; none may run."""
         assert not self.processes
         own = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, HOSTED)}
-        port, count = 0, self.plan.options.replicas
+        port = 0
+        count = self.plan.options.replicas
         if self.plan.device == "cuda":
             own |= gpus_in_turn(self.index, count)
         if count > 1:  # they meet at a new store for each start, on this machine alone
@@ -159,7 +166,8 @@ class _Rack:
         return next((end for end in ends if not end.said.endswith(OTHERS_ENDED)), None)
 
     def _end_of(self, replica: int) -> _End:
-        child, code = self.processes[replica], self.processes[replica].wait()
+        child = self.processes[replica]
+        code = self.processes[replica].wait()
         who = f"rack {self.index}" + (f", process {replica}" if len(self.processes) > 1 else "")
         if code < 0:
             return _End(who, code)
@@ -182,19 +190,25 @@ class _Rack:
         """The step that the rack goes on from."""
         folder = rack_folder(self.run, self.index)
         newest = newest_checkpoint(folder) if folder.is_dir() else None
-        return 0 if newest is None else step_of(newest)
+        if newest is None:
+            return 0
+        return step_of(newest)
 
     def last_row(self, table: str) -> dict[str, str] | None:
         """Of a table of its run."""
         rows = read_rows(rack_folder(self.run, self.index) / table)
-        return rows[-1] if rows else None
+        if rows:
+            return rows[-1]
+        return None
 
 
 class _Supervisor:
     """Racks' processes, none of which outlives this one."""
 
     def __init__(self, run: Path, plan: RacksPlan, steps: int) -> None:
-        self.run, self.plan, self.steps = run, plan, steps
+        self.run = run
+        self.plan = plan
+        self.steps = steps
         self.racks = [_Rack(run, index, plan) for index in range(plan.racks)]
 
     def work(self) -> None:
@@ -222,7 +236,9 @@ class _Supervisor:
                 rack.wait()
 
     def _watch(self) -> None:
-        active, looked, shown = list(self.racks), 0.0, self._steps()
+        active = list(self.racks)
+        looked = 0.0
+        shown = self._steps()
         with progress("racks", self.steps * self.plan.racks, "steps", shown, self._note) as advance:
             while active:
                 for rack in list(active):
@@ -232,7 +248,8 @@ class _Supervisor:
                     elif end is not None:
                         active.remove(rack)
                 if time.monotonic() - looked > _PROGRESS_SECONDS or not active:
-                    looked, now = time.monotonic(), self._steps()
+                    looked = time.monotonic()
+                    now = self._steps()
                     advance(max(0, now - shown))  # a rack that came back repeats some steps
                     shown = max(shown, now)
                 time.sleep(_LOOK_SECONDS)
@@ -243,7 +260,8 @@ class _Supervisor:
             raise Diverged(end.said)
         if end.code > 0:
             raise RackFailed(end.said)
-        name, saved = signal.Signals(-end.code).name, rack.step_of_checkpoint()
+        name = signal.Signals(-end.code).name
+        saved = rack.step_of_checkpoint()
         rack.starts_in_vain = rack.starts_in_vain + 1 if saved <= rack.step_of_start else 1
         rack.step_of_start = saved
         if rack.starts_in_vain > _VAIN_STARTS:
@@ -263,7 +281,8 @@ class _Supervisor:
         """Each rack's step and loss."""
         parts = []
         for rack in self.racks:
-            row, held_out = rack.last_row(TRAINING_FILE), rack.last_row(HELD_OUT_FILE)
+            row = rack.last_row(TRAINING_FILE)
+            held_out = rack.last_row(HELD_OUT_FILE)
             if row is not None:
                 parts.append(f"rack {rack.index}: step {row['step']}, loss {float(row['loss']):.4g}")
             elif held_out is not None:

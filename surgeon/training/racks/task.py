@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from surgeon.quality.text import TextQuality, logits_of
+from surgeon.quality.summary import Quality
+from surgeon.quality.text import logits_of
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.head_loss import text_loss
 from surgeon.training.held_out import HeldOutQuality, Measure
@@ -44,22 +45,24 @@ class RackHeldOut:
     """
 
     def __init__(self, held_out: HeldOutQuality, streams: RackStreams) -> None:
-        self.held_out, self.streams = held_out, streams
-        self._latest: tuple[int, TextQuality] | None = None
+        self.held_out = held_out
+        self.streams = streams
+        self._latest: tuple[int, Quality] | None = None
 
     @property
-    def original(self) -> TextQuality | None:
+    def original(self) -> Quality | None:
         """The original's own quality; None without one."""
         return self.held_out.original
 
-    def measure(self, model: nn.Module, step: int) -> TextQuality:
+    def measure(self, model: nn.Module, step: int) -> Quality:
         """The quality of the coda's prediction after so many steps; what is known already is not measured again."""
         if self._latest is None or self._latest[0] != step:
             self._latest = step, self._measured(model, step)
         return self._latest[1]
 
-    def _measured(self, model: nn.Module, step: int) -> TextQuality:
-        whole, windows = logits_of(model), iter(range(len(self.held_out.ids)))
+    def _measured(self, model: nn.Module, step: int) -> Quality:
+        whole = logits_of(model)
+        windows = iter(range(len(self.held_out.ids)))
 
         def logits(ids: Tensor) -> Tensor:
             window = next(windows)

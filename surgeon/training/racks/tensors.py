@@ -58,7 +58,8 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
     Raises:
         ValueError: if a layer holds what its architecture does not have.
     """
-    stock, prefix = stock_layers_of(model), f"{family_of(model.config).layers}."
+    stock = stock_layers_of(model)
+    prefix = f"{family_of(model.config).layers}."
     with stock_model(model, stock):
         config = copy.deepcopy(model.config)
     named = model.named_parameters(remove_duplicate=False)

@@ -30,7 +30,7 @@ from surgeon.training.racks.run_files import (
 )
 from surgeon.training.racks.subject import own_settings
 from surgeon.training.resume import finish_run
-from surgeon.training.run import RunFigures, TrainingTask, train
+from surgeon.training.run import Trained, TrainingTask, train
 from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
@@ -48,7 +48,7 @@ class RacksTrained:
 
     model: PreTrainedModel
     codas: tuple[Coda, ...]
-    results: tuple[RunFigures, ...]
+    results: tuple[Trained, ...]
 
 
 def train_rack(
@@ -69,12 +69,13 @@ def train_rack(
     Raises:
         ValueError, OSError: as `train`.
     """
-    folder, own = rack_folder(run, rack.index), {**identity, "task": "rack", "rack": rack.index}
+    folder = rack_folder(run, rack.index)
+    own = {**identity, "task": "rack", "rack": rack.index}
     found = train(rack.model, texts, own_settings(settings), folder, identity=own, device=device, task=task)
     if found is not None:  # this is the first of the rack's processes
         rack.model = found.model.cpu()
         save_rack(rack, folder / RACK_FILE)
-        write_json(folder / RESULT_FILE, found.figures.to_json())
+        write_json(folder / RESULT_FILE, found.to_json())
 
 
 def is_done(run: Path, index: int) -> bool:
@@ -83,7 +84,8 @@ def is_done(run: Path, index: int) -> bool:
     Raises:
         FileNotFoundError: if it was, and is gone.
     """
-    done, path = (rack_folder(run, index) / RESULT_FILE).is_file(), rack_folder(run, index) / RACK_FILE
+    done = (rack_folder(run, index) / RESULT_FILE).is_file()
+    path = rack_folder(run, index) / RACK_FILE
     if done and not path.is_file():
         raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
     return done
@@ -102,7 +104,7 @@ def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
             raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
     folders = [rack_folder(run, index) for index in range(len(racks))]
     found = [open_rack(each / RACK_FILE) for each in folders]
-    results = tuple(RunFigures.from_json(read_json(each / RESULT_FILE)) for each in folders)
+    results = tuple(Trained.from_json(read_json(each / RESULT_FILE)) for each in folders)
     return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)
 
 

@@ -112,7 +112,8 @@ class Delivery:
     def read(cls, file: BinaryIO) -> Delivery:
         """What is answered next; errors as of `Demand.read`."""
         number, due, length = _DELIVERY.unpack(read_exactly(file, _DELIVERY.size))
-        word, text = Word(number), read_exactly(file, length).decode()
+        word = Word(number)
+        text = read_exactly(file, length).decode()
         return cls(word, due, Item.read(file) if word is Word.ITEM else None, text)
 
 

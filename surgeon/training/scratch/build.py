@@ -75,7 +75,8 @@ class Blueprint:
             FileNotFoundError: if there is no such text.
             ValueError: if it cannot be used, or is shorter than one batch.
         """
-        config, settings = self.config, self.config.settings
+        config = self.config
+        settings = self.config.settings
         texts = load_texts(
             self.tokenizer,
             config.data,
@@ -217,8 +218,10 @@ def _check_entries(
 
 def _check_sizes(config: ScratchConfig, found: PreTrainedConfig, family: Family, tokenizer: Any) -> None:
     """Refuse sizes that do not fit each other, the tokenizer, or the text's windows."""
-    units, hidden = family.units(found), int(found.hidden_size)
-    heads, kv_heads = units["heads"], units["kv_heads"]
+    units = family.units(found)
+    hidden = int(found.hidden_size)
+    heads = units["heads"]
+    kv_heads = units["kv_heads"]
     if config.model.get("head_dim") is None and hidden % heads:
         raise config.error(
             f"model: {heads} heads do not divide a width of {hidden}; make hidden_size a multiple of {heads}, such as "
@@ -258,4 +261,6 @@ def _reason(error: Exception) -> str:
     """What an error says, in one line; those of strict configurations have it in their last one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = re.sub(r"^\w+Error: ", "", lines[-1]) if lines else ""
-    return f"{type(error).__name__}: {reason}" if isinstance(error, LookupError) or not reason else reason
+    if isinstance(error, LookupError) or not reason:
+        return f"{type(error).__name__}: {reason}"
+    return reason

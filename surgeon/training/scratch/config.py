@@ -243,7 +243,9 @@ def _numbers(value: Any) -> Any:
         return {key: _numbers(inside) for key, inside in value.items()}
     if isinstance(value, list):
         return [_numbers(inside) for inside in value]
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return float(value)
+    return value
 
 
 def _line(key: str, value: Any) -> str:

@@ -72,7 +72,8 @@ def _narrower(config: ScratchConfig, scale: float) -> dict[str, Any]:
             full: Any = CONFIG_MAPPING[model_type](**entries)
         except Exception as error:  # whatever it trips over is a fault of the entries
             raise ValueError(f"it cannot be scaled: {error}") from error
-    heads, width = family.units(full)["heads"], family.head_dim(full)
+    heads = family.units(full)["heads"]
+    width = family.head_dim(full)
     head = 2 * max(1, round(width * scale / 2))
     filled = heads * width == full.hidden_size
     stream = heads * head if filled else _rounded(full.hidden_size * scale)

@@ -97,7 +97,8 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
 
 def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2) -> tuple[Program, list[int]]:
     """The program of tracks over narrow layers, and of each of these the number that it has in its own track."""
-    forks, sources = [], list[int]()
+    forks = []
+    sources = list[int]()
     for start in range(0, layers, depth):
         block = range(start, min(start + depth, layers))
         branches = []

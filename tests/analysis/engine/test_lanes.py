@@ -99,9 +99,9 @@ def test_numbers_are_those_of_one_thread(family: str, keeps: bool) -> None:
     assert found[0].program == dense
     for one in alone:
         quality = by_place[one.program, one.start]
-        torch.testing.assert_close(quality.nll, one.quality.nll)
-        torch.testing.assert_close(quality.divergence, one.quality.divergence, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(quality.blocks, one.quality.blocks, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(quality["nll"], one.quality["nll"])
+        torch.testing.assert_close(quality["divergence"], one.quality["divergence"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(quality["blocks"], one.quality["blocks"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -119,5 +119,5 @@ def test_out_of_memory_in_one_lane_halves_the_windows(monkeypatch: pytest.Monkey
     with pytest.warns(UserWarning, match="out of memory with 6 windows together; going on with 3"):
         found = list(measure(model, ids, share([dense, A, B]), MeasureOptions(6)))
     for program in (dense, A, B):
-        starts = [one.start + i for one in found if one.program == program for i in range(len(one.quality.nll))]
+        starts = [one.start + i for one in found if one.program == program for i in range(len(one.quality["nll"]))]
         assert starts == list(range(6))

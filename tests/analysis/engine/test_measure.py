@@ -16,7 +16,7 @@ from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.language.program import Program
 from surgeon.memory import FREE_SHARE
-from surgeon.quality.head import OutputHead, Quality
+from surgeon.quality.head import ByWindow, OutputHead
 from tests.pretended import pretended_gpus
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -97,8 +97,8 @@ def test_references_are_not_made_twice(model: Any, ids: torch.Tensor) -> None:
     assert sum(ran) == pytest.approx(2 * LAYERS + 4)
     for one, other in zip(first, again, strict=True):
         assert (one.program, one.start) == (other.program, other.start)
-        assert torch.equal(one.quality.nll, other.quality.nll)
-        assert torch.equal(one.quality.divergence, other.quality.divergence)
+        assert torch.equal(one.quality["nll"], other.quality["nll"])
+        assert torch.equal(one.quality["divergence"], other.quality["divergence"])
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
@@ -111,7 +111,7 @@ def test_out_of_memory_halves_the_windows_and_goes_on(
     expected = [list(measure(model, chunk, plan, MeasureOptions(1))) for chunk in ids.split(1)]
     compare = OutputHead.compare
 
-    def small(self: OutputHead, stream: torch.Tensor, reference: Any, _: int = 0) -> Quality:
+    def small(self: OutputHead, stream: torch.Tensor, reference: Any, _: int = 0) -> ByWindow:
         """More than two windows fit for the first program only."""
         if len(stream) > 2 and seen:
             raise error
@@ -124,10 +124,10 @@ def test_out_of_memory_halves_the_windows_and_goes_on(
         got = list(measure(model, ids, plan, MeasureOptions(6)))
     for program in (dense, *programs):
         parts = [part for part in got if part.program == program]
-        starts = [part.start + i for part in parts for i in range(len(part.quality.nll))]
+        starts = [part.start + i for part in parts for i in range(len(part.quality["nll"]))]
         assert starts == list(range(6))  # each window once
-        nll = torch.cat([part.quality.nll for part in parts])
-        alone = torch.stack([p.quality.nll[0] for window in expected for p in window if p.program == program])
+        nll = torch.cat([part.quality["nll"] for part in parts])
+        alone = torch.stack([p.quality["nll"][0] for window in expected for p in window if p.program == program])
         torch.testing.assert_close(nll, alone)
 
 

@@ -43,8 +43,8 @@ def test_two_workers_measure_what_one_process_does(job: Job) -> None:
     expected = list(measure(tiny_model("llama", 4), IDS, share([DENSE, *PROGRAMS]), MeasureOptions(2)))
     assert got.keys() == {(m.program, m.start) for m in expected}
     for one in expected:
-        torch.testing.assert_close(got[one.program, one.start].nll, one.quality.nll)
-        torch.testing.assert_close(got[one.program, one.start].divergence, one.quality.divergence)
+        torch.testing.assert_close(got[one.program, one.start]["nll"], one.quality["nll"])
+        torch.testing.assert_close(got[one.program, one.start]["divergence"], one.quality["divergence"])
     assert sum(ran) > 8 * 2  # each worker runs the unedited model for itself
 
 

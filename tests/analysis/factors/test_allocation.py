@@ -23,7 +23,7 @@ from surgeon.analysis.factors.allocation import (
     wire_values,
 )
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.spectrum_journal import SingularValues, Truncation, WindowQuality
+from surgeon.analysis.spectrum_journal import SingularValues, Truncation
 
 SIZES = {"q": (12, 12), "k": (4, 12), "up": (16, 12), "down": (12, 16)}
 
@@ -151,8 +151,8 @@ def test_curves_of_a_spectrum() -> None:
     matrix = Matrix.of(2, "k")
     spectra = {matrix: SingularValues((4, 12), np.array([3.0, 2, 1, 0]), np.array([9.0, 1, 1, 1]), "cholesky", 12)}
     measured = {
-        Truncation(matrix, "whitened", 2): WindowQuality(np.zeros(2), np.array([0.1, 0.3])),
-        Truncation(matrix, "plain", 1): WindowQuality(np.zeros(2), np.array([0.7, 0.9])),
+        Truncation(matrix, "whitened", 2): {"nll": np.zeros(2), "divergence": np.array([0.1, 0.3])},
+        Truncation(matrix, "plain", 1): {"nll": np.zeros(2), "divergence": np.array([0.7, 0.9])},
     }
     (whitened,) = curves_of(spectra, measured, "whitened")
     assert (whitened.size, whitened.damage, whitened.values[0]) == ((4, 12), {2: pytest.approx(0.2)}, 9)

@@ -15,8 +15,8 @@ from surgeon.analysis.factors.matrices import (
     find_matrices,
     parse_weights,
 )
+from surgeon.findings.spectrum import TargetRank, parse_ranks
 from surgeon.models.families import FAMILIES, family_of
-from surgeon.results.spectrum import TargetRank, parse_ranks
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 

@@ -14,16 +14,16 @@ import pytest
 import surgeon.language.operations
 from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select, selected_cells
 from surgeon.analysis.proxies import readers
-from surgeon.analysis.tables import order_of
+from surgeon.analysis.scan import order_of
+from surgeon.findings.scan import Scan, title_of
+from surgeon.findings.tolerance import changed_layers, group_size
 from surgeon.language.operations.base import OPERATIONS, find_stretch, operation
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
 from surgeon.language.operations.variants import is_variant, variant, variant_names
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
-from surgeon.results.scan import Scan, title_of
-from surgeon.results.tolerance import changed_layers, group_size
-from tests.reports.read_page import page_of
-from tests.reports.run_folders import make_scan
+from tests.findings.read_page import page_of
+from tests.findings.run_folders import make_scan
 
 PACKAGE = Path(surgeon.language.operations.__file__).parent
 
@@ -129,8 +129,8 @@ def test_one_declaration_is_all_a_report_needs(tmp_path: Path) -> None:
     assert "Rotate pairs: where the stretch ends" in page
     assert "no measured way to turn" in page
     cells = pd.DataFrame(
-        [("rotate-pairs", 0, last, 10.0 + last) for last in range(4)],
-        columns=["operation", "first", "last", "perplexity"],
+        [("rotate-pairs", 0, last, 10.0 + last, 0.1, 100) for last in range(4)],
+        columns=["operation", "first", "last", "perplexity", "divergence", "tokens"],
     )
     assert "curves-rotate-pairs" in Scan(cells, 9.0).pictures()
 
@@ -181,7 +181,8 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
         "def aardvark(program, layers):\n    return program\n"
     )
     script = (
-        "from surgeon.cli.app import main\nfrom surgeon.language.operations import HEATMAPS, VARIANTS, aardvark, pair\n"
+        "from surgeon.commands.app import main\n"
+        "from surgeon.language.operations import HEATMAPS, VARIANTS, aardvark, pair\n"
         "print(list(HEATMAPS)[0], list(HEATMAPS)[-1], list(VARIANTS)[-1], callable(aardvark), callable(pair))\n"
         "main(['scan', '--help'])\nmain(['bench', '--help'])"
     )

@@ -27,35 +27,28 @@ FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2", "gemma", "phi", "stablelm"
 FAMILY_NAMES += ["olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"]
 FAMILY_NAMES += ["olmo", "qwen2_moe", "glm4_moe", "minimax_m2"]
+# Those whose mechanisms others have, too, or that have tests of their own; and those that are flags of one of these.
 THOROUGH = (
-    "glm",
+    "mistral",
+    "qwen2",
+    "granite",
     "cohere",
     "mixtral",
-    "ministral",
     "olmo2",
     "gemma3_text",
-    "exaone4",
-    "seed_oss",
-    "starcoder2",
-    "gemma",
     "phi",
-    "stablelm",
     "gptj",
     "olmoe",
     "deepseek_v2",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "llama4_text",
-    "olmo",
-    "qwen2_moe",
-    "glm4_moe",
-    "minimax_m2",
-)  # whose mechanisms others have, too, or that have tests of their own
+)
+THOROUGH += ("qwen3_next", "qwen3_5_moe_text", "llama4_text", "stablelm", "glm4_moe", "smollm3", "glm", "ministral3")
+ALIKE = ("ministral", "exaone4", "seed_oss", "starcoder2", "gemma", "qwen3_5_text", "olmo", "qwen2_moe", "minimax_m2")
 
 
 class TestFamilies(FamilyContract):
-    @pytest.fixture(scope="class", params=[case(name, default=name not in THOROUGH) for name in FAMILY_NAMES])
+    @pytest.fixture(
+        scope="class", params=[case(name, default=name not in THOROUGH, slow=name in ALIKE) for name in FAMILY_NAMES]
+    )
     def family_model(self, request: pytest.FixtureRequest) -> PreTrainedModel:
         return tiny_model(request.param, num_layers=LAYERS)
 
@@ -72,6 +65,7 @@ class TestHeadsWithANormEach(TestFamilies):
         return tiny_model("stablelm", num_layers=LAYERS, qk_layernorm=True, use_parallel_residual=True)
 
 
+@pytest.mark.thorough
 class TestFalcon(TestFamilies):
     drops_out = False
 

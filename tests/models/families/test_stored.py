@@ -18,7 +18,7 @@ from surgeon.analysis.engine.sharing import share
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.checkpoint.texts import open_tokenizer
-from surgeon.cli.app import main
+from surgeon.commands.app import main
 from surgeon.exports.plan import check_exportable
 from surgeon.exports.prove import reference_of
 from surgeon.language.program import Program, layer_nodes
@@ -61,7 +61,7 @@ OF_ANY_FAMILY = ("an index beside the file", "a generation config")
 CASES = pytest.mark.parametrize(
     ("family", "how"),
     [
-        case(family, how, default=how in OF_ANY_FAMILY or (place + at) % 4 == 0)
+        case(family, how, default=how in OF_ANY_FAMILY or (place + at) % 8 == 0)
         for place, how in enumerate(STORED)
         for at, family in enumerate(DIFFERENT[::3] if how in OF_ANY_FAMILY else DENSE_FAMILIES)
     ],
@@ -109,7 +109,7 @@ def parallel(steps_per_layer: int) -> str:
 
 # Every form with every way of storing and with every family it can have, and every family with every way of storing.
 EXPORTED = [
-    case(form, how, family, default=half == 0 or form == "fused")
+    case(form, how, family, default=half == 0 and form != "plain")
     for place, how in enumerate(STORED)
     for turn, form in enumerate(("plain", "fused", "program"))
     for half in (0, 2)

@@ -133,7 +133,9 @@ class Machine:
         assert [chunk.drafts for chunk in chunks] == sorted((chunk.drafts for chunk in chunks), reverse=True)
         for chunk in chunks:
             drafts = self.drafted(chunk)
-            row = chunk.row(drafts)
+            rows = chunk.rows(drafts)
+            assert [len(one.tokens) for one in rows] == [1] * len(rows) or not drafts
+            row = rows[0]._replace(tokens=[token for one in rows for token in one.tokens])
             before, end = chunk.sequence.tokens + drafts, row.start + len(row.tokens)
             self.write(row, before, written)
             if row.wanted != Wanted.NOTHING:

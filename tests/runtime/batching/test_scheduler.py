@@ -32,11 +32,11 @@ def test_what_rows_are_to_give() -> None:
     scheduler = Machine(pass_tokens=8).scheduler
     scheduler.submit(Request(0, (1, 2, 3), Sampling(temperature=1.0, seed=0, max_new_tokens=9)))
     scheduler.submit(ask(1, list(range(9)), 1))
-    assert [chunk.row().wanted for chunk in scheduler.plan()] == [Wanted.LOGITS, Wanted.NOTHING]
+    assert [chunk.rows()[0].wanted for chunk in scheduler.plan()] == [Wanted.LOGITS, Wanted.NOTHING]
     with_logprobs = Machine().scheduler
     with_logprobs.submit(Request(0, (1,), Sampling(logprobs=0, max_new_tokens=9)))
     with_logprobs.submit(Request(1, (1,), Sampling(max_new_tokens=9)))
-    assert [chunk.row().wanted for chunk in with_logprobs.plan()] == [Wanted.LOGITS, Wanted.BEST]
+    assert [chunk.rows()[0].wanted for chunk in with_logprobs.plan()] == [Wanted.LOGITS, Wanted.BEST]
 
 
 def test_the_batch_is_refilled_as_soon_as_one_ends() -> None:

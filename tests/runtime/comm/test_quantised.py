@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.benchmarks.compression_cost import measure_compression, random_windows
+from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.comm.quantised import Compressed, Compression, Packing
@@ -173,21 +173,12 @@ def test_the_cost_for_a_model(ranks: Ranks, wide: Path) -> None:
     plan = make_plan(wide, number, 16, PROGRAM)
     windows = [IDS[0].tolist(), IDS[1, :7].tolist()]
     ranks.call(load, plan, "compared")
-    cost = measure_compression(ranks, plan, windows, "int4", "compared")
+    found = divergence_of_compressed(ranks, plan, windows, "int4", "compared")
     with Ranks(RankOptions(number, collectives="shm", compression="int4")) as started:
         for index, window in enumerate(windows):
             chunk = torch.tensor([window])
             exact, changed = (r.call(on_ranks.logits_in_chunks, plan, [chunk])[0][0][0] for r in (ranks, started))
-            assert cost.divergences[index] == pytest.approx(divergence(exact[:-1], changed[:-1]), rel=1e-3)
-            for logits, nll in ((exact, cost.exact_nll), (changed, cost.compressed_nll)):
-                by_hand = torch.nn.functional.cross_entropy(logits[:-1], chunk[0, 1:])
-                assert nll[index] == pytest.approx(float(by_hand), rel=1e-4)
-    assert cost.divergence == pytest.approx(cost.divergences.mean())
-    assert cost.divergence_interval[0] < cost.divergence < cost.divergence_interval[1]
-    assert cost.perplexities == pytest.approx(tuple(np.exp([cost.exact_nll.mean(), cost.compressed_nll.mean()])))
-    syncs = Program.parse(PROGRAM).sync_points(number)
-    assert (cost.exact_bytes, cost.compressed_bytes) == (18 * syncs * 512, 18 * syncs * 80)
-    assert cost.predicted == 16
+            assert found[index] == pytest.approx(divergence(exact[:-1], changed[:-1]), rel=1e-3)
 
 
 def test_a_model_that_computes_no_numbers_has_no_cost(tmp_path: Path) -> None:
@@ -197,7 +188,7 @@ def test_a_model_that_computes_no_numbers_has_no_cost(tmp_path: Path) -> None:
     with Ranks(RankOptions(2)) as ranks:
         ranks.call(load, plan, "broken")
         with pytest.raises(ValueError, match="not finite"):
-            measure_compression(ranks, plan, [[5, 6, 7], [5, 9, 7]], "int8", "broken")
+            divergence_of_compressed(ranks, plan, [[5, 6, 7], [5, 9, 7]], "int8", "broken")
 
 
 @pytest.mark.parametrize(
@@ -212,18 +203,19 @@ def test_a_model_that_computes_no_numbers_has_no_cost(tmp_path: Path) -> None:
 def test_what_measuring_refuses(windows: list[list[int]], message: str, ranks: Ranks, wide: Path) -> None:
     plan = make_plan(wide, len(ranks.pids), 16)
     with pytest.raises(ValueError, match=message):
-        measure_compression(ranks, plan, windows, "int8")
+        divergence_of_compressed(ranks, plan, windows, "int8")
 
 
-def test_random_windows() -> None:
-    windows = random_windows(VOCABULARY, 10, 1000, seed=1)
+def test_random_windows(wide: Path) -> None:
+    plan = make_plan(wide, 2, 16)
+    windows = windows_to_compare(plan, None, 10, 1000, seed=1)
     assert (len(windows), {len(window) for window in windows}) == (100, {10})
     assert {token for window in windows for token in window} == set(range(VOCABULARY))
-    assert windows != random_windows(VOCABULARY, 10, 1000, seed=2)
-    assert len(random_windows(VOCABULARY, 500, 100, seed=1)) == 8
+    assert windows != windows_to_compare(plan, None, 10, 1000, seed=2)
+    assert len(windows_to_compare(plan, None, 500, 100, seed=1)) == 8
 
 
 def test_measuring_needs_ranks_that_send(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     with Ranks(RankOptions(1)) as one, pytest.raises(ValueError, match="nothing is sent here"):
-        measure_compression(one, make_plan(tmp_path, 1, 16), [[1, 2]], "int8")
+        divergence_of_compressed(one, make_plan(tmp_path, 1, 16), [[1, 2]], "int8")

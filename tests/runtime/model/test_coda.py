@@ -21,7 +21,7 @@ from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
-from surgeon.runtime.worker.worker import Leader
+from surgeon.runtime.worker.leader import Leader
 from tests.codas import save_codas
 from tests.runtime.model.test_sampling import kept_by_lists
 from tests.tiny_models import VOCABULARY, damage, tiny_model
@@ -132,7 +132,7 @@ def test_a_coda_that_is_the_rest_of_the_model_is_always_right(tmp_path: Path) ->
     assert found == run(engine, [Request(0, tuple(PROMPTS[1]), GREEDY)], 0)[0]
     # One token comes out of the prompt, four of each round of three drafts, and the last one alone.
     assert (tally.drafted, tally.accepted) == (9, 9)
-    assert engine.figures.drafting.passes == 3 * 4
+    assert engine.figures.drafting.passes == 3 * 3
     assert engine.figures.decode.tokens == 3 * 4 + 1 + 13  # with drafts, the last one, without drafts
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgeon.language.program import Program
-from surgeon.runtime.batching.halves import LEAST, halves_of
-from surgeon.runtime.batching.sequence import Row, Targets, Wanted
+from surgeon.runtime.batching.sequence import LEAST_IN_HALF, Row, Targets, Wanted, halves_of
 from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.halves import HalvedPasses
@@ -149,7 +148,7 @@ def test_halves_are_the_rows_in_two(rows: list[Row]) -> None:
     longest = max(len(row.tokens) for row in rows)
     if halves is None:
         assert len(rows) == 1
-        assert longest < 2 * LEAST
+        assert longest < 2 * LEAST_IN_HALF
         return
     first, second = halves
     assert first
@@ -157,14 +156,16 @@ def test_halves_are_the_rows_in_two(rows: list[Row]) -> None:
     whole = [token for row in rows for token in row.tokens]
     assert [token for row in chain(first, second) for token in row.tokens] == whole
     sizes = [sum(len(row.tokens) for row in half) for half in halves]
-    assert abs(sizes[0] - sizes[1]) <= max(1, longest if len(rows) > 1 and longest < 4 * LEAST else 2 * LEAST)
+    assert abs(sizes[0] - sizes[1]) <= max(
+        1, longest if len(rows) > 1 and longest < 4 * LEAST_IN_HALF else 2 * LEAST_IN_HALF
+    )
     pieces = [(row.start, row.runs, row.wanted, row.targets, row.prompt) for row in chain(first, second)]
     if len(pieces) == len(rows):
         assert [*first, *second] == rows
     else:
         cut = first[-1]
         assert second[0].start == cut.start + len(cut.tokens)
-        assert min(len(cut.tokens), len(second[0].tokens)) >= LEAST
+        assert min(len(cut.tokens), len(second[0].tokens)) >= LEAST_IN_HALF
         assert second[0] == rows[len(first) - 1]._replace(tokens=second[0].tokens, start=second[0].start)
 
 

@@ -46,9 +46,11 @@ from surgeon.runtime.model.static_decode import (
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
+from surgeon.runtime.worker.leader import Leader
+from surgeon.runtime.worker.messages import Recorded
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import Leader, Recorded, complete, load, unload
+from surgeon.runtime.worker.worker import complete, load, unload
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
 from tests.runtime.on_ranks import complete_twice
 from tests.selection import case, one_in

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from surgeon.runtime.model.thread_choice import ThreadChoice
-from surgeon.runtime.model.trials import PASSES_PER_TRIAL
+from surgeon.runtime.model.thread_choice import PASSES_PER_TRIAL, ThreadChoice
 
 
 class Machine:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from surgeon.checkpoint.drafts import HealedDraft
-from surgeon.language.program import Program
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import require_shared, with_draft
 from surgeon.runtime.plan.memory import footprint
@@ -101,9 +99,3 @@ def test_attentions_that_the_model_does_not_have_keep_their_own(
     assert beside.block == tuple(map(sum, beside.kept))
     with pytest.raises(ValueError, match="and keeps its own: why; draft with attentions of the model, each once"):
         require_shared(found, "why")
-
-
-def test_a_healed_draft_takes_no_keys_in_rank_space(folder: Path, tmp_path: Path) -> None:
-    plan = make_plan(folder, 1, 64, "A0@k4,v4 F0", kv="lowrank")
-    with pytest.raises(ValueError, match="a healed draft norms .* use kv full or auto, not lowrank"):
-        with_draft(plan, folder, HealedDraft(tmp_path, Program.parse("A0@k4,v4"), "", ""))

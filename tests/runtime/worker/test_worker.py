@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from surgeon.runtime.worker.worker import Drafting, RowsToRecord, follow, keep, unload
+from surgeon.runtime.worker.leader import Drafting, RowsToRecord
+from surgeon.runtime.worker.worker import follow, keep, unload
 
 
 class Engine:

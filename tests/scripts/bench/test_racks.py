@@ -1,4 +1,4 @@
-"""scripts/bench/racks.py and its rack_*.py: figures, verdicts, pictures, of records made by hand."""
+"""scripts/bench/racks.py and its rack_*.py: figures of records made by hand."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from matplotlib.image import imread
 
-from scripts.bench import rack_bench, rack_claims, rack_pictures, racks
+from scripts.bench import rack_bench, racks
 from scripts.bench.pipelined_p2p import Trace
 from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, record_of
 from scripts.bench.rack_bench import Bench, Cell, Figures
 from scripts.bench.rack_model import Optimisation, head_units
 from scripts.bench.rack_processes import PROCESSES
-from scripts.bench.rack_quality import Run
 from surgeon.processes.files import write_json
 from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.rack_log import RackLog
@@ -82,52 +79,12 @@ def test_every_way_meets_every_link(tmp_path: Path) -> None:
     assert bench(tmp_path).job(Cell(2, "10MB/s", "gpipe")).bandwidth == 10e6
 
 
-def test_what_is_there_is_tabled_judged_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_tabled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, todo = bench(tmp_path), [cell for cell in rack_bench.cells([4], ["none"]) if cell.way in SCHEDULES]
     for cell in todo:
         leave(made, cell, *((0.4, 0.01) if cell.way == LOCAL else (0.6, 0.3)))
-    found = racks.show(made, todo)
+    racks.show(made, todo)
     assert "| 4 | none | local, a coda of 1 | 2560 (2560, 2560) | +50% | " in capsys.readouterr().out
-    claims = {claim.claim: claim.holds for claim in rack_claims.of_runs(made, found)}
-    assert claims == {
-        "no gradient crosses a rack: nothing comes back": True,
-        "an order of magnitude less data over the slow link": False,
-        "throughput at four racks, the same batch": True,
-        "every rack is busy every step": True,
-    }
-    (picture,) = rack_pictures.draw(made, found, [])
-    assert imread(picture).std() > 0.1
-
-
-def losses(size: str, last: float, **more: Any) -> tuple[Run, dict[str, Any]]:
-    run = Run(size, **more)
-    points = [{"step": 10, "losses": [last + 0.2, last]}]
-    return run, {"steps": 10, "tokens_per_step": 100, "body": 50, "points": points}
-
-
-def test_claims_on_losses_are_judged_by_the_figures() -> None:
-    runs = dict(
-        [
-            *(losses(size, 2.0, racks=1) for size in ("small", "medium", "large")),
-            *(losses(size, 2.0 + gap) for size, gap in (("small", 0.1), ("medium", 0.05), ("large", -0.01))),
-            losses("small", 2.06, average=10),
-            losses("small", 2.2, average=1),
-        ]
-    )
-    claims = {claim.claim: claim for claim in rack_claims.of_losses(runs)}
-    assert [claim.holds for claim in claims.values()] == [True, False, False, False]
-    assert "small +0.1000 (+5.0%) at 20.0; medium +0.0500" in str(next(iter(claims.values())))
-    assert "gap +0.1000 never, +0.0600 every 10 steps, +0.2000 always" in str(list(claims.values())[-1])
-
-
-def test_a_gain_that_longer_runs_lose_is_under_training() -> None:
-    short = dict([losses("small", 2.0, racks=1), losses("small", 1.9)])
-    long = dict([losses("small", 1.5, racks=1), losses("small", 1.6)])
-    for values in long.values():
-        values["steps"] = 40
-    (claim,) = rack_claims.of_lengths([long, short])
-    assert claim.holds is False
-    assert "-0.1000 at 20.0, +0.1000 at 80.0" in claim.ours
 
 
 def leave_racks(folder: Path) -> None:
@@ -162,20 +119,6 @@ def test_surgeons_own_processes_are_read_from_their_run(tmp_path: Path) -> None:
     assert found.idle == pytest.approx((0.25, 0.25))
     assert (found.forward, found.backward) == (600, 20)
     assert found.paced == pytest.approx(24 / (2 * 8 * 0.5) - 1)
-    trace = rack_pictures.trace_of(cell, folder)
-    assert (trace.begun, len(trace.ranks), trace.seconds) == (16.0, 2, pytest.approx(8.0))
-
-
-def test_curves_are_drawn(tmp_path: Path) -> None:
-    for racks_of, last in ((1, 2.0), (4, 2.1)):
-        run, values = losses("large", last, racks=racks_of)
-        values["points"] = [{"step": 5, "losses": [3.0, 2.9]}, *values["points"]]
-        names = {"size": run.size, "racks": run.racks, "coda": run.coda, "seed": 0}
-        write_json(tmp_path / f"{run.name}.json", values | names)
-    rack_pictures.draw_losses(tmp_path, {"1f1b": 100.0, LOCAL: 120.0}, tmp_path / "losses.png")
-    rack_pictures.draw_gaps([tmp_path], tmp_path / "gaps.png")
-    for name in ("losses.png", "gaps.png"):
-        assert imread(tmp_path / name).std() > 0.05
 
 
 def test_figures_take_the_median() -> None:

@@ -68,6 +68,7 @@ def _children_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", ForkedChild)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_children_are_forks")
 def test_a_few_checks_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.txt"
@@ -166,6 +167,7 @@ def test_kernels_are_off_where_they_shall_be(tmp_path: Path, monkeypatch: pytest
     assert os.environ["SURGEON_KERNELS"] == "on"
 
 
+@pytest.mark.thorough
 def test_kernels_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted each is right in both dtypes; one that is two percent off is told."""
     pytest.importorskip("triton", reason="triton is not installed")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from surgeon.cost.deployment import Deployment
+from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
-from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect

@@ -37,7 +37,7 @@ def test_mixtures_are_measured_as_their_equations_say(family: str) -> None:
     mixture = Mixture(parse_spaces(",".join(SPACES)), Model.of_config(model.config, "tiny"))
     programs = list(dict.fromkeys(mixture.program(choice) for choice in drawn_choices(mixture, 10)))
     found = measure(model, IDS, share([program_of(model), *programs]), MeasureOptions(at_once=3))
-    measured = {each.program: each.quality.divergence for each in found}
+    measured = {each.program: each.quality["divergence"] for each in found}
     assert len(programs) > 5
     for program in programs:
         expected = plain_divergence(model, program).mean(-1)

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 
+from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import parse_spaces
 from surgeon.testing.spaces import small_model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
-from surgeon.results.edit import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import parse_spaces
 from surgeon.testing.spaces import small_model

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import surgeon
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
-from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.data import Windows
 from surgeon.training.distill.counterparts import counterparts
 from surgeon.training.distill.distiller import Distillation, Distiller, watched_streams
@@ -42,23 +41,6 @@ def pair_of(family: str = "llama", program: str = PAIRS, **config: Any) -> tuple
 def batch_of(windows: int = 4, tokens: int = 9) -> dict[str, Tensor]:
     ids = torch.randint(2, VOCABULARY, (windows, tokens), generator=torch.Generator().manual_seed(5))
     return {"input_ids": ids, "labels": ids.clone(), "index": torch.arange(windows)}
-
-
-def test_a_draft_reads_the_originals_keys() -> None:
-    student, teacher = pair_of()
-    batch = batch_of()
-    _, keys = VerifiedKeys.of(teacher.eval(), batch["input_ids"])
-    with drafting(student.eval(), keys):
-        logits = student(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
-    wanted = teacher(input_ids=batch["input_ids"]).logits[:, :-1].log_softmax(-1)
-    expected = (wanted.exp() * (wanted - logits.log_softmax(-1))).sum(-1).mean()
-    found = Distiller(Distillation(drafting=True), Program.parse(PAIRS), teacher).loss(student, batch)["loss"]
-    assert float(found) == pytest.approx(float(expected), rel=1e-4)
-    assert float(found) != pytest.approx(
-        float(Distiller(Distillation(), Program.parse(PAIRS), teacher).loss(student, batch)["loss"]), rel=1e-2
-    )
-    with pytest.raises(ValueError, match="drafts read the keys of the original, which has to be in memory"):
-        Distillation(kept=4, drafting=True)
 
 
 def rows(batch: dict[str, Tensor], some: slice) -> dict[str, Tensor]:

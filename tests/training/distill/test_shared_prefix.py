@@ -9,8 +9,7 @@ import torch
 
 import surgeon
 from surgeon.language.program import Program
-from surgeon.training.distill.distiller import Distillation, Distiller
-from surgeon.training.distill.shared_prefix import shared_prefix
+from surgeon.training.distill.distiller import Distillation, Distiller, shared_prefix
 from surgeon.training.scope import add_adapters, choose_parameters
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -104,10 +103,3 @@ def test_what_trains_or_differs_is_not_shared() -> None:
     with torch.no_grad():
         healed.model.embed_tokens.weight[0, 0] += 1
     assert shared_in(healed) == 0
-
-
-def test_drafts_and_kept_logits_share_nothing() -> None:
-    student, teacher = pair_of("llama", PAIRED)
-    distiller = Distiller(Distillation(drafting=True), Program.parse(PAIRED), teacher)
-    distiller.share(student)
-    assert distiller.shared == 0

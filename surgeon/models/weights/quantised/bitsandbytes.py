@@ -15,10 +15,14 @@ from surgeon.models.weights.quantised.matrix import FLOATS, Along, Arrangement, 
 from surgeon.models.weights.quantised.unpack import pairs_of, scaled
 from surgeon.models.weights.store import Tensors
 
-WEIGHT, ABSMAX, TABLE = ".weight", ".weight.absmax", ".weight.quant_map"
-NESTED, NESTED_TABLE = ".weight.nested_absmax", ".weight.nested_quant_map"
+WEIGHT = ".weight"
+ABSMAX = ".weight.absmax"
+TABLE = ".weight.quant_map"
+NESTED = ".weight.nested_absmax"
+NESTED_TABLE = ".weight.nested_quant_map"
 STATE = ".weight.quant_state.bitsandbytes__"
-SCALES, FORMAT = ".SCB", ".weight_format"
+SCALES = ".SCB"
+FORMAT = ".weight_format"
 INT8_RANGE = 127.0
 BYTES = (torch.uint8, torch.int8)  # codes, which may be stored as if they were numbers of more bytes
 _NESTED_STATE = {"nested_blocksize", "nested_offset"}
@@ -79,7 +83,8 @@ class FourBits(Scheme):
         if said["quant_type"] != self.table:
             raise matrix.fault(state, f"says {shown(said['quant_type'])} of what is {self.table} by its name")
         rows, columns = said["shape"]
-        half, block = 2 * matrix.store.dtype(matrix.parts[WEIGHT]).itemsize, said["blocksize"]
+        half = 2 * matrix.store.dtype(matrix.parts[WEIGHT]).itemsize
+        block = said["blocksize"]
         nested = said.keys() & _NESTED_STATE
         parts = {
             WEIGHT: PartSpec((*BYTES, *FLOATS), (Along(0, Fraction(columns, half)), None), ones_follow=True),
@@ -96,7 +101,8 @@ class FourBits(Scheme):
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """The table's value times the scale of its block."""
-        said, scales = state_of(tensors[self.needed[3]]), tensors[ABSMAX].float()
+        said = state_of(tensors[self.needed[3]])
+        scales = tensors[ABSMAX].float()
         if NESTED in tensors:
             values = tensors[NESTED_TABLE].float().index_select(0, tensors[ABSMAX].int())
             scales = _in_blocks(values, tensors[NESTED], said["nested_blocksize"]) + said["nested_offset"]

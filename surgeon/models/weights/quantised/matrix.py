@@ -87,7 +87,9 @@ class Arrangement:
     def place(self, ending: str, dim: int) -> Along | None:
         """Where a dimension lies in a tensor."""
         along = self.parts[ending].along
-        return along[dim] if along else None
+        if along:
+            return along[dim]
+        return None
 
     def unit(self, dim: int) -> int:
         """How many elements along a dimension begin and end with an element of every tensor."""
@@ -205,10 +207,13 @@ class Quantised:
 
     def _check(self, ending: str, arrangement: Arrangement) -> None:
         """Refuse a tensor of another type, shape, or other values than its part has."""
-        part, name = arrangement.parts[ending], self.parts[ending]
+        part = arrangement.parts[ending]
+        name = self.parts[ending]
         if not part.dtypes:
             return
-        dtype, stored, wanted = self.store.dtype(name), self.store.shape(name), part.shape(arrangement.shape)
+        dtype = self.store.dtype(name)
+        stored = self.store.shape(name)
+        wanted = part.shape(arrangement.shape)
         if dtype not in part.dtypes:
             allowed = " or ".join(_called(one) for one in part.dtypes)
             raise self.fault(ending, f"holds {_called(dtype)}, and {self.scheme.description} needs {allowed}")
@@ -230,7 +235,9 @@ class Quantised:
         """All values, in another dtype if one is given."""
         shape = self.shape
         values = self.scheme.values({ending: self.tensor(ending) for ending in self.parts}, shape)
-        return values if dtype is None else values.to(dtype)
+        if dtype is None:
+            return values
+        return values.to(dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
         """Rows first..end-1."""
@@ -240,8 +247,10 @@ class Quantised:
         """Elements first..end-1 along one dimension; little else is read."""
         if dim in self.arrangement.whole:
             return self.whole().narrow(dim, first, end - first)
-        unit, shape = self.arrangement.unit(dim), list(self.shape)
-        begin, stop = first // unit * unit, min(math.ceil(end / unit) * unit, shape[dim])
+        unit = self.arrangement.unit(dim)
+        shape = list(self.shape)
+        begin = first // unit * unit
+        stop = min(math.ceil(end / unit) * unit, shape[dim])
         shape[dim] = stop - begin
         tensors = {}
         for ending, name in self.parts.items():

@@ -153,7 +153,8 @@ def _grouped(weights: Entries, form: Any) -> Grouped:
     if packed:
         only["type"] = ("int",)
     _check(weights, only, ("group_size", "block_structure", *_QUANTISING), f"{form} of compressed-tensors")
-    strategy, group = weights.get("strategy"), weights.get("group_size")
+    strategy = weights.get("strategy")
+    group = weights.get("group_size")
     if strategy is None:
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"
     by_index = weights.get("actorder") in ("group", "dynamic", True)
@@ -171,7 +172,8 @@ def _gptq(said: Entries) -> Iterator[Rule]:
     if len(forms) > 1:
         raise ValueError(f"{WHERE} has both formats of GPTQ, {' and '.join(sorted(forms))}; which is it?")
     offset = 0 if forms == {"gptq_v2"} else 1
-    bits, group = _number(said, "bits"), _number(said, "group_size", all_in_one=True)
+    bits = _number(said, "bits")
+    group = _number(said, "group_size", all_in_one=True)
     order = said.get("desc_act")
     yield Rule(Gptq(bits, group, offset, in_order=None if order is None else not order))
 

@@ -12,7 +12,8 @@ from surgeon.models.weights.quantised.matrix import Along, Arrangement, PartSpec
 from surgeon.models.weights.quantised.unpack import mxfp4
 from surgeon.models.weights.store import Tensors
 
-BLOCKS, EXPONENTS = "_blocks", "_scales"
+BLOCKS = "_blocks"
+EXPONENTS = "_scales"
 BLOCK = 32  # values with one exponent
 
 

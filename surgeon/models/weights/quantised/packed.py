@@ -13,7 +13,10 @@ from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arra
 from surgeon.models.weights.quantised.unpack import WORD, codes_of, scaled
 from surgeon.models.weights.store import Tensors
 
-WORDS, ZEROS, SCALES, GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
+WORDS = ".qweight"
+ZEROS = ".qzeros"
+SCALES = ".scales"
+GROUPS = ".g_idx"
 # Which of a word's codes the eight outputs are, in AWQ's order: 0 2 4 6 1 3 5 7 are written from the lowest bits on.
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -67,14 +70,17 @@ class Gptq(Scheme):
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
         """Which group each input is of, if they lie in order."""
         follows = ending == GROUPS and self.in_order
-        return torch.arange(shape[1]) // (self.group if self.group > 0 else shape[1]) if follows else None
+        if follows:
+            return torch.arange(shape[1]) // (self.group if self.group > 0 else shape[1])
+        return None
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """(code - zero point) * scale, (out, in)."""
         outputs, inputs = shape
         zeros = codes_of(tensors[ZEROS], self.bits, 1)[:, :outputs] + self.zero_offset
         zeros = zeros & ((1 << self.bits) - 1)  # where 1 is missing, 0 is stored as the largest code
-        codes, index = codes_of(tensors[WORDS], self.bits, 0), None if self.in_order else tensors.get(GROUPS)
+        codes = codes_of(tensors[WORDS], self.bits, 0)
+        index = None if self.in_order else tensors.get(GROUPS)
         return _of_groups(codes, zeros, tensors[SCALES], inputs, self.group, index)
 
 

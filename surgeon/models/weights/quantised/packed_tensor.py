@@ -44,7 +44,10 @@ class PackedTensor(Compact):
         shape, strides = ((columns, rows), (1, columns)) if turned else ((rows, columns), (columns, 1))
         device = next(iter(parts.values())).device
         made: PackedTensor = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
-        made.parts, made.scheme, made.size_stored, made.turned = parts, scheme, tuple(size), turned
+        made.parts = parts
+        made.scheme = scheme
+        made.size_stored = tuple(size)
+        made.turned = turned
         return made
 
     @classmethod
@@ -56,7 +59,9 @@ class PackedTensor(Compact):
     def numbers(self) -> Tensor:
         """What it stands for, in memory of its own."""
         values = self.scheme.values(self.parts, self.size_stored).to(self.dtype).contiguous()
-        return values.T if self.turned else values
+        if self.turned:
+            return values.T
+        return values
 
     def _like(self, **changed: Any) -> PackedTensor:
         """The same matrix with another `dtype`, `turned`, or other `parts`."""
@@ -77,7 +82,8 @@ class PackedTensor(Compact):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation on the numbers; one that hands the matrix on, turns, moves or rounds it leaves it packed."""
-        first, kwargs = args[0], kwargs or {}
+        first = args[0]
+        kwargs = kwargs or {}
         if isinstance(first, cls):
             if function in _SAME:
                 return first._like()

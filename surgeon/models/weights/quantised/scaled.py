@@ -15,9 +15,13 @@ from surgeon.models.weights.quantised.unpack import WORD, codes_of, scaled, scal
 from surgeon.models.weights.store import Tensors
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-WEIGHT, ROWS = ".weight", Along(0)
-SCALES, ZEROS, GROUPS = ".weight_scale", ".weight_zero_point", ".weight_g_idx"
-WORDS, SHAPE = ".weight_packed", ".weight_shape"
+WEIGHT = ".weight"
+ROWS = Along(0)
+SCALES = ".weight_scale"
+ZEROS = ".weight_zero_point"
+GROUPS = ".weight_g_idx"
+WORDS = ".weight_packed"
+SHAPE = ".weight_shape"
 # How what goes in and out, and the cache, is rounded by others; nothing here is.
 ACTIVATIONS = (
     *(".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point"),
@@ -47,7 +51,9 @@ class Fp8(Scheme):
 
     @property
     def description(self) -> str:
-        return f"FP8 in blocks of {self.block[0]} x {self.block[1]}" if any(self.block) else "FP8 with one scale"
+        if any(self.block):
+            return f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
+        return "FP8 with one scale"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
         """A scale for each block."""
@@ -88,7 +94,9 @@ class Grouped(Scheme):
     @property
     def needed(self) -> tuple[str, ...]:  # type: ignore[override]
         """Where values are packed, their number has to be said."""
-        return (WORDS, SCALES, SHAPE) if self.packed else (WEIGHT, SCALES)
+        if self.packed:
+            return (WORDS, SCALES, SHAPE)
+        return (WEIGHT, SCALES)
 
     @property
     def description(self) -> str:
@@ -110,7 +118,8 @@ class Grouped(Scheme):
             count = math.ceil(shape[1] / self.block[1])
             meaning = f"the group of each column, 0 to {count - 1}"
             parts[GROUPS] = PartSpec(INDICES, (None, Along(0)), below=count, meaning=meaning)
-            columns, sizes = None, ((1, count),)
+            columns = None
+            sizes = ((1, count),)
         loose = not self.block[1]
         parts[SCALES] = PartSpec(FLOATS, (rows, columns), sizes, loose)
         if self.packed and not self.symmetric:
@@ -129,11 +138,15 @@ class Grouped(Scheme):
         return said[0], said[1]
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
-        return torch.tensor(shape) if ending == SHAPE else None
+        if ending == SHAPE:
+            return torch.tensor(shape)
+        return None
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         """(value - zero point) * scale, of the group that its column is of."""
-        values, scales, zeros = tensors[self.needed[0]], tensors[SCALES], tensors.get(ZEROS)
+        values = tensors[self.needed[0]]
+        scales = tensors[SCALES]
+        zeros = tensors.get(ZEROS)
         block = self.block
         if self.packed:
             values = codes_of(values, self.bits, 1)[:, : shape[1]]
@@ -142,5 +155,7 @@ class Grouped(Scheme):
             zeros = middle if zeros is None else codes_of(zeros, self.bits, 0)[: len(scales)]
         if self.by_index:
             index = tensors[GROUPS].long()
-            scales, zeros, block = scales[:, index], None if zeros is None else zeros[:, index], (1, 1)
+            scales = scales[:, index]
+            zeros = None if zeros is None else zeros[:, index]
+            block = (1, 1)
         return scaled(values, scales, block, zeros)

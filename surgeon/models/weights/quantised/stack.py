@@ -45,7 +45,8 @@ def stacked(matrices: Sequence[Quantised], dim: int, blocks: int) -> dict[str, S
     shape[dim] = sum(one.shape[dim] for one in matrices)
     for ending, name in first.parts.items():
         names = tuple(one.parts[ending] for one in matrices)
-        dtype, stated = first.store.dtype(name), first.scheme.stated(ending, tuple(shape))
+        dtype = first.store.dtype(name)
+        stated = first.scheme.stated(ending, tuple(shape))
         if stated is not None:
             found[ending] = StackedPart(tuple(stated.shape), dtype, partial(stated.to, dtype), names)
             continue

@@ -39,7 +39,9 @@ def pairs_of(packed: Tensor, table: Tensor, high_first: bool) -> Tensor:
 
 def scales_of(stored: Tensor) -> Tensor:
     """Scales in float32; bytes are exponents of two (E8M0)."""
-    return torch.exp2(stored.float() - EXPONENT_BIAS) if stored.dtype == torch.uint8 else stored.float()
+    if stored.dtype == torch.uint8:
+        return torch.exp2(stored.float() - EXPONENT_BIAS)
+    return stored.float()
 
 
 def scaled(values: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None = None) -> Tensor:

@@ -11,7 +11,9 @@ def missing() -> str | None:
     """Why ranks on GPUs compute without these kernels; None if they compute with them."""
     if switched_off():
         return f"{SWITCH}=off"
-    return "triton is not installed" if find_spec("triton") is None else None
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None
 
 
 def used_on(device: str) -> bool:

@@ -110,7 +110,8 @@ class TritonKernels:
         """
         count, heads, dim = queries.shape
         kv_heads = len(pair) // 2
-        group, padded = heads // kv_heads, max(LEAST, _padded(dim))
+        group = heads // kv_heads
+        padded = max(LEAST, _padded(dim))
         tokens = min(MOST_TOKENS, max(LEAST, TILE_BYTES // (padded * pair.element_size())))
         wanted = min(MOST_PARTS, -(-self.programs // max(1, count * kv_heads)))
         parts = max(1, min(wanted, -(-texts.tables.shape[1] * block_tokens // tokens)))
@@ -262,8 +263,10 @@ class TritonKernels:
         """The highest number of each row, (T,), of (T, any), and its place, the first one; infinite if one is NaN."""
         tokens, width = x.shape
         parts = -(-width // PART)
-        values, at = x.new_empty(tokens, parts, dtype=torch.float32), x.new_empty(tokens, parts, dtype=torch.int32)
-        best, places = x.new_empty(tokens), x.new_empty(tokens, dtype=torch.int64)
+        values = x.new_empty(tokens, parts, dtype=torch.float32)
+        at = x.new_empty(tokens, parts, dtype=torch.int32)
+        best = x.new_empty(tokens)
+        places = x.new_empty(tokens, dtype=torch.int64)
         self.launch("highest_of_parts", (tokens, parts), (x, values, at, x.stride(0), width), PARTS=parts, COLUMNS=PART)
         self.launch("highest_part", (tokens,), (values, at, best, places), PARTS=parts, PARTS_PADDED=_padded(parts))
         return best, places
@@ -278,7 +281,8 @@ class TritonKernels:
             return None
 
         def gate(wide: Tensor) -> Tensor:
-            tokens, width = wide.shape[0], wide.shape[1] // 2
+            tokens = wide.shape[0]
+            width = wide.shape[1] // 2
             y = wide.new_empty(tokens, width)
             self.launch(
                 "gate",
@@ -299,7 +303,9 @@ def _kernels() -> TritonKernels:
 
 def triton_kernels_for(tensor: Tensor) -> TritonKernels | None:
     """The kernels, if tensors like this one are computed with by them."""
-    return _kernels() if triton.used_on(tensor.device.type) and tensor.is_floating_point() else None
+    if triton.used_on(tensor.device.type) and tensor.is_floating_point():
+        return _kernels()
+    return None
 
 
 def _padded(number: int) -> int:

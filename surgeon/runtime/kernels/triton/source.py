@@ -67,7 +67,9 @@ def attend(
     The part of a text and head that is computed last puts all of them together.
     """
     wait(OVERLAPS)
-    text, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    text = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
     last = (tl.load(newest + text * newest_stride) + 1).to(tl.int32)
     begin = 0
     if WINDOWED:
@@ -77,11 +79,13 @@ def attend(
     if part < parts:
         first = begin + part * share
         end = tl.minimum(first + share, last)
-        g, d = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM_PADDED)
+        g = tl.arange(0, HEADS_PADDED)
+        d = tl.arange(0, DIM_PADDED)
         inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
         own = (head * GROUP + g)[:, None] * DIM + d[None, :]
         query = tl.load(queries + text.to(tl.int64) * query_stride + own, mask=inside, other=0.0)
-        keys, values = pair + head * head_stride, pair + (KV_HEADS + head) * head_stride
+        keys = pair + head * head_stride
+        values = pair + (KV_HEADS + head) * head_stride
         best = tl.full([HEADS_PADDED], -float("inf"), tl.float32)
         total = tl.zeros([HEADS_PADDED], tl.float32)
         if SUNK:
@@ -101,7 +105,8 @@ def attend(
                 scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # softcap * tanh(scores / softcap)
             scores = tl.where(seen[None, :], scores, -float("inf"))
             higher = tl.maximum(best, tl.max(scores, 1))
-            weights, kept = tl.exp(scores - higher[:, None]), tl.exp(best - higher)
+            weights = tl.exp(scores - higher[:, None])
+            kept = tl.exp(best - higher)
             value = tl.load(values + place[:, None] + d[None, :], mask=read, other=0.0)
             total = total * kept + tl.sum(weights, 1)
             attended = attended * kept[:, None] + product(weights.to(value.dtype), value, IN_FLOAT32)
@@ -134,7 +139,8 @@ def attend(
                         totals + (theirs * 2 + 1) * GROUP + g, mask=g < GROUP, other=1.0, cache_modifier=".cg"
                     )
                     higher = tl.maximum(best, high)
-                    kept, gained = tl.exp(best - higher), tl.exp(high - higher)
+                    kept = tl.exp(best - higher)
+                    gained = tl.exp(high - higher)
                     total = total * kept + weight * gained
                     attended = attended * kept[:, None] + found * gained[:, None]
                     best = higher
@@ -172,9 +178,11 @@ def place(
     A program has TILE heads. Those that are not cached are all HEADS here, of which OF_QUERIES are those of queries.
     """
     wait(OVERLAPS)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     d = tl.arange(0, DIM_PADDED)
-    own, inside = head[:, None] * DIM + d[None, :], (head < HEADS + 2 * KV_HEADS)[:, None] & (d < DIM)[None, :]
+    own = head[:, None] * DIM + d[None, :]
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & (d < DIM)[None, :]
     compared = (head < HEADS + KV_HEADS)[:, None]
     source = qkv + token * row_stride
     x = tl.load(source + own, mask=inside, other=0.0).to(tl.float32)
@@ -185,7 +193,8 @@ def place(
         root = tl.where(compared, tl.rsqrt(square + epsilon), 1.0)
         x = x * root * tl.load(gain + own, mask=inside & compared, other=1.0).to(tl.float32)
     if TURNED:
-        partner, turns = head[:, None] * DIM + ((d + TURNED // 2) % TURNED)[None, :], (d < TURNED)[None, :]
+        partner = head[:, None] * DIM + ((d + TURNED // 2) % TURNED)[None, :]
+        turns = (d < TURNED)[None, :]
         y = tl.load(source + partner, mask=inside & compared & turns, other=0.0).to(tl.float32)
         if NORMED:
             y = y * root * tl.load(gain + partner, mask=inside & compared & turns, other=0.0).to(tl.float32)
@@ -211,8 +220,11 @@ def mean_squares(
 ):
     """Of the features of queries, and of the keys behind them, (T, 2): a token, one of the two."""
     wait(OVERLAPS)
-    token, of_keys, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
-    first, width = of_keys * QUERIES, QUERIES + of_keys * (KEYS - QUERIES)
+    token = tl.program_id(0).to(tl.int64)
+    of_keys = tl.program_id(1)
+    at = tl.arange(0, PADDED)
+    first = of_keys * QUERIES
+    width = QUERIES + of_keys * (KEYS - QUERIES)
     x = tl.load(qkv + token * row_stride + first + at, mask=at < width, other=0.0).to(tl.float32)
     tl.store(squares + token * 2 + of_keys, tl.sum(x * x) / width)
 
@@ -237,7 +249,8 @@ def norm(
 ):
     """RMS norm, or layer norm where it is centred, of a stream or of the sum of two, which is kept as well."""
     wait(OVERLAPS)
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_PADDED)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH_PADDED)
     inside = at < WIDTH
     given = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
     if ADDS:
@@ -258,7 +271,8 @@ def norm(
 def gate(wide, out, row_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr):
     """Activated gates times values, (T, width), of both side by side, (T, 2 * width)."""
     wait(OVERLAPS)
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < width
     x = tl.load(wide + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(wide + row * row_stride + width + at, mask=inside, other=0.0).to(tl.float32)
@@ -295,8 +309,11 @@ def product_of_few(
     """
     if OVERLAPS:
         gdc_launch_dependents()
-    row, column, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, TOKENS)
-    rows, inside = weight + row.to(tl.int64)[:, None] * inputs, (row < outputs)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    token = tl.arange(0, TOKENS)
+    rows = weight + row.to(tl.int64)[:, None] * inputs
+    inside = (row < outputs)[:, None]
     read = (column < inputs)[None, :]
     tile = tl.load(rows + column[None, :], mask=inside & read, other=0.0, eviction_policy="evict_first")
     if OVERLAPS:
@@ -328,7 +345,8 @@ def highest_of_parts(
 ):
     """The highest number of each part of a row, infinite where one is none, and its place in the row."""
     wait(OVERLAPS)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     number = tl.load(x + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
     number = tl.where(number != number, float("inf"), number)
@@ -349,7 +367,8 @@ def highest_part(
 ):
     """The highest number of each row's parts, and its place in the row, the first of equal ones."""
     wait(OVERLAPS)
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS_PADDED)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS_PADDED)
     number = tl.load(values + row * PARTS + part, mask=part < PARTS, other=-float("inf"))
     place = tl.load(at + row * PARTS + part, mask=part < PARTS, other=2147483647)
     high = tl.max(number, 0)

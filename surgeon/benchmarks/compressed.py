@@ -1,0 +1,98 @@
+"""What sending activations as integers does to a model's predictions, measured on the ranks themselves."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.quality.data import load_windows
+from surgeon.quality.summary import Values
+from surgeon.runtime.batching.request import UndefinedLogits
+from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.worker.rank import Rank
+from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.worker import ENGINE
+
+FEWEST_WINDOWS = 8  # below, an interval says little
+ROWS = 64  # tokens whose predictions are compared at a time, in float64
+
+
+def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, seed: int) -> list[list[int]]:
+    """Windows of the tokenizer's tokens of a text, or of random tokens.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_windows` and `open_tokenizer`.
+    """
+    if data is None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (max(FEWEST_WINDOWS, -(-tokens // length)), length)
+        windows: list[list[int]] = torch.randint(plan.vocabulary, shape, generator=generator).tolist()
+        return windows
+    found = load_windows(open_tokenizer(plan.folder), data, length, tokens)
+    for note in found.notes:
+        warnings.warn(note, stacklevel=2)
+    return list(found.ids.tolist())
+
+
+def divergence_of_compressed(
+    ranks: Ranks, plan: Plan, windows: list[list[int]], kind: Compression, name: str = ENGINE
+) -> Values:
+    """Run windows of a text on ranks twice, with exact and with compressed reductions.
+
+    Args:
+        plan: the model and the program; for windows of up to its `max_tokens`.
+        windows: token ids; every token of a window but the first is predicted.
+        name: under which the ranks keep an engine of that plan.
+
+    Returns:
+        KL(exact || compressed) over the full vocabulary in nats, the mean over each window's predictions, (windows,).
+
+    Raises:
+        ValueError: if there is one rank only, the windows do not fit the plan, or the logits are not finite.
+        RankFailed: if a rank fails.
+    """
+    if plan.ranks == 1 or ranks.options.collectives == "none":
+        raise ValueError("nothing is sent here that could be compressed; use 2 ranks or more, which are connected")
+    if not windows or any(not 2 <= len(window) <= plan.max_tokens for window in windows):
+        raise ValueError(f"there must be windows, each of 2 to {plan.max_tokens} tokens")
+    if any(not 0 <= token < plan.vocabulary for window in windows for token in window):
+        raise ValueError(f"token ids must lie in 0..{plan.vocabulary - 1}, the model's vocabulary")
+    found: list[list[float]] = ranks.call(_compare_on_rank, name, windows, kind)
+    return np.array(found[0])
+
+
+@torch.inference_mode()
+def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Compression) -> list[float]:
+    """Runs on a rank: run every window both ways with the weights of an engine that it keeps."""
+    engine: RankEngine = rank.engines[name]
+    exact = _sending(engine, lambda collectives: collectives.exact)
+    compressed = _sending(engine, lambda collectives: Compressed(collectives.exact, kind))
+    found = []
+    for window in windows:
+        first = exact.text_logits(window)
+        second = compressed.text_logits(window)
+        total = 0.0
+        for rows in torch.arange(len(window) - 1).split(ROWS):  # nothing comes behind the last token's prediction
+            log_p = first[rows].double().log_softmax(-1)
+            total += float((log_p.exp() * (log_p - second[rows].double().log_softmax(-1))).sum())
+        if np.isnan(total):
+            raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
+        found.append(total / (len(window) - 1))
+    return found
+
+
+def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> RankEngine:
+    """The same weights, with other reductions of the program's steps."""
+    other = copy.copy(engine)
+    other.groups = {group: how(collectives) for group, collectives in engine.groups.items()}
+    other.figures = Figures()
+    other.ways = ways_through(other)
+    return other

@@ -1,0 +1,238 @@
+"""The `surgeon` command: its list of commands, and the one policy for everything that can go wrong in them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import shlex
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+
+from surgeon.cli.demo import demo
+from surgeon.cli.explore import explore
+from surgeon.cli.search import search
+from surgeon.commands.bench import bench
+from surgeon.commands.calibrate import calibrate
+from surgeon.commands.card import card
+from surgeon.commands.check import check
+from surgeon.commands.command import line_of
+from surgeon.commands.evaluate import evaluate
+from surgeon.commands.export import export
+from surgeon.commands.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
+from surgeon.commands.families import families
+from surgeon.commands.generate import generate
+from surgeon.commands.heal import heal
+from surgeon.commands.predict import predict
+from surgeon.commands.report import report
+from surgeon.commands.scan import scan
+from surgeon.commands.sensitivity import sensitivity
+from surgeon.commands.serve import serve
+from surgeon.commands.show import show
+from surgeon.commands.similarity import similarity
+from surgeon.commands.spectrum import spectrum
+from surgeon.commands.train import train
+from surgeon.gpus import avoid_cudnn_attention
+from surgeon.threads import wait_asleep
+from surgeon.version import __version__
+
+# In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
+COMMANDS = (
+    (explore, "Start here: what a model can spare, in minutes, on one page."),
+    (check, "Say what would work with a model, and how much memory it takes."),
+    (families, "List the architectures, and what works with each."),
+    (scan, "Measure what every stretch of layers tolerates; draw heatmaps."),
+    (similarity, "Measure what each layer owes to the one before it (CKA)."),
+    (sensitivity, "Bound and measure the error of running layers in pairs."),
+    (spectrum, "Find singular values, and what lower ranks of each matrix do."),
+    (search, "Search for the change of least damage within a budget."),
+    (heal, "Train an edited model back, on text or towards the original."),
+    (train, "Train a model of any program from scratch."),
+    (export, "Write the changed model as a checkpoint."),
+    (show, "Say what a checkpoint or a recipe is; draw its program."),
+    (card, "Write a checkpoint's model card, with what was measured."),
+    (evaluate, "Measure perplexity, divergence, and accuracy on tasks."),
+    (generate, "Continue a text, on one or several ranks."),
+    (serve, "Answer requests as OpenAI's API does, on one or several ranks."),
+    (bench, "Measure how fast programs run on ranks, one against another."),
+    (predict, "Say what programs would cost on hardware you do not have."),
+    (calibrate, "Measure this machine, as a hardware file for predictions."),
+    (report, "Put what was measured into one HTML page."),
+    (demo, "All of this on a small model that ships with surgeon."),
+)
+BRIEF = ("check", "show", "families", "card")  # which take seconds, most of them to import
+DEBUG_FLAG = "--debug"
+STANDARD_OUTPUT = 1
+NOTE = (
+    "Layers count from 0; ranges are Python slices: 4:30 is layers 4 to 29. With --debug, before or after the "
+    "command, an error shows its traceback."
+)
+
+app = typer.Typer(
+    name="surgeon",
+    help="Find what a transformer can give up, reorder, run in parallel or factorise; heal it, export it, run it.",
+    epilog=NOTE,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command, _summary in COMMANDS:
+    app.command(short_help=_summary, epilog=NOTE)(line_of(_command))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"surgeon {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option(DEBUG_FLAG, help="Show the traceback of an error, and every library's log messages.")
+    ] = False,
+) -> None:
+    del version, debug  # the one acts by itself, the other is read by `main` before anything is parsed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code. Errors become one line on standard error (see failures.py)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = DEBUG_FLAG in arguments[:end]  # before or after the command's name, to which it is no option
+    arguments[:end] = [argument for argument in arguments[:end] if argument != DEBUG_FLAG]
+    wait_asleep()
+    avoid_cudnn_attention()
+    if not debug:
+        quiet_libraries()
+    try:
+        with _uncollected() if arguments[:1] and arguments[0] in BRIEF else nullcontext():
+            code = _built(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except SystemExit as ended:
+        # typer leaves in silence on every broken pipe, also on one that is not standard output.
+        if not isinstance(ended.__context__, OSError):
+            raise
+        return _fail(ended.__context__, arguments, debug)
+    except Exception as error:  # noqa: BLE001 - the one place where everything ends
+        return _fail(error, arguments, debug)
+    if code == INTERRUPTED:
+        below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""  # the terminal has written ^C
+        _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)).line)
+    return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no garbage: imports make very many objects that stay, and looking takes a fifth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@cache
+def _built(commands: typer.Typer) -> Any:
+    """What typer makes of all commands, once in a process."""
+    return typer.main.get_command(commands)
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' progress bars, notices and warnings off the screen; surgeon's own warnings take one line.
+
+    Takes effect in processes started from here too. What the user has set in the environment stays.
+    """
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "error",
+        "HF_HUB_VERBOSITY": "error",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")
+    warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
+
+
+def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
+    if hasattr(error, "format_message") and hasattr(error, "ctx"):  # typer's, of wrong usage
+        return _fail_usage(error, arguments)
+    if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+        # The interpreter flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
+        return CLOSED_PIPE
+    if debug:
+        traceback.print_exception(error)
+    failure = explain(error, _output_of(arguments))
+    _say(failure.line)
+    return failure.code
+
+
+def _fail_usage(error: Any, arguments: list[str]) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        _say(error.format_message())
+    else:
+        near = getattr(error, "possibilities", None)
+        said = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's of what typer raised
+        message = f"{error.message}. Did you mean {min(near)}?" if near else said
+        if type(error).__name__ == "MissingParameter":
+            message += f"; write {_completed(error, arguments)}"
+        path = error.ctx.command_path if error.ctx else "surgeon"
+        _say(f"error: {message} (see {path} --help)")
+    return int(error.exit_code)
+
+
+def _completed(error: Any, arguments: list[str]) -> str:
+    """The whole command: what was given, with what is missing, and with the text to measure on where none is given."""
+    command, *given = arguments
+    every = error.ctx.command.params
+    positional = [one for one in every if one.param_type_name == "argument"]
+    if error.param in positional:
+        given.insert(positional.index(error.param), error.param.metavar or error.param.name.upper())
+    for option in every:
+        is_wanted = option not in positional and (option.required or option.name == "data")
+        if is_wanted and not any(word.partition("=")[0] in option.opts for word in given):
+            given += [option.opts[0], option.name.upper()]
+    return shlex.join(["surgeon", command, *given])
+
+
+def _output_of(arguments: list[str]) -> str | None:
+    """Where the command line says to write, for errors that do not name their file."""
+    for flag, value in pairwise(arguments):
+        if flag in ("-o", "--output"):
+            return value
+    return next((a.partition("=")[2] for a in arguments if a.startswith("--output=")), None)
+
+
+def _stdout_has_no_reader() -> bool:
+    poll = select.poll()
+    poll.register(STANDARD_OUTPUT, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,180 @@
+"""`surgeon bench`, `surgeon.bench`: how fast programs run on ranks, and where the time of a pass goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from surgeon.commands.command import command, option, several
+from surgeon.commands.options import (
+    DATA_HELP,
+    Batches,
+    Decoding,
+    Dtype,
+    Kv,
+    LowRank,
+    NewTokens,
+    ProgramText,
+    Ranks,
+    Rounds,
+    VariantLayers,
+)
+from surgeon.language.operations.declare import VARIANTS, described
+
+if TYPE_CHECKING:
+    from surgeon.findings.bench import Benchmark
+    from surgeon.language.program import Program
+    from surgeon.opened import EditedModel, Model
+    from surgeon.runtime.plan.specification import Ways
+
+COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
+RANDOM = "random tokens"
+_VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
+
+
+def _show(call: partial[Benchmark]) -> None:
+    found = call()
+    print(found)
+    for timeline in found.traces:
+        print(f"{timeline}: open it in chrome://tracing or https://ui.perfetto.dev", file=sys.stderr)
+    if "output" in call.keywords:
+        print(f"{call.keywords['output']}: bench.csv, bench.json, bench.png", file=sys.stderr)
+
+
+@command(_show)
+def bench(
+    model: Annotated[
+        str | Path | Model | EditedModel,
+        option("A checkpoint folder, a hub name, demo, or a recipe (.yaml).", metavar="DIR", kind=str),
+    ],
+    *,
+    compare: Annotated[
+        str | Path | Program | Sequence[str | Path | Program],
+        several(
+            "Measure this too, in turns, and compare. A checkpoint, a recipe, a program such as "
+            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
+            "computed in two halves, one while the other's reductions are on their way), upper-bound (without any "
+            "communication: wrong results, and the best time there can be).",
+        ),
+    ] = (),
+    layers: VariantLayers = None,
+    batch: Batches = 1,
+    prompt: Annotated[int, option("Tokens of each prompt; they are random.", least=1)] = 64,
+    new: NewTokens = 32,
+    rounds: Rounds = 5,
+    seed: Annotated[int, option("Of the random tokens.")] = 0,
+    ranks: Ranks = 2,
+    program: ProgramText = None,
+    dtype: Dtype = "auto",
+    decoding: Decoding = "auto",
+    low_rank: LowRank = "auto",
+    kv: Kv = "auto",
+    data: Annotated[
+        str | None,
+        option(
+            "With --compress: what to measure its divergence from exact reductions on. Default: random tokens. "
+            + DATA_HELP
+        ),
+    ] = None,
+    trace: Annotated[
+        str | Path | None,
+        option(
+            "Write a timeline of every program's prefill and one decoding pass, for chrome://tracing or Perfetto; "
+            "on GPUs what torch.profiler sees of the first passes, a file for each rank (NAME.rank0.json, ...)."
+        ),
+    ] = None,
+    output: Annotated[
+        str | Path | None, option("Folder for bench.csv, bench.json and bench.png.", "--output", "-o")
+    ] = None,
+) -> Benchmark:
+    """Measure how fast programs run on ranks, and where the time of a pass goes.
+
+    Everything is loaded by the same ranks and measured in turns; a ratio is the median over the rounds of the one
+    taken in each. First token: from being asked until every text has one. Per token: a decoding pass. Tokens/s: new
+    tokens of all texts, from being asked to the last. Waiting: time in collectives; "32+2" are 32 of the program's
+    steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank. On GPUs waiting is told by
+    CUDA events in one more run, and beside it when all of a pass was launched.
+
+    Caches have all the memory they need here, so that --kv auto is full; --kv lowrank is for the programs that have
+    factors of k and v, beside others that have none.
+
+    With --compress the same weights also predict some tokens with exact and with compressed reductions: divergence is
+    KL(exact || compressed) over the full vocabulary.
+
+    Raises:
+        FileNotFoundError, ValueError: if one of them cannot be used or cannot run so, or there can be no trace.
+        RankFailed: if a rank fails.
+    """
+    from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
+    from surgeon.benchmarks.measure import RankBench
+    from surgeon.benchmarks.plans import Needs, plan_candidates
+    from surgeon.benchmarks.tables import bench_record, bench_table
+    from surgeon.benchmarks.timelines import check_trace, write_trace
+    from surgeon.cost.candidates import open_candidates
+    from surgeon.cost.workload import Workload
+    from surgeon.findings.bench import Benchmark
+    from surgeon.library.opening import as_list, as_range
+    from surgeon.opened import EditedModel, Model
+    from surgeon.processes.files import make_folder
+    from surgeon.progress import progress
+    from surgeon.provenance import provenance
+    from surgeon.quality.summary import mean_divergence
+    from surgeon.runtime.kernels.used import kernels_used
+    from surgeon.runtime.worker.options import RankOptions
+    from surgeon.runtime.worker.ranks import Ranks as RunningRanks
+    from surgeon.words import plural
+
+    on = RankOptions.of(ranks)
+    if data is not None and on.compression is None:
+        raise ValueError(f"{data} is for measuring what compressed reductions change; have them compressed, too")
+    if not (sizes := [batch] if isinstance(batch, int) else batch):
+        raise ValueError("batch is empty; give how many texts are computed together, one number or several")
+    loads = [Workload(size, prompt, new, seed) for size in sizes]
+    candidates = open_candidates(model, as_list(compare), program, as_range(layers), weights=True)
+    ways: Ways = {"dtype": dtype, "decoding": decoding, "low_rank": low_rank, "kv": kv}
+    needs = Needs(on.ranks, prompt + new, on.device, ways)
+    plans = plan_candidates(candidates, needs)
+    unconnected = {one.name for one in candidates if not one.connected}
+    if trace is not None:
+        check_trace(Path(trace))
+    if output is not None:
+        make_folder(Path(output))
+    kind = None if on.ranks == 1 else on.compression
+    windows = {
+        name: windows_to_compare(plan, data, prompt + new, COMPARED_TOKENS, seed)
+        for name, plan in plans.items()
+        if kind is not None and name not in unconnected
+    }
+    with RunningRanks(on) as running:
+        measured = RankBench.load(running, plans, unconnected)
+        with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
+            results = measured.measure(loads, rounds, advance)
+        traces = () if trace is None else write_trace(measured, loads[0], Path(trace))
+        divergence = {
+            name: divergence_of_compressed(running, plans[name], texts, kind, name)
+            for name, texts in windows.items()
+            if kind is not None
+        }
+    load = loads[0]
+    place = f"{plural(on.ranks, 'rank')} ({on})"
+    heading = f"{place}, prompt {load.prompt}, {load.new} new, {plural(rounds, 'round')}"
+    used = dict.fromkeys(kernels_used(on.device, plan.dtype) for plan in plans.values())
+    settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
+    settings["kernels"] = ", ".join(used)
+    settings |= {"experts": measured.experts} if measured.experts else {}
+    if divergence:
+        predicted = min(sum(len(window) - 1 for window in texts) for texts in windows.values())
+        settings |= {"compression": kind, "compared": data or RANDOM, "predicted": predicted}
+        settings["divergence"] = {name: mean_divergence(values) for name, values in divergence.items()}
+    name = model.name if isinstance(model, Model | EditedModel) else str(model)
+    found = Benchmark(
+        bench_table(results, divergence), results, traces, record=settings | {"model": name}, files=traces
+    )
+    if output is None:
+        return found
+    record = provenance(name, candidates[0].model.hash, **settings, results=bench_record(results))
+    return replace(found, record=record).save(Path(output))

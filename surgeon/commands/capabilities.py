@@ -1,0 +1,474 @@
+"""What can be done with a model: every question is put to the code that would refuse it later, on shapes alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from surgeon.analysis.cells import SCANNED, select, selected_cells
+from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
+from surgeon.analysis.engine.sharing import SharedPlan, share
+from surgeon.analysis.factors.matrices import choose_weights
+from surgeon.checkpoint.config import CONFIG, find_config
+from surgeon.checkpoint.forms import per_layer_lists
+from surgeon.checkpoint.forms.base import NOT_ON_VLLM
+from surgeon.checkpoint.forms.fused import FUSED
+from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
+from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
+from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
+from surgeon.commands.drafts import draft_program
+from surgeon.exports.plan import check_exportable, layout_of
+from surgeon.exports.prove import original_model
+from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
+from surgeon.findings.outline import outline_text
+from surgeon.language.operations.base import show_range
+from surgeon.language.operations.declare import HEATMAPS, VARIANTS
+from surgeon.language.operations.variants import variant
+from surgeon.language.program import Program
+from surgeon.memory import show_size
+from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
+from surgeon.models.families.positions import rotated_layers, windowed_layers
+from surgeon.models.weights.quantised import rules_of
+from surgeon.named import on_disk
+from surgeon.opened import Model, open_model
+from surgeon.runtime.batching.windows import PASS_TOKENS
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.drafts import with_draft
+from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.specification import Plan
+from surgeon.searches.mixture import Mixture
+from surgeon.searches.spaces import SPACES, parse_spaces
+from surgeon.training.memory import BYTES, training_bytes
+from surgeon.training.racks.build import require_known
+from surgeon.training.racks.partition import Racks, allowed_cuts
+from surgeon.training.racks.tensors import tensors_of
+from surgeon.training.scope import shapes_to_train
+from surgeon.training.scratch.tracks import narrow
+from surgeon.training.settings import SCOPES, TrainSettings
+from surgeon.words import listed, plural
+
+LENGTH = 2  # layers of the stretches that maps are tried on, and tracks
+ADAPTER_RANK = 16
+TRACKS = 2  # native ones
+PAIRS, FACTORS = "lp", "lowrank"  # maps
+
+Said = str | tuple[str, float] | Verdict  # what there is to say of what works, with the memory that it takes
+Question = tuple[str, Callable[[], Said]]
+
+
+class Example(NamedTuple):
+    """Where a program changes a model.
+
+    Attributes:
+        layers: as Python slices them.
+        times: how many places there are whose layers are of the same kinds.
+    """
+
+    layers: str
+    program: Program
+    times: int
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Everything that can be asked of a model.
+
+    Attributes:
+        model: with the shapes of its tensors.
+        ranks: numbers of them.
+        dtype: that ranks compute in.
+        draft: that is to draft for it, if any, as of `Running`.
+    """
+
+    model: Model
+    ranks: Sequence[int]
+    dtype: str
+    draft: str | Path | None = None
+
+    def verdicts(self, areas: Sequence[str] = AREAS) -> Iterator[Verdict]:
+        """All of them, area by area."""
+        for area in areas:
+            for what, ask in self.questions(area):
+                yield answer(area, what, ask)
+
+    def questions(self, area: str) -> Iterator[Question]:
+        """What can be asked in an area."""
+        questions = {
+            "load": self.loading,
+            "scan": self.measuring,
+            "search": self.searching,
+            "export": self.exporting,
+            "ranks": self.on_ranks,
+            "vllm": self.on_vllm,
+            "train": self.training,
+        }
+        return questions[area]()
+
+    def loading(self) -> Iterator[Question]:
+        """The model as it is, and what lies beside it."""
+        for where in ("cpu", "cuda"):
+            dtype = str(self.model.compute_dtype(where)).removeprefix("torch.")
+            yield {"cpu": "CPU", "cuda": "GPU"}[where], partial(lambda *said: said, dtype, self.model.bytes_on(where))
+        if self.model.folder.is_dir():
+            yield "tokenizer", lambda: f"{len(self.model.tokenizer):,} tokens"
+
+    # What measures.
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The model without numbers; it may run some program."""
+        return original_model(self.model, buffers=False)[0]
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """What each layer has that others may not: entries of lists in the configuration, and the shapes of weights."""
+        model, family = self.model, self.model.family
+        lists = per_layer_lists(family, model.config, model.checkpoint.config).values()
+        said = [*lists, windowed_layers(family, model.config), rotated_layers(family, model.config)]
+        layers = decoder_layers(restore(self.skeleton))
+        shapes = [[(name, one.shape) for name, one in layer.named_parameters()] for layer in layers]
+        return [str((*(entries[k] for entries in said), own)) for k, own in enumerate(shapes)]
+
+    @cached_property
+    def map_names(self) -> list[str]:
+        """Of the maps of a scan, without those of mixtures where the model is none."""
+        is_mixture = self.model.family.mixture is not None
+        return [name for name, heatmap in HEATMAPS.items() if is_mixture or not callable(heatmap.values)]
+
+    @cached_property
+    def maps(self) -> dict[str, list[Example] | ValueError]:
+        """Of each map of a scan the shortest stretches that differ in their layers; or why it has none."""
+        found: dict[str, list[Example] | ValueError] = {}
+        model = self.model
+        for name in self.map_names:
+            heatmap = HEATMAPS[name]
+            length = min(max(LENGTH, heatmap.group), model.num_layers)
+            shortest = 1 if heatmap.varied else length
+            try:
+                chosen, shapes = select([name], model.num_layers, max_length=length), model.shapes.layer_shapes
+                cells = selected_cells([chosen], model.num_layers, 0, model.family.steps_per_layer, shapes, model.own)
+            except ValueError as refusal:
+                found[name] = refusal
+                continue
+            alike: dict[tuple[str, ...], dict[range, Program]] = {}
+            for cell in cells:
+                if len(cell.layers) == shortest:
+                    kinds = tuple(self.kinds[layer] for layer in cell.layers)
+                    alike.setdefault(kinds, {}).setdefault(cell.layers, cell.program)
+            places = [Example(show_range(first := next(iter(some))), some[first], len(some)) for some in alike.values()]
+            found[name] = places or ValueError("it changes nothing of this model")
+        return found
+
+    def measuring(self) -> Iterator[Question]:
+        """Maps of a scan, and passes over the unedited model."""
+        tokens = TOKENS_AT_ONCE["cpu"]
+        said = f"on a CPU, {tokens:,} tokens at a time"
+        yield "in memory", lambda: (said, self.model.bytes_on("cpu") + working_bytes(self.skeleton, self._plan, tokens))
+        yield "layer by layer", lambda: (said, self._streaming_bytes(tokens))
+        yield from ((name, partial(self._over, name, self._runs)) for name in self.map_names)
+        yield "similarity", self._similarity
+        yield "sensitivity", self._sensitivity
+        yield "spectrum", lambda: f"of {', '.join(choose_weights(self.model.family, None))}"
+
+    @cached_property
+    def _plan(self) -> SharedPlan:
+        found = [places for name in SCANNED if isinstance(places := self.maps[name], list)]
+        return share([self.model.program, *(place.program for places in found for place in places)])
+
+    def _streaming_bytes(self, tokens: int) -> int:
+        require_streamable(self.model)
+        layers = decoder_layers(restore(self.skeleton))
+        assert isinstance(layers, nn.ModuleList)
+        streamed = StreamedLayers(layers, self.model, torch.device("cpu"))
+        outside = self.model.shapes.outside_layers * self.model.compute_dtype("cpu").itemsize
+        return outside + streaming_bytes(self.skeleton, streamed, self._plan, tokens)
+
+    def _runs(self, program: Program) -> str:
+        edit(self.skeleton, program, factors=RandomFactors("meta"))
+        return ""
+
+    def _similarity(self) -> str:
+        with as_stored(edit(self.skeleton, self.model.program)):
+            return ""
+
+    def _sensitivity(self) -> str:
+        require_pairs(restore(self.skeleton) if self.model.own is None else edit(self.skeleton, self.model.own))
+        return ""
+
+    # What changes it.
+
+    def searching(self) -> Iterator[Question]:
+        """Spaces of a search."""
+        for name, space in SPACES.items():
+            if self.model.family.mixture is not None or not space.of_mixtures:
+                yield name, partial(self._space, name)
+
+    def _space(self, name: str) -> str:
+        ranks = max(2, self.ranks[0])
+        mixture = Mixture(parse_spaces(name, ranks), self.model, ranks)
+        mixture.require_edits()
+        return plural(len(mixture.edits), "edit")
+
+    def exporting(self) -> Iterator[Question]:
+        """Maps by the form that their programs get, and for forms, whether they hold pairs."""
+        if self.unexportable is not None:
+            yield "all programs", partial(_refuse, self.unexportable)
+            return
+        yield from ((name, partial(self._over, name, self._form)) for name in self.map_names)
+        yield "pairs as one layer", partial(self._over, PAIRS, self._as_one_layer)
+
+    @cached_property
+    def unexportable(self) -> Exception | None:
+        """Why the model cannot be exported; None if it can."""
+        try:
+            check_exportable(self.model)
+        except (ValueError, OSError) as refusal:
+            return refusal
+        return None
+
+    def _form(self, program: Program) -> str:
+        layout = layout_of(self.model, program)
+        layout.form.tensors(self.model, layout, None, RandomFactors("meta"))  # which refuses those that are none of it
+        return f"{layout.form} form"
+
+    def _as_one_layer(self, program: Program) -> str:
+        layout = FUSED.lay_out(program, self.model.family, self.model.config)
+        if self.model.wrapped is not None:
+            FUSED.inside(self.model.wrapped, layout, self.model.family)
+        return ""
+
+    # Where it runs.
+
+    def on_ranks(self) -> Iterator[Question]:
+        """Numbers of ranks, and the programs that a bench knows by name."""
+        for count in self.ranks:
+            yield plural(count, "rank"), partial(self._shared, count)
+        if self.draft is not None:
+            yield "draft", lambda: _together([(plural(n, "rank"), 1, partial(self._drafted, n)) for n in self.ranks])
+        yield f"texts of {self.model.positions:,} tokens", partial(self._planned, self.ranks[0], None, True)
+        if self.model.own is None:
+            asked = (name for name in VARIANTS if max(self.ranks) > 1 or not _for_several(name))
+            yield from ((name, partial(self._variant, name)) for name in asked)
+        if isinstance(places := self.maps[FACTORS], list):
+            yield "two factors", partial(self._on_each, lambda _: places[0].program)
+
+    def _planned(self, ranks: int, program: Program | None = None, longest: bool = False) -> str:
+        self._plan_on(ranks, program, self.model.positions if longest else None)
+        return ""
+
+    def _plan_on(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> Plan:
+        return make_plan(self.model, ranks, tokens, program, dtype=self.dtype)
+
+    def _shared(self, ranks: int) -> Said:
+        """What the rank holds that holds the most."""
+        plan = self._plan_on(ranks)
+        sizes = footprint(plan, self.model.weights)
+        blocks = sizes.blocks(1, plan.max_tokens, PASS_TOKENS["cuda"])
+        weights, cache = max(sizes.weights), blocks * max(sizes.block)
+        said = f"{show_size(weights)} weights, {show_size(cache)} cache of a text of {plan.max_tokens:,} tokens"
+        return f"{said}, {self.dtype}, on each", weights + cache
+
+    def _drafted(self, ranks: int) -> str:
+        """Nothing, if the draft runs beside the model."""
+        with_draft(self._plan_on(ranks), self.model, draft_program(self.model, self.draft) or "")
+        return ""
+
+    def _variant(self, name: str) -> Verdict:
+        every = range(self.model.num_layers)
+        own = _for_several(name)
+        return self._on_each(lambda ranks: variant(_with_number(name), self.model.program, every, ranks), own)
+
+    def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
+        """A program on each number of ranks, of several if it has a slice for each."""
+        counts = [count for count in self.ranks if count > 1 or not sliced]
+        return _together([(plural(n, "rank"), 1, partial(self._built, program, n)) for n in counts])
+
+    def _built(self, program: Callable[[int], Program], ranks: int) -> str:
+        return self._planned(ranks, program(ranks))
+
+    def on_vllm(self) -> Iterator[Question]:
+        """How vLLM runs what maps are exported as."""
+        if self.unexportable is not None:
+            return iter([("all programs", partial(_refuse, self.unexportable))])
+        return ((name, partial(self._over, name, self._served)) for name in self.map_names)
+
+    def _served(self, program: Program) -> str:
+        layout = layout_of(self.model, program)
+        config, sources = copy.copy(self.model.config), [layer.sources[0] for layer in layout.layers]
+        entries = self.model.family.per_layer_entries(config, sources) | {"num_hidden_layers": len(sources)}
+        for name, value in entries.items():
+            setattr(config, name, value)
+        how, command = layout.form.serving(replace(self.model, config=config, own=layout.program), "vllm serve DIR")
+        if how.startswith(NOT_ON_VLLM):
+            raise ValueError(how.partition(". ")[0])
+        return f"{re.split(r'[,:]| [(]', how)[0]}, {command.splitlines()[-1]}"
+
+    # What trains it.
+
+    def training(self) -> Iterator[Question]:
+        """Healing, by what of the model is trained; racks; and native tracks like it, from scratch."""
+        pairs = self.maps[PAIRS]
+        program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
+        for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:  # the last one is of mixtures alone
+            yield f"heal {scope}", partial(self._healed, program, scope)
+        yield "heal by adapters", partial(self._healed, program, "edited", ADAPTER_RANK)
+        yield "distil", lambda: ("the original beside it", BYTES * self.model.parameters)
+        yield "rack by rack", partial(self._racks, program)
+        yield "native tracks", self._tracks
+
+    def _healed(self, program: Program, scope: str, rank: int | None = None) -> Said:
+        settings = TrainSettings(scope, lora=rank)
+        student = shapes_to_train(self.model, program, settings)
+        packed = 0 if rank is None else self._packed
+        return f"{settings.method}, activations on top", training_bytes(student) - packed
+
+    @property
+    def _packed(self) -> int:
+        """How much less quantised matrices take under adapters, where they stay as they are stored."""
+        checkpoint = self.model.checkpoint
+        flat = {name: one.shape for name, one in checkpoint.quantised.items() if len(one.shape) == 2}
+        return sum(BYTES * math.prod(shape) - checkpoint.num_bytes(name) for name, shape in flat.items())
+
+    def _racks(self, program: Program) -> str:
+        cuts = allowed_cuts(program)
+        middle = cuts[len(cuts) // 2] if cuts else 1
+        Racks.parse([f"0:{middle}", f"{middle}:{self.model.num_layers}"], program)
+        require_known(tensors_of(restore(self.skeleton)))
+        return f"they may begin at {plural(len(cuts), 'layer')}"
+
+    def _tracks(self) -> str:
+        narrowed, _ = narrow(copy.deepcopy(self.model.config), TRACKS, LENGTH)
+        return f"{TRACKS} of them from scratch, {narrowed.hidden_size} wide"
+
+    def _over(self, name: str, ask: Callable[[Program], str]) -> Verdict:
+        """A map's programs, all stretches of layers together."""
+        places = self.maps[name]
+        if not isinstance(places, list):
+            raise places
+        return _together([(f"layers {one.layers}", one.times, partial(ask, one.program)) for one in places])
+
+
+def _for_several(name: str) -> bool:
+    """Whether a variant has a slice for each of several ranks."""
+    return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
+
+
+def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
+    """What becomes of one thing, in the words of the code that does it, or that refuses it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to know of things that work
+            said = ask()
+    except (ValueError, OSError, ImportError) as refusal:
+        return Verdict(area, what, NO, " ".join(str(refusal).split()))
+    if isinstance(said, Verdict):
+        return said._replace(area=area, what=what)
+    why, size = said if isinstance(said, tuple) else (said, math.nan)
+    return Verdict(area, what, YES, why, size)
+
+
+def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdict:
+    """One answer for several places, or numbers of ranks: what there is to say of each where they differ.
+
+    Args:
+        questions: of one of so many places that are alike.
+    """
+    given = [(answer("", what, ask), count) for what, count, ask in questions]
+    total, said = sum(count for _, count in given), dict[str, int]()
+    for one, count in given:
+        if one.works == YES:
+            said[one.why] = said.get(one.why, 0) + count
+    refused = [(one, count) for one, count in given if one.works == NO]
+    if not said:
+        return refused[0][0]
+    parts = [f"{why} ({count} of {total} places)" if len(said) > 1 else why for why, count in said.items()]
+    if not refused:
+        return Verdict("", "", YES, "; ".join(parts))
+    first, lost = refused[0][0], sum(count for _, count in refused)
+    listed_all = lost == len(refused)
+    where = listed(one.what for one, _ in refused) if listed_all else f"{lost} of {total} places, as {first.what}"
+    return Verdict("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))
+
+
+def _refuse(refusal: Exception) -> str:
+    raise refusal
+
+
+def _with_number(name: str) -> str:
+    """A variant's name with a number behind it, where it takes one."""
+    return name if VARIANTS[name].argument is None else f"{name.partition(':')[0]}:{LENGTH}"
+
+
+def with_shapes(model: str | Path | Model) -> Model:
+    """A model with the shapes of its tensors, by the headers of its files, or without these by its class."""
+    if isinstance(model, Model) and model.files is not None:
+        return model
+    name = model.name if isinstance(model, Model) else str(model)
+    folder = on_disk(name)
+    if not isinstance(model, Model) and (name == DEMO or (folder is not None and any(folder.glob("*.safetensors*")))):
+        return open_model(name)
+    if isinstance(model, Model) and (folder is None or folder.is_dir()):
+        return Model(name, RandomCheckpoint(Path(name), config=model.config), model.config, model.own)
+    path = find_config(name)
+    if "model_type" not in read_json(path):
+        raise ValueError(f"{path} has no model_type, so that it says of no architecture; give the {CONFIG} of a model")
+    known = model if isinstance(model, Model) else open_model(name, weights=False)
+    return Model(name, RandomCheckpoint(path), known.config, known.own)
+
+
+def facts_of(model: Model) -> dict[str, str]:
+    """What the model is, by label."""
+    shapes = model.shapes
+    stored = str(model.dtype).removeprefix("torch.")
+    rope = model.family.rope(model.config) if model.family.rotary else None
+    digits = 1 if model.parameters < 1e7 else 0
+    facts = {
+        "model": f"{model.label}: {shapes.family.name}, {plural(shapes.layers, 'layer')} {shapes.hidden} wide, "
+        f"{plural(shapes.heads, 'head')} of {shapes.head_dim} over {plural(shapes.kv_heads, 'KV head')}, "
+        f"{shapes.neurons} neurons, vocabulary {shapes.vocabulary}, {'tied to' if shapes.tied else 'with'} the head",
+        "weights": f"{model.parameters / 1e6:,.{digits}f}M parameters, {show_size(model.size)}, {stored}",
+        "positions": f"{model.positions:,}, {_listed(rope) if rope else 'learned'}",
+    }
+    if windows := [window for window in shapes.windows if window is not None]:
+        facts["windows"] = f"of {max(windows):,} tokens in {len(windows)} of {plural(shapes.layers, 'layer')}"
+    if (mixture := shapes.family.mixture) is not None:
+        of = f"{getattr(model.config, mixture.count)} in a layer"
+        facts["experts"] = f"{of}, {mixture.routing(model.config).top_k} of them for each token"
+    if model.wrapped is not None:
+        facts["inside"] = f"{model.wrapped.wrapper.name}, of which the rest stays as it is"
+    if quantised := model.checkpoint.config.get(QUANTIZATION):
+        facts["quantised"] = _quantised(quantised)
+    if model.own is not None:
+        facts["program"] = outline_text(model.own, shapes.layers, shapes.family.steps_per_layer)
+    return facts
+
+
+def _quantised(said: Any) -> str:
+    """How weights are stored, and what becomes of them."""
+    try:
+        schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(said))
+    except ValueError as refusal:
+        return f"not supported: {refusal}"
+    return f"{', '.join(schemes)}; dequantised as they are read, which takes the memory said here"
+
+
+def _listed(entries: Mapping[str, Any]) -> str:
+    """Entries of a configuration, lists of numbers by their length."""
+    said = []
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            said.append(f"{name}: {_listed(value)}")
+        else:
+            said.append(f"{name} {f'{len(value)} numbers' if isinstance(value, list) else value}")
+    return ", ".join(said)

@@ -1,0 +1,299 @@
+"""A command is a function: its signature, with a help beside each parameter, is the library's and the command line's.
+
+    @command()
+    def paint(wall: Annotated[str, option("The wall.")], *, coats: Annotated[int, option("How many.", least=1)] = 1):
+
+From it follow the section "Args" of the docstring, the checks of numbers, and what typer reads (`line_of`). Light, as
+every module here is at its top: what a command needs, it imports when it runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import re
+import textwrap
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, cast, get_args, get_origin
+
+import typer
+
+from surgeon.named import split_values
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SIMPLE = (int, float, bool, str, Path)
+_DOC_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a parameter is beside its type and its default.
+
+    Attributes:
+        help: for the command line and for "Args".
+        flags: of the command line, where that is not the parameter's name.
+        least: of a number; less is refused in Python, too.
+        splits: whether one text of a list may hold several values, with commas between.
+        kind: that the command line reads, where the type does not say.
+        made_by: a function whose parameters are options of the command line, and which returns the parameter's value.
+        python: whether it is of the function alone, no option of the command line.
+        more: for typer.
+    """
+
+    help: str
+    flags: tuple[str, ...] = ()
+    least: float | None = None
+    splits: bool = False
+    kind: Any = None
+    made_by: Callable[..., Any] | None = None
+    python: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def option(
+    help: str,
+    *flags: str,
+    least: float | None = None,
+    kind: Any = None,
+    made_by: Callable[..., Any] | None = None,
+    **more: Any,
+) -> Declaration:
+    """An option, or the argument that it is without a default; as of `Declaration`."""
+    return Declaration(help, flags, least, kind=kind, made_by=made_by, more=more)
+
+
+def keyword(help: str) -> Declaration:
+    """A parameter of the function that is no option of the command line."""
+    return Declaration(help, python=True)
+
+
+def several(help: str, *flags: str, kind: Any = None, **more: Any) -> Declaration:
+    """An option of several values, with commas between or the option again; of the type of a sequence."""
+    return Declaration(f"{help} Several by commas, or the option again.", flags, splits=True, kind=kind, more=more)
+
+
+def print_result(call: Callable[[], Any]) -> None:
+    """Print what a function returns, and the files that it has written."""
+    found = call()
+    typer.echo(str(found))
+    for path in getattr(found, "files", ()):
+        typer.echo(str(path))
+
+
+def command(
+    show: Callable[..., int | None] = print_result, name: str | None = None
+) -> Callable[[_Function], _Function]:
+    """Declare a function as a command.
+
+    Args:
+        show: runs it from the command line: gets the function with its options bound, prints, and may return an exit
+            code. Parameters that `show` has beside that are options of the command line alone, in place of the
+            function's of the same name.
+        name: of the command, where it is not the function's.
+    """
+
+    def declare(function: _Function) -> _Function:
+        parameters = declared(function)
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def call(*positional: Any, **given: Any) -> Any:
+            bound = signature.bind(*positional, **given).arguments
+            for one in parameters:
+                least, value = one.option.least, bound.get(one.name)
+                if least is not None and isinstance(value, int | float) and value < least:
+                    raise ValueError(f"{one.name} must be at least {least:g}, not {value}")
+            return function(*positional, **given)
+
+        call.__doc__ = _with_arguments(inspect.getdoc(function) or "", parameters)
+        vars(call)["line"] = _line(call, parameters, show)
+        vars(call)["line"].__name__ = name or function.__name__
+        return cast(_Function, call)
+
+    return declare
+
+
+def line_of(function: Callable[..., Any]) -> Callable[..., int | None]:
+    """What typer reads as the command line of a command."""
+    line: Callable[..., int | None] = vars(function).get("line", function)
+    return line
+
+
+@dataclass(frozen=True)
+class CommandParameter:
+    """A parameter of a command: its name, its type, its default (`inspect.Parameter.empty` for none), its option."""
+
+    name: str
+    type: Any
+    default: Any
+    option: Declaration
+
+
+def declared(function: Callable[..., Any]) -> list[CommandParameter]:
+    """The parameters of a function that are options, in order."""
+    names = _Names(inspect.unwrap(function).__globals__, globals(), vars(builtins))
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = _evaluated(parameter.annotation, names)
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, *notes = get_args(hint)
+        found += [
+            CommandParameter(name, _evaluated(kind, names), parameter.default, note)
+            for note in notes
+            if isinstance(note, Declaration)
+        ]
+    return found
+
+
+class _Names(ChainMap[str, Any]):
+    """Of a module, and of this one for shared options; what is imported for types only is anything."""
+
+    def __missing__(self, key: str) -> Any:
+        return Any
+
+
+def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
+    text = annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation
+    if not isinstance(text, str):
+        return text
+    return eval(text, {}, names)
+
+
+def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
+    """A docstring with what the options say; what the command line calls --so-and-so by its name in Python."""
+    flags = {flag.lstrip("-"): one.name for one in parameters for flag in one.option.flags}
+
+    def in_python(flag: re.Match[str]) -> str:
+        return f"`{flags.get(flag[1], flag[1].replace('-', '_'))}`"
+
+    said = [
+        textwrap.fill(
+            f"{one.name}: {re.sub('--([a-z][a-z-]*)', in_python, one.option.help)}",
+            _DOC_WIDTH,
+            subsequent_indent="    ",
+        )
+        for one in parameters
+    ]
+    text, *sections = re.split(r"\n\n(?=(?:Returns|Raises):\n)", doc)
+    if said:
+        sections.insert(0, "Args:\n" + textwrap.indent("\n".join(said), "    "))
+    return "\n\n".join([text, *sections])
+
+
+def _line(
+    call: Callable[..., Any], parameters: Sequence[CommandParameter], show: Callable[..., int | None]
+) -> Callable[..., int | None]:
+    """The command line of a function, as typer reads it."""
+    own = {one.name: one for one in declared(show)}
+    every: list[CommandParameter] = []
+    waiting = [*own.values()]
+    for one in parameters:
+        if one.name in own:  # what `show` has before it, comes before it
+            end = waiting.index(own[one.name]) + 1
+            every += waiting[:end]
+            del waiting[:end]
+        else:
+            every.append(one)
+    every += waiting
+    every = [one for one in every if not one.option.python]
+    makers = {one.name: one.option.made_by for one in every if one.option.made_by is not None}
+
+    def line(**typed: Any) -> int | None:
+        for one in every:
+            if one.default is True:  # the flag turns it off
+                typed[one.name] = not typed[one.name]
+        given = {name: value for name, value in typed.items() if value is not None}  # others have their defaults
+        for name, make in makers.items():
+            given[name] = make(**{one.name: given.pop(one.name) for one in declared(make) if one.name in given})
+        mine = {name: given.pop(name) for name in own if name in given}
+        return show(partial(call, **given), **mine)
+
+    vars(line)["__signature__"] = inspect.Signature([*_typer_parameters(every)])
+    line.__doc__ = re.split(r"\n\n(?:Args|Returns|Raises):\n", inspect.getdoc(call) or "")[0]
+    line.__annotations__ = {one.name: one.annotation for one in _typer_parameters(every)}
+    return line
+
+
+def _typer_parameters(parameters: Sequence[CommandParameter]) -> Iterator[inspect.Parameter]:
+    for one in parameters:
+        if one.option.made_by is not None:
+            first, *others = declared(one.option.made_by)
+            yield from _typer_parameters([CommandParameter(first.name, first.type, one.default, first.option), *others])
+        else:
+            yield _typer_parameter(one)
+
+
+def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
+    declaration, default = one.option, one.default
+    kind, is_list = _read_as(one)
+    more = {"help": declaration.help, "min": declaration.least, **declaration.more}
+    flags = declaration.flags
+    if kind is bool and not flags:
+        name = f"no-{one.name}" if default else one.name
+        flags = ("--" + name.replace("_", "-"),)
+    if default is True:
+        default = False
+    if is_list:
+        more["callback"] = _values(declaration.splits, kind is int)
+        kind = list[Path] if kind is Path else list[str]
+        default = default if default is inspect.Parameter.empty else None
+    if default is None:
+        kind = kind | None
+    if default is inspect.Parameter.empty and not flags:
+        made = typer.Argument(**more)
+    elif declaration.more.get("argument"):
+        made = typer.Argument(**{name: value for name, value in more.items() if name != "argument"})
+    else:
+        made = typer.Option(*flags, **more)
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made]
+    )
+
+
+def _read_as(one: CommandParameter) -> tuple[Any, bool]:
+    """The type that the command line reads of a parameter, and whether it takes several of it."""
+    kind = one.option.kind
+    if kind is not None:
+        if one.option.splits:
+            return get_args(kind)[0], True
+        return kind, False
+    of_union = get_args(one.type) if get_origin(one.type) in (Union, UnionType) else (one.type,)
+    for each in of_union:
+        if get_origin(each) in (list, tuple, Sequence):
+            inner, _ = _read_as(CommandParameter(one.name, get_args(each)[0], None, Declaration("")))
+            return inner, True
+    for each in of_union:
+        if get_origin(each) is Literal:
+            return each, False
+    simple = [each for each in of_union if each is not type(None)]
+    if simple and all(each in _SIMPLE for each in simple):
+        for kind in (Path, str, float, int, bool):
+            if kind in simple:
+                return kind, False
+    return str, False
+
+
+def _values(splits: bool, counts: bool) -> Callable[..., list[Any] | None]:
+    """What makes the values of a list of what the command line has."""
+
+    def read(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
+        if not values or not splits:
+            return values
+        found = split_values(map(str, values))
+        if not found:
+            said = ",".join(map(str, values))
+            raise ValueError(f"{said!r} names nothing; give one value or more, with commas between")
+        if not counts:
+            return [type(values[0])(each) for each in found]
+        for each in found:
+            if not (each.isdecimal() and int(each)):
+                raise ValueError(f"{param.opts[0]} {each!r} is no whole number from 1; write numbers such as 1,8")
+        return [*dict.fromkeys(map(int, found))]
+
+    return read

@@ -1,0 +1,236 @@
+"""`surgeon export`, `surgeon.export`: a model, as it is changed, as a checkpoint that other software loads."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from surgeon.commands.command import command, keyword, option
+from surgeon.commands.options import Results
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformers import PreTrainedModel
+
+    from surgeon.checkpoint.forms import Layout
+    from surgeon.checkpoint.training import Training
+    from surgeon.exports.prove import Proof
+    from surgeon.language.program import Program
+    from surgeon.language.recipe import Recipe
+    from surgeon.opened import EditedModel, Model
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A checkpoint that was written and proven.
+
+    Attributes:
+        folder: where it lies.
+        form: that it is stored in, by its name.
+        reason: why, in a sentence.
+        program: that it runs, over the layers of the original.
+        depth: how many layers run one after the other.
+        size: of its weights, in bytes.
+        proof: that it computes what the program does.
+    """
+
+    folder: Path
+    form: str
+    reason: str
+    program: Program
+    depth: float
+    size: int
+    proof: Proof
+
+    @classmethod
+    def of(cls, folder: Path, proof: Proof) -> Exported:
+        """What an exported checkpoint says of itself."""
+        from surgeon.checkpoint.load import open_stored
+        from surgeon.language.program import Program
+
+        stored = open_stored(folder)
+        report = stored.report
+        assert report is not None
+        program = Program.parse(report["program"])
+        depth = report["effective_depth"]
+        return cls(folder, report["form"], report["reason"], program, depth, stored.size, proof)
+
+    def table(self) -> pd.DataFrame:
+        """One row: the folder, and what `surgeon show` says of it first."""
+        import pandas as pd
+
+        syncs = self.program.sync_points(2)
+        row = {"folder": str(self.folder), "form": self.form, "depth": self.depth, "syncs": syncs, "bytes": self.size}
+        return pd.DataFrame([row | {"program": str(self.program)}])
+
+    def __str__(self) -> str:
+        from surgeon.processes.files import show_bytes
+
+        return (
+            f"effective depth {self.depth:g}, {self.program.sync_points(2)} synchronisations per forward pass on two "
+            f"ranks, {show_bytes(self.size)} of weights.\nProof: on {self.proof.tokens} random tokens the logits "
+            f"differ from the original's under this program\n{self.proof.differ}"
+        )
+
+
+def _show(call: Callable[..., Exported]) -> None:
+    from surgeon.memory import share_heaps
+
+    share_heaps()
+    found = call(planned=lambda layout: print(f"{layout.form} form: {layout.reason}.", file=sys.stderr))
+    print(found, file=sys.stderr)
+    print(found.folder)
+
+
+@command(_show)
+def export(
+    model: Annotated[
+        str | Path | Recipe | Model | EditedModel | PreTrainedModel,
+        option("Recipe (YAML): a model and the operations on it.", metavar="recipe", kind=Path),
+    ],
+    folder: Annotated[str | Path, option("Folder to write.", "--output", "-o")],
+    *,
+    program: Annotated[
+        Program | str | None,
+        keyword("That the model is to run: of a folder, a hub name, or a model that is open, in place of a recipe."),
+    ] = None,
+    form: Annotated[
+        Literal["auto", "plain", "fused", "program"],
+        option(
+            "plain: an ordinary checkpoint of whole layers. fused: layers side by side stored as one wide layer "
+            "(transformers and vLLM, with a small modeling file inside). program: anything else (transformers, "
+            "likewise; vLLM, too, where it is low-rank only). auto: the first of these that is exact."
+        ),
+    ] = "auto",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        option("Store weights in this dtype, not in the original's."),
+    ] = None,
+    original: Annotated[
+        str | Path | None, option("Folder or hub name, instead of the recipe's model.", "--model", kind=str)
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        option(
+            "Replace an existing checkpoint: a folder with the surgeon.json of an export, or with a model's "
+            "config.json and safetensors weights. One that holds anything else too (folders, files of yours) is kept."
+        ),
+    ] = False,
+    results: Results = (),
+    factors: Annotated[
+        str | Path | None,
+        option(
+            "Folder for factors that the recipe has calibrated on a text: made there, and kept. Default: one beside "
+            "the output, which is removed once the checkpoint is written."
+        ),
+    ] = None,
+    memory: Annotated[
+        int | str | None,
+        option("The most memory that making such factors may take, model included, such as 512MB or 2GB.", kind=str),
+    ] = None,
+    tokenizer: Annotated[
+        Any,
+        keyword(
+            "Of a model in memory, edited or not, trained or not, which is left as it is: written in place of the "
+            "tokenizer's files where it was loaded from."
+        ),
+    ] = None,
+    adapter: Annotated[
+        bool,
+        keyword(
+            "Of a model in memory with a LoRA adapter of peft, write the adapter apart: the folder has `base` and "
+            "`adapter` then. Without, adapters have to be merged."
+        ),
+    ] = False,
+    training: Annotated[
+        Training | None,
+        keyword(
+            "What a model in memory went through since its edit, where that is to be known of the checkpoint: its "
+            "original is named as the source then, and its program is proven to be the recipe's."
+        ),
+    ] = None,
+    planned: Annotated[
+        Callable[[Layout], None],
+        keyword("Called with the form and the reason for it, before anything of a model's files is written."),
+    ] = lambda _: None,
+) -> Exported:
+    """Write the recipe's model as a checkpoint that other software loads.
+
+    The checkpoint is proven before it gets its name: run on random tokens, it gives the same logits as the original
+    run with the recipe's program. surgeon.json inside says what was done and proven, and README.md, a model card, says
+    it to people. Prints the folder's name.
+
+    Tokenizer, chat templates, processors, generation settings and licence go along, and code that the model's
+    configuration names: the tokenizer's in all forms, the model's own in the plain form. Other weights and what belongs
+    to training do not; whatever else stays behind is named.
+
+    A recipe that names the weights it was made for (weights: sha256:...), as those of surgeon search do, is refused for
+    a model with others. Given one with --model, it is applied with a warning.
+
+    Where the recipe has lowrank with a method other than plain, factors are made first, layer by layer, on the text
+    that it names. Interrupted, the same command goes on where it was.
+
+    Raises:
+        NotProven: if what was written does not compute what the model does, or its program is not the recipe's.
+        FileNotFoundError, ValueError: if the model, the recipe or the form cannot be used, saying why.
+        FileExistsError: if the target is in the way.
+        OSError: if the disk is full or cannot be written; whatever is raised, the target is as it was.
+    """
+    from torch import nn
+
+    from surgeon.analysis.factors.recipe_factors import with_factors
+    from surgeon.exports.export import DTYPES, plan_export, write_export
+    from surgeon.exports.plan import check_exportable
+    from surgeon.exports.staging import check_target
+    from surgeon.findings.measured import read_measured
+    from surgeon.library.opening import as_list
+    from surgeon.memory import parse_size
+    from surgeon.opened import open_edited
+    from surgeon.progress import progress
+
+    target = Path(folder)
+    loaded = isinstance(model, nn.Module)
+    of_files = {"program": program, "original": original, "results": results, "factors": factors, "memory": memory}
+    of_memory = {"tokenizer": tokenizer, "adapter": adapter, "training": training}
+    if useless := [name for name, value in (of_files if loaded else of_memory).items() if value]:
+        which = "in memory, which is written as it is" if loaded else "that is known by its files"
+        raise ValueError(f"{useless[0]} is of no use for a model {which}")
+    if isinstance(model, nn.Module):
+        more = {"tokenizer": tokenizer, "training": training}
+        return _export_loaded(model, target, form, dtype, overwrite, adapter, more)
+    check_target(target, overwrite)
+    edited = open_edited(model, program, original=original, tokenizer=False)
+    source = edited.model
+    check_exportable(source)
+    kept = Path(factors) if factors else target.with_name(f"{target.name}.factors")
+    limit = parse_size(memory) if isinstance(memory, str) else memory
+    ready = with_factors(edited, kept, limit, DTYPES.get(dtype or ""))
+    plan = plan_export(source, ready.program, form, dtype, ready.factors)
+    files = [Path(one) for one in as_list(results)]
+    measured = read_measured(files, plan.identity(target.absolute().name)) if files else None
+    planned(plan.layout)
+    # What is published says nothing of the folders of this machine.
+    published = None if ready.recipe is None else replace(ready.recipe, model=source.public_name).to_yaml()
+    with progress(f"writing and proving {target}", plan.passes * plan.weight_bytes, "bytes") as advance:
+        proof = write_export(plan, target, overwrite, published, advance, measured)
+    if ready is not edited and not factors and kept.is_dir():  # choices by weights alone keep nothing there
+        shutil.rmtree(kept)
+    return Exported.of(target, proof)
+
+
+def _export_loaded(
+    model: Any, target: Path, form: str, dtype: str | None, overwrite: bool, adapter: bool, more: dict[str, Any]
+) -> Exported:
+    """Write a model in memory, its adapter apart if that is asked for."""
+    from surgeon.exports.adapters import BASE, export_with_adapter
+    from surgeon.exports.in_memory import export as export_loaded
+
+    if not adapter:
+        return Exported.of(target, export_loaded(model, target, form=form, dtype=dtype, overwrite=overwrite, **more))
+    if form != "auto" or dtype is not None or overwrite or more["training"] is not None:
+        raise ValueError("with its adapter apart a model keeps its form and dtype, and gets a new folder")
+    return Exported.of(target / BASE, export_with_adapter(model, target, tokenizer=more["tokenizer"]))

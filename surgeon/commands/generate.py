@@ -1,0 +1,326 @@
+"""`surgeon generate`, `surgeon.generate`: texts that go on from prompts, on one rank or several."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from surgeon.commands.command import command, keyword, option
+from surgeon.commands.options import (
+    Checkpoint,
+    Decoding,
+    Draft,
+    DraftTokens,
+    Dtype,
+    Halves,
+    Kv,
+    LowRank,
+    ProgramText,
+    Ranks,
+    ranks_of,
+)
+from surgeon.errors import shown
+from surgeon.named import is_recipe
+
+if TYPE_CHECKING:
+    from surgeon.checkpoint.generation_defaults import Defaults
+    from surgeon.commands.generation import GeneratedText, Generation
+    from surgeon.opened import Model
+    from surgeon.runtime.batching.request import Event, Sampling
+    from surgeon.runtime.worker.options import RankOptions
+
+SHOWN_CHARACTERS = 60  # of a prompt, above its text
+
+
+@wraps(ranks_of)
+def _ranks_later(**flags: Any) -> partial[RankOptions]:
+    return partial(ranks_of, **flags)
+
+
+def _show(
+    call: partial[Generation],
+    *,
+    prompt: Annotated[Sequence[str], option("A text to go on from; may be repeated.")] = (),
+    prompts: Annotated[
+        str | Path | None,
+        option(
+            'A file of such texts: one on each line, or a .jsonl file (or .parquet) whose rows have a "prompt".',
+            "--prompts",
+            metavar="FILE",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        option(
+            "Write a line of JSON for each prompt: prompt, text, finish_reason (stop or length), and tokens, the ids "
+            "of the new ones; with --draft or --pipeline also how many were drafted and accepted, tokens_per_pass of "
+            "the model, and tokens_per_second.",
+            "--json",
+        ),
+    ] = False,
+    stretches: Annotated[
+        int | None,
+        option("How many ranks --pipeline has; under torchrun all its processes.", "--ranks", least=1),
+    ] = None,
+    ranks: Annotated[partial[RankOptions] | int, option("", made_by=_ranks_later)] = 1,
+) -> None:
+    assert isinstance(ranks, partial)
+    texts = read_prompts(prompt, None if prompts is None else Path(prompts))
+    alone = len(texts) == 1 and not as_json
+    written = 0
+
+    def show(text: GeneratedText, event: Event) -> None:
+        nonlocal written
+        if alone:
+            print(event.text, end="" if event.finish_reason is None else "\n", flush=True)
+        elif event.finish_reason is not None and as_json:
+            print(_json_line(text, "draft" in call.keywords or call.keywords["pipeline"]), flush=True)
+        elif event.finish_reason is not None:
+            written += 1
+            line = " ".join(text.prompt.split())
+            beginning = line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 3] + "..."
+            above = "" if written == 1 else "\n"
+            print(f"{above}==> {written} of {len(texts)}: {beginning} <==\n{text.text}", flush=True)
+
+    if call.keywords["pipeline"]:
+        ranks = _pipeline_ranks(ranks, stretches)
+    elif stretches is not None:
+        raise ValueError(
+            "--ranks is of --pipeline, whose ranks have layers of their own; --tp says how many ranks share every layer"
+        )
+    print(call(prompts=texts, ranks=ranks(), on_event=show), file=sys.stderr)
+
+
+def _pipeline_ranks(ranks: partial[RankOptions], stretches: int | None) -> partial[RankOptions]:
+    """As many as have a stretch each; under torchrun --tp is the number of its processes."""
+    from surgeon.processes.torchrun import read_environment
+
+    shared = ranks.keywords["tp"]
+    here = read_environment() is None
+    if stretches is None and not here:
+        stretches = shared
+    if stretches is None:
+        raise ValueError("--pipeline needs a number of ranks, each with layers of its own; say --ranks N")
+    if here and shared != 1:
+        raise ValueError(
+            f"--tp {shared} shares every layer among ranks, and --pipeline gives each rank layers of its own; "
+            "leave --tp out"
+        )
+    return partial(ranks, tp=stretches)
+
+
+@command(_show)
+def generate(
+    model: Checkpoint,
+    prompts: Annotated[
+        str | Sequence[str] | Mapping[str, str],
+        option("One text, or several; a mapping's keys say in errors where each stands."),
+    ],
+    *,
+    max_new_tokens: Annotated[int, option("How many tokens to add to each at most.", least=1)] = 64,
+    temperature: Annotated[
+        float, option("0 takes the most likely token each time (greedy); the higher, the more often unlikely ones.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, option("Draw among the fewest most likely tokens that have this probability together; 0 is greedy.")
+    ] = 1.0,
+    top_k: Annotated[int, option("Draw among this many of the most likely tokens; 0 is all.")] = 0,
+    min_p: Annotated[float, option("Draw among tokens at least this times as likely as the most likely one.")] = 0.0,
+    repetition_penalty: Annotated[
+        float | None,
+        option(
+            "Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
+            "(generation_config.json), or 1, which is none."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        option(
+            "The same seed draws the same texts again, for any --tp and --max-batch: each prompt has random numbers of "
+            "its own, by the seed and its place (the first prompt, the second, and so on), whatever the others are. "
+            "Default: another seed each time."
+        ),
+    ] = None,
+    stop: Annotated[
+        Sequence[str], option("A text that ends what is written, and is no part of it; may be repeated.")
+    ] = (),
+    max_batch: Annotated[int, option("Texts that are computed together; others follow as these end.", least=1)] = 32,
+    draft: Draft = None,
+    draft_tokens: DraftTokens = None,
+    pipeline: Annotated[
+        bool,
+        option(
+            "Have each of --ranks hold a stretch of the layers, in place of a share of every layer: only streams go "
+            "from one to the next. While one computes, those before it go on with other texts, or with what the coda "
+            "of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the others verify: "
+            "the same texts. For models that do not fit one machine; it was not faster than one rank."
+        ),
+    ] = False,
+    ranks: Ranks = 1,
+    program: ProgramText = None,
+    dtype: Dtype = "auto",
+    decoding: Decoding = "auto",
+    low_rank: LowRank = "auto",
+    kv: Kv = "auto",
+    halves: Halves = "off",
+    on_event: Annotated[
+        Callable[[GeneratedText, Event], None] | None,
+        keyword("Called with a text so far and what is new of it, of one prompt after the other."),
+    ] = None,
+) -> Generation:
+    """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
+
+    The text of one prompt is shown as it comes, those of several in the order of the prompts, each below a line with
+    the prompt's beginning. Of generation_config.json, repetition_penalty and suppressed tokens apply; what else it sets
+    and would change the text, drawing tokens among it, is named and not applied. The ranks are started here, or by
+    torchrun (see --tp); every rank loads its own slices of the weights only, or with --pipeline its own layers. The
+    texts are the same for any number of ranks.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, a number is out of its range, or a
+            prompt is empty, too long, or not text, or there is none.
+        RankFailed: if a rank fails.
+    """
+    from surgeon.checkpoint.generation_defaults import read_defaults
+    from surgeon.runtime.batching.request import Sampling
+    from surgeon.runtime.worker.options import RankOptions
+    from surgeon.runtime.worker.ranks import early_ranks
+
+    texts_by_place = _by_place(prompts)
+    if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
+        from surgeon.library.opening import stored_model
+        from surgeon.opened import open_model
+
+        model, program = stored_model(model, program)
+        model = open_model(model)
+    defaults = read_defaults(model if isinstance(model, str | Path) else model.folder)
+    chosen = defaults.applied() | ({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty})
+    sampling = Sampling(
+        temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop), **chosen
+    )
+    _warn(sampling, defaults)
+    on = RankOptions.of(ranks)
+    with early_ranks(on) as started:
+        # These need `transformers`, and take as long to import as ranks take to start.
+        from surgeon.commands.drafts import draft_program
+        from surgeon.commands.generation import GeneratedText, Generation
+        from surgeon.opened import open_model
+        from surgeon.runtime.plan.checks import make_plan
+        from surgeon.runtime.service import Service
+        from surgeon.runtime.service_options import ServiceOptions
+
+        opened = open_model(model)
+        shared = 1 if pipeline else on.ranks
+        tokens = _encode(opened, texts_by_place, make_plan(opened, shared, None, program).max_tokens)
+        options = ServiceOptions(
+            draft=draft_program(opened, draft),
+            ranks=on,
+            program=program,
+            draft_tokens=draft_tokens,
+            dtype=dtype,
+            decoding=decoding,
+            low_rank=low_rank,
+            kv=kv,
+            halves=halves,
+            max_batch=min(max_batch, len(tokens)),
+            max_tokens=max(map(len, tokens)) + max_new_tokens,
+            max_waiting=len(tokens),
+            pipeline=pipeline,
+        )
+        with Service(opened, options, opened.tokenizer, started) as service:
+            if service.capacity.texts(service.capacity.longest) < options.max_batch:
+                print(service.capacity.line(), file=sys.stderr)  # some texts have to wait for others
+            streams = [service.submit(ids, replace(sampling, place=(number, 0))) for number, ids in enumerate(tokens)]
+            texts = [GeneratedText(prompt=prompt) for prompt in texts_by_place.values()]
+            for text, stream in zip(texts, streams, strict=True):
+                for event in stream:
+                    text.add(event)
+                    if on_event is not None:
+                        on_event(text, event)
+            return Generation(tuple(texts), service.plan, on, service.figures(), options.draft is not None)
+
+
+def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
+    """The prompts, by what errors call the place of each."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not prompts:
+        raise ValueError("there is nothing to go on from; give at least one prompt")
+    if not isinstance(prompts, Mapping):
+        prompts = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
+    for place, prompt in prompts.items():
+        if not isinstance(prompt, str):
+            raise ValueError(f"{place}: a prompt is text, not {type(prompt).__name__} {shown(prompt)}")
+    return prompts
+
+
+def _warn(sampling: Sampling, defaults: Defaults) -> None:
+    """Say what has no effect, and what the checkpoint asks for that is not done."""
+    from surgeon.runtime.batching.request import Sampling
+
+    changed = [name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(Sampling, name)]
+    if not sampling.temperature and (idle := changed + (["seed"] if sampling.seed is not None else [])):
+        warnings.warn(f"{', '.join(idle)}: of no effect without a temperature, which draws tokens", stacklevel=4)
+    asked = {*changed, "do_sample", "temperature"} if sampling.temperature else set(changed)
+    if complaint := defaults.complaint(asked):
+        warnings.warn(complaint, stacklevel=4)
+
+
+def _encode(model: Model, prompts: Mapping[str, str], most: int) -> list[list[int]]:
+    """The token ids of the prompts, at most so many of each; an error says where a prompt stands, if there are more."""
+    from surgeon.checkpoint.encoding import Encoder
+    from surgeon.checkpoint.texts import encode
+
+    encoder, found = Encoder(model.tokenizer), []
+    for place, prompt in prompts.items():
+        try:
+            found.append(encode(encoder, prompt, most))
+        except ValueError as error:
+            raise (error if len(prompts) == 1 else ValueError(f"{place}: {error}")) from None
+    return found
+
+
+def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
+    """The prompts by where they stand, such as "prompts.txt:3": those given in the command line, then a file's.
+
+    A text file has one on each line, blank lines left out; the rows of a .jsonl or .parquet file have it as "prompt".
+
+    Raises:
+        FileNotFoundError, OSError: if the file cannot be read.
+        ValueError: if there are none, the file is not text, or a row of it has none.
+    """
+    from surgeon.quality.tables import is_table, read_table
+    from surgeon.quality.text_files import read_pieces
+
+    prompts = {f"--prompt {number}": prompt for number, prompt in enumerate(given, start=1)}
+    if file is not None and is_table(file):
+        for number, (where, text) in enumerate(read_table(file, "prompt"), start=1):
+            if text is None:  # to leave it out would shift what is written for the others
+                raise ValueError(f"{where}: the row has no 'prompt'; every row needs one")
+            prompts[f"{file}: prompt {number}"] = text
+    elif file is not None:
+        lines = "".join(read_pieces(file)).split("\n")
+        found = {f"{file}:{number}": line for number, line in enumerate(lines, 1) if line.strip()}
+        if not found:
+            raise ValueError(f"{file} is empty; write one prompt on each line")
+        prompts |= found
+    if not prompts:
+        raise ValueError("there is nothing to go on from; give --prompt TEXT or --prompts FILE")
+    return prompts
+
+
+def _json_line(text: GeneratedText, drafting: bool) -> str:
+    names = "prompt", "text", "finish_reason", "tokens"
+    record: dict[str, Any] = {name: getattr(text, name) for name in names}
+    if drafting:
+        usage, rate = text.usage, text.tokens_per_second
+        record |= {"drafted": usage.drafted, "accepted": usage.accepted}
+        record |= {"tokens_per_pass": round(usage.tokens_per_pass, 2)}
+        record |= {"tokens_per_second": None if rate is None else round(rate, 2)}
+    return json.dumps(record)

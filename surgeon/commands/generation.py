@@ -1,0 +1,174 @@
+"""What `surgeon.generate` gives: the texts, and what it took to write them, in a few lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pandas as pd
+
+from surgeon.language.program import Program
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.model.engine import Figures
+from surgeon.runtime.model.phase import Phase
+from surgeon.runtime.plan.placement import norm_sums
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.stream import Answer
+from surgeon.runtime.worker.options import RankOptions
+from surgeon.words import hanging, plural
+
+_KEY = 9  # columns of what stands before a line
+
+
+@dataclass(kw_only=True)
+class GeneratedText(Answer):
+    """What has been written after one prompt."""
+
+    prompt: str
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the tokens after the first one; None if there are none."""
+        usage = self.usage
+        return (usage.new - 1) / usage.seconds if usage.seconds else None
+
+
+@dataclass(frozen=True, repr=False)
+class Generation:
+    """Texts that go on from prompts; as text, what it took to write them.
+
+    Attributes:
+        texts: one for each prompt, in their order.
+        plan: the model and the program that the ranks ran.
+        ranks: that ran it.
+        figures: of all passes, by rank.
+        drafts: whether tokens were to be drafted.
+    """
+
+    texts: tuple[GeneratedText, ...]
+    plan: Plan
+    ranks: RankOptions
+    figures: Sequence[Figures]
+    drafts: bool = False
+
+    def table(self) -> pd.DataFrame:
+        """One row per text: its prompt, what was written, and what that took."""
+        rows = [
+            {
+                "prompt": text.prompt,
+                "text": text.text,
+                "prompt_tokens": text.usage.prompt,
+                "new_tokens": text.usage.new,
+                "finish_reason": text.finish_reason,
+                "tokens_per_second": text.tokens_per_second,
+            }
+            for text in self.texts
+        ]
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        return f"<Generation: {plural(len(self.texts), 'text')} on {plural(self.plan.ranks, 'rank')}>"
+
+    def _repr_html_(self) -> str:
+        return self.table().to_html(max_rows=12, index=False)
+
+    def __str__(self) -> str:
+        plan, usages, first = self.plan, [text.usage for text in self.texts], self.figures[0]
+        program = Program.parse(plan.program)
+        depth = program.effective_depth(plan.family.steps_per_layer)
+        cached = sum(usage.cached for usage in usages)
+        shared = f" ({cached} more were shared)" if cached else ""
+        texts = "" if len(usages) == 1 else f" of {len(usages)} texts"
+        seconds = first.decode.seconds + first.drafting.seconds
+        rate = f"{first.decode.new / seconds:.1f} tokens/s" if first.decode.passes else "nothing after the first token"
+        prefill = first.prefill
+        lines = [
+            f"ranks    {plan.ranks} ({self.ranks}, {plan.dtype})",
+            f"program  effective depth {depth:g} of {plan.layers} layers",
+            f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
+            f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
+        ]
+        if plan.stretches:
+            lines += self._pipeline()
+        else:
+            lines += self._drafts() if self.drafts else self._collectives(program)
+        return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
+
+    def _pipeline(self) -> list[str]:
+        """Which nodes each rank had, and what was in flight."""
+        plan = self.plan
+        usages = [text.usage for text in self.texts]
+        spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *plan.stretches)))
+        drafted = sum(usage.drafted for usage in usages)
+        accepted = sum(usage.accepted for usage in usages)
+        drafts = f"{accepted} of {drafted} tokens of the coda's were right ({accepted / max(1, drafted):.0%})"
+        return [
+            f"nodes    {spans}, a stretch on each rank",
+            f"drafts   {drafts if drafted else 'none: one token of each text in flight'}",
+        ]
+
+    def _drafts(self) -> list[str]:
+        """How many drafted tokens were right, and what a token takes then."""
+        usages, first = [text.usage for text in self.texts], self.figures[0]
+        drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
+        if not drafted:
+            return ["drafts   none: the texts were too short, or it would not have paid"]
+        phases = first.drafting, first.decode
+        calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
+        passes = f"{first.drafting.passes} passes of the draft beside {first.decode.passes} of the model"
+        new = sum(usage.new for usage in usages)
+        per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
+        return [
+            f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}, {per_pass}",
+            f"sync     {calls:.1f} collectives per token, those of the vocabulary among them",
+        ]
+
+    def _collectives(self, program: Program) -> list[str]:
+        """Those of a pass, beside the program's own count."""
+        unit, compression = "token" if len(self.texts) == 1 else "pass", self.ranks.compression
+        layers = _PerPass(self.figures, lambda phase: phase.layers)
+        vocabulary = _PerPass(self.figures, lambda phase: phase.vocabulary)
+        norms = norm_sums(self.plan)
+        expected = program.sync_points(self.plan.ranks) + norms
+        right = f"{norms} of them for norms of all heads" if norms else "as the program has"
+        agrees = right if layers.calls == expected else f"but the program has {expected}!"
+        if layers.calls > expected and any(sublayer.ranks for sublayer in program.sublayers()):
+            agrees = f"{layers.calls - expected:g} of them between factors"  # how they are shared out is not its own
+        packed = f" of {compression} integers" if compression and layers.counts.all_gathers else ""
+        return [
+            f"sync     {layers.words}{packed} per {unit}, {agrees}; {layers.bytes} bytes per token and rank",
+            f"vocab    {vocabulary.words} per {unit}; {vocabulary.bytes} bytes per token and rank",
+        ]
+
+
+class _PerPass:
+    """Collectives of a forward pass and bytes of a token, on the rank that has the most of them.
+
+    Of the decoding passes, if there were any: a pass with prompts takes no logits of most of its tokens.
+
+    Attributes:
+        counts: of all passes of that kind.
+        calls: collectives of one.
+        bytes: of one token.
+    """
+
+    def __init__(self, figures: Sequence[Figures], counts: Callable[[Phase], Counts]) -> None:
+        phases = [each.decode if each.decode.passes else each.prefill for each in figures]
+        most = max(phases, key=lambda phase: (_calls(counts(phase)), counts(phase).bytes))
+        self.counts = counts(most)
+        self.calls = _calls(self.counts) / most.passes
+        self.bytes = self.counts.bytes // most.tokens
+        self.passes = most.passes
+
+    @property
+    def words(self) -> str:
+        """What is called in one pass."""
+        kinds = {"all-reduce": self.counts.all_reduces, "all-gather": self.counts.all_gathers}
+        calls = {kind: count / self.passes for kind, count in kinds.items() if count}
+        words = [f"{each:g} {kind}{'' if each == 1 else 's'}" for kind, each in calls.items()]
+        return " and ".join(words) or "0 all-reduces"
+
+
+def _calls(counts: Counts) -> int:
+    return counts.all_reduces + counts.all_gathers

@@ -1,0 +1,436 @@
+"""`surgeon heal`, `surgeon.heal`: an edited model is trained back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from surgeon.commands.command import command, option, several
+from surgeon.commands.options import (
+    DATA_HELP,
+    Form,
+    Overwrite,
+    ProcessDevice,
+    ProgramText,
+    Separator,
+    TrainerArguments,
+    Window,
+)
+
+if TYPE_CHECKING:
+    from surgeon.findings.heal import HealRun
+    from surgeon.language.recipe import Recipe
+    from surgeon.opened import EditedModel, Model
+    from surgeon.training.distill.distiller import Distillation
+    from surgeon.training.model import RackOptions
+    from surgeon.training.settings import TrainSettings
+
+HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
+
+
+def settings_of(
+    preset: Annotated[
+        str | None,
+        option(
+            "A paper's hyperparameters, which other options change: lp (Layer Parallelism, table 2) or ladder (Ladder "
+            "Residual, table 4)."
+        ),
+    ] = None,
+    train: Annotated[
+        Literal["edited", "all", "norms", "edited-norms", "routers"] | None,
+        option(
+            "edited: the sublayers that the edit touches; all: every weight; norms: norms only; edited-norms: those of "
+            "edited sublayers only; routers: those of mixtures of experts only. Default: edited."
+        ),
+    ] = None,
+    router: Annotated[
+        Literal["trained", "frozen"],
+        option("Whether routers of mixtures of experts are trained where they are among what is."),
+    ] = "trained",
+    lora: Annotated[int | None, option("Train adapters of this rank on the matrices (peft).", metavar="RANK")] = None,
+    distill: Annotated[
+        Literal["logits", "hidden", "both"] | None,
+        option(
+            "Learn from the original: its predictions (logits), its stream wherever the program's has a counterpart "
+            "(hidden), or both. Default: from the text alone."
+        ),
+    ] = None,
+    temperature: Annotated[float, option("Of the distilled predictions.")] = 1.0,
+    text_weight: Annotated[float, option("Weight of the text's own loss beside a distillation's.")] = 0.0,
+    teacher_top: Annotated[
+        int | None,
+        option(
+            "Keep the original's K highest predictions of each token on disk once, so that it need not stay in memory.",
+            metavar="K",
+        ),
+    ] = None,
+    steps: Annotated[int | None, option("Of the optimiser. Default: 1000.")] = None,
+    epochs: Annotated[float | None, option("Passes over the text, in place of --steps.")] = None,
+    batch: Annotated[int | None, option("Windows per step, over all processes. Default: 8.")] = None,
+    micro_batch: Annotated[
+        int | None, option("Windows per forward pass of a process. Default: all of its share.")
+    ] = None,
+    learning_rate: Annotated[float | None, option("At its highest. Default: 1e-4, or 1e-3 with --lora.")] = None,
+    schedule: Annotated[str | None, option("linear, cosine, constant, ... Default: linear.")] = None,
+    warmup: Annotated[int | None, option("Steps in which the learning rate rises. Default: 0.")] = None,
+    seed: Annotated[int, option("Of the order of the text, dropout and adapters.")] = 0,
+    evaluate_every: Annotated[int, option("Steps between measurements on held-out text.")] = 100,
+    save_every: Annotated[int, option("Steps between checkpoints of the run.")] = 100,
+    patience: Annotated[
+        int | None,
+        option("End after so many measurements without a better one, with the best one's weights."),
+    ] = None,
+    trainer_arg: TrainerArguments = None,
+    *,
+    by_racks: bool,
+) -> TrainSettings:
+    """The run's settings: the preset's, and over them what the user gives; printed where there is a preset."""
+    from surgeon.training import settings as known
+    from surgeon.training.arguments import parse_trainer_arguments
+
+    scope = train
+    if scope is None and by_racks:
+        scope = "all"
+    values = {
+        "steps": steps,
+        "epochs": epochs,
+        "batch": batch,
+        "micro_batch": micro_batch,
+        "learning_rate": learning_rate,
+        "schedule": schedule,
+        "warmup": warmup,
+        "patience": patience,
+        "scope": scope,
+        "distillation": _distillation(distill, temperature, text_weight, teacher_top),
+    }
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    given |= {"router": router, "lora": lora, "seed": seed, "evaluate_every": evaluate_every, "save_every": save_every}
+    given["arguments"] = parse_trainer_arguments(trainer_arg)
+    if preset is None:
+        return known.TrainSettings(**given)
+    chosen = known.preset(preset)
+    settings = known.TrainSettings(**chosen.values | given)
+    said = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen.values)
+    data = f"; the paper's data is {chosen.data}" if chosen.data else ""
+    print(f"preset {preset} ({chosen.source}): {said}{data}", file=sys.stderr)
+    return settings
+
+
+def _distillation(
+    what: str | None, temperature: float, text_weight: float, teacher_top: int | None
+) -> Distillation | None:
+    """What is learned from the original."""
+    from surgeon.training.distill.distiller import Distillation
+
+    if what is not None:
+        logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[what]
+        return Distillation(logits, hidden, text_weight, temperature, teacher_top)
+    given = {
+        "--temperature": temperature != 1.0,
+        "--text-weight": text_weight != 0.0,
+        "--teacher-top": teacher_top is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it")
+    return None
+
+
+def racks_of(
+    racks: Annotated[
+        Sequence[str],
+        several(
+            "Cut the model by depth into racks (0:8,8:16 are layers 0 to 7 and 8 to 15), each trained by a loss "
+            "of its own; no gradient goes from one to another. All weights are trained. With --distill both each rack "
+            "learns the original's streams, which heals far better than the text does.",
+            metavar="RANGES",
+        ),
+    ] = (),
+    coda: Annotated[
+        int | None,
+        option(
+            "With --racks: private layers that every rack but the last predicts with, begun as copies of the model's "
+            "last ones and kept beside the checkpoint. Default: 1.",
+            metavar="LAYERS",
+        ),
+    ] = None,
+    rack_processes: Annotated[
+        bool,
+        option(
+            "Train all racks at once, each in a process of its own, and start again those that are killed. By default "
+            "one after the other, with the same result."
+        ),
+    ] = False,
+    average: Annotated[
+        str,
+        option(
+            "With --rack-processes: average the codas over the racks every N steps, or after each one.",
+            metavar="never|N|always",
+        ),
+    ] = "never",
+    rack_ahead: Annotated[
+        int, option("With --rack-processes: micro-batches that a rack may be ahead of the next one's requests.")
+    ] = 4,
+    rack_replicas: Annotated[
+        int,
+        option(
+            "With --rack-processes: processes that share each rack's batches; the result is that of one, up to "
+            "rounding."
+        ),
+    ] = 1,
+    *,
+    by_hand: bool,
+) -> RackOptions | None:
+    """How the model is cut, and racks are trained; None where there are none.
+
+    Raises:
+        ValueError: if options do not go together, naming them.
+    """
+    from surgeon.training.model import RackOptions
+
+    processes = rack_processes or by_hand
+    if not racks and coda is not None:
+        raise ValueError("--coda says what racks predict with, and there are none; add --racks, or drop it")
+    if not racks and processes:
+        raise ValueError("--rack-processes is for racks, and there are none; add --racks, or drop it")
+    if average != "never" and not processes:
+        raise ValueError("--average needs all racks at the same time; add --rack-processes, or drop it")
+    if rack_replicas != 1 and not processes:
+        raise ValueError("--rack-replicas says how many processes a rack has; add --rack-processes, or drop it")
+    if not racks:
+        return None
+    return RackOptions([*racks], 1 if coda is None else coda, processes, average, rack_ahead, rack_replicas)
+
+
+@wraps(settings_of)
+def _settings_later(**flags: Any) -> partial[TrainSettings]:
+    return partial(settings_of, **flags)
+
+
+@wraps(racks_of)
+def _racks_later(**flags: Any) -> partial[RackOptions | None]:
+    return partial(racks_of, **flags)
+
+
+def _show(
+    call: partial[HealRun | None],
+    settings: Annotated[Any, option("", made_by=_settings_later)] = None,
+    racks: Annotated[Any, option("", made_by=_racks_later)] = None,
+    as_json: Annotated[
+        bool,
+        option(
+            "Print quality before and after as JSON, acceptance as a draft with it, in place of the folder.", "--json"
+        ),
+    ] = False,
+) -> None:
+    cut = racks(by_hand=call.keywords["racks_by_hand"])
+    keeps_adapter = call.keywords["keep_adapter"]
+    if cut is not None and keeps_adapter:
+        raise ValueError("--racks trains the weights themselves; leave --keep-adapter out")
+    if keeps_adapter and "lora" not in settings.keywords:
+        raise ValueError("--keep-adapter keeps an adapter, and there is none; add --lora RANK")
+    found = call(settings=settings(by_racks=cut is not None), racks=cut)
+    if found is None:
+        return
+    if as_json:
+        print(json.dumps({name: found.record[name] for name in ("original", "edited", "healed")}, indent=2))
+        return
+    for path in found.files:
+        print(path)
+
+
+@command(_show)
+def heal(
+    model: Annotated[
+        str | Path | Recipe | Model | EditedModel,
+        option(
+            "What to heal: a recipe (.yaml), a checkpoint that surgeon has edited, or a model with --program.",
+            metavar="MODEL|RECIPE|DIR",
+            kind=str,
+        ),
+    ],
+    data: Annotated[
+        str | Path | Sequence[str] | Mapping[str, float],
+        several(
+            "Text to train on; as --eval-data, or demo:train (what demo leaves out). Rows with messages, "
+            "conversations, or prompt and completion (or chosen) are conversations, of which answers alone are trained "
+            "on. Several texts with their shares of the windows: --data A=0.7 --data B=0.3.",
+            "--data",
+        ),
+    ],
+    output: Annotated[
+        str | Path, option("Folder of the healed checkpoint; its run lies in FOLDER.run.", "--output", "-o")
+    ],
+    *,
+    tokens: Annotated[
+        int | None, option("Training tokens, from the start of the data. Default: what the steps need.")
+    ] = None,
+    eval_data: Annotated[
+        str | Path | None, option(DATA_HELP + " Default: the end of --data, which is not trained on.", kind=str)
+    ] = None,
+    eval_tokens: Annotated[
+        int | None,
+        option("Tokens to measure on, in whole windows. Default: 16384 at most, and of --data no more than a tenth."),
+    ] = None,
+    window: Window = None,
+    separator: Separator = None,
+    chat_template: Annotated[
+        str | Path | None,
+        option("A file with the chat template to write conversations in. Default: the tokenizer's own."),
+    ] = None,
+    show_row: Annotated[bool, option("Print one row as text, with what is trained on of it between brackets.")] = False,
+    documents: Annotated[
+        Literal["joined", "apart", "whole"],
+        option(
+            "How documents share windows: joined: as one running text; apart: positions and attention are each "
+            "document's own; whole: as apart, and none is cut that fits a window."
+        ),
+    ] = "joined",
+    settings: Annotated[
+        TrainSettings | str | None,
+        option(
+            "What is trained, towards what, for how long; a paper's by its name, lp or ladder; by default the edited "
+            "sublayers on the text.",
+            made_by=settings_of,
+        ),
+    ] = None,
+    keep_adapter: Annotated[bool, option("Write DIR/base and DIR/adapter in place of a merged checkpoint.")] = False,
+    teacher: Annotated[
+        str | Path | Model | None,
+        option("The original, where it is not the model that the recipe or program is for.", kind=str),
+    ] = None,
+    program: ProgramText = None,
+    racks: Annotated[
+        RackOptions | None,
+        option("How it is cut into racks and trained one by one; all weights or norms then.", made_by=racks_of),
+    ] = None,
+    racks_by_hand: Annotated[
+        bool,
+        option(
+            "Prepare processes that are started by hand, on several machines say, and print their commands; given "
+            "again when all are done, gather the result."
+        ),
+    ] = False,
+    form: Form = "auto",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, option("Of the written weights. Default: the original's.")
+    ] = None,
+    overwrite: Overwrite = False,
+    device: ProcessDevice = "auto",
+) -> HealRun | None:
+    """Train an edited model until it does again what the original did.
+
+    On transformers' Trainer; under accelerate launch or torchrun in several processes. Killed, the same command goes on
+    where it was. The result is a checkpoint as surgeon export writes it, proven to run the same program.
+
+    Returns:
+        What `output.run` holds, with the checkpoint as its file; None in every process but the first, where there are
+        several (torchrun, accelerate launch), and where racks are yet to be started by hand.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model, a text or the settings cannot be used, or `output.run` is of
+            another run.
+        NotProven: if what was written does not compute what was trained.
+        OSError: if the output is in the way or cannot be written, or the disk is too full.
+    """
+    from surgeon.analysis.factors.recipe_factors import with_factors
+    from surgeon.exports.adapters import export_with_adapter
+    from surgeon.exports.export import DTYPES
+    from surgeon.exports.in_memory import check_form
+    from surgeon.exports.plan import check_storage
+    from surgeon.exports.staging import check_target
+    from surgeon.findings.heal import HealRun
+    from surgeon.quality.data import window_for
+    from surgeon.training.announce import announce, say, say_proof, say_stages
+    from surgeon.training.arguments import join_processes
+    from surgeon.training.conversations import in_template, load_texts
+    from surgeon.training.heal import (
+        check_adapter,
+        check_shapes,
+        identity_of,
+        open_to_heal,
+        program_to_heal,
+        record_of,
+        student_of,
+        training_of,
+    )
+    from surgeon.training.model import train_model
+    from surgeon.training.resume import run_folder
+    from surgeon.training.texts import texts_by_weight
+
+    how = _settings(settings, racks is not None)
+    target = Path(output)
+    check_storage(form, dtype)
+    check_target(target, overwrite)
+    processes, where = join_processes(device)
+    folder = run_folder(target)
+    edited, original = open_to_heal(model, program, teacher)
+    runs = program_to_heal(edited)
+    cut = None if racks is None else racks.cut(runs)
+    check_shapes(edited, how, cut, None if keep_adapter else form)
+    size = window_for(edited.model.config, window)
+    texts = load_texts(
+        in_template(edited.model.tokenizer, chat_template),
+        texts_by_weight(data),
+        size,
+        tokens or how.tokens_on(size),
+        None if eval_data is None else str(eval_data),
+        eval_tokens,
+        separator,
+        documents,
+    )
+    with processes.main_process_first():
+        edited = with_factors(edited, folder / "factors")
+    announce(processes, where, how.method, texts, how, edited.model.tokenizer, show_row)
+    packed = how.lora is not None  # of a base that stays as it is
+    student = student_of(edited, packed)
+    if keep_adapter:
+        check_adapter(student, how, runs)
+    elif form != "auto":
+        check_form(student, form)
+    found = train_model(
+        student,
+        texts,
+        how,
+        folder,
+        program=runs,
+        identity=identity_of(edited, original),
+        original=None if original is None else lambda: original.load("cpu", packed).float(),
+        racks=cut,
+        processes=None if racks is None else racks.process_options,
+        by_hand=racks_by_hand,
+        device=where,
+    )
+    if found is None:
+        return None
+    whole = found.whole
+    say(*found.lines())
+    say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after})
+    record = record_of(edited, original, texts, how, found)
+    if keep_adapter:
+        export_with_adapter(whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None)
+    else:
+        stored: Any = dtype or next((name for name, own in DTYPES.items() if own == edited.model.dtype), "float32")
+        training = training_of(edited, record)
+        proof = found.write(target, form=form, dtype=stored, overwrite=overwrite, training=training)
+        say_proof(proof, "the recipe's")
+    found.finish(record)
+    return replace(HealRun.read(folder), files=(target,))
+
+
+def _settings(asked: TrainSettings | str | None, by_racks: bool) -> TrainSettings:
+    from surgeon.errors import shown
+    from surgeon.training.settings import TrainSettings, preset
+
+    if asked is None:
+        return TrainSettings(scope="all" if by_racks else "edited")
+    if isinstance(asked, str):
+        return TrainSettings(**preset(asked).values)
+    if not isinstance(asked, TrainSettings):
+        raise ValueError(f"settings are TrainSettings(...), or a paper's by name, not {shown(asked)}")
+    return asked

@@ -1,0 +1,245 @@
+"""Options that several commands have, each declared once. Use as `data: Data` among a command's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from surgeon.commands.command import option, several
+
+if TYPE_CHECKING:
+    from surgeon.language.program import Program
+    from surgeon.opened import EditedModel, Model
+    from surgeon.runtime.comm.quantised import Compression
+    from surgeon.runtime.worker.options import RankOptions
+
+DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
+
+DATA_HELP = (
+    "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (as file:column where it is not clear which "
+    "column is meant), a folder of such files, a dataset as name[:config[:split[:column]]], or demo (source files of "
+    "the Python standard library). What is left out of it, such as rows without text, is said (docs/texts.md)."
+)
+
+ModelName = Annotated[
+    "str | Path | Model", option("A model: a checkpoint folder, a name on the Hugging Face hub, or demo.", kind=str)
+]
+Data = Annotated["str | Path", option(DATA_HELP, "--data", kind=str)]
+DefaultData = Annotated[
+    "str | Path | None",
+    option(
+        DATA_HELP + " Without it demo, which is said, where the model's tokenizer has tokens for that.",
+        "--data",
+        kind=str,
+    ),
+]
+Output = Annotated["str | Path", option("Folder for the results; made if missing.", "--output", "-o", kind=str)]
+Tokens = Annotated[int, option("Tokens to measure on, from the start of the data.")]
+Window = Annotated[int | None, option("Tokens in a window. Default: 512, or the model's positions if it has fewer.")]
+Separator = Annotated[
+    str | None,
+    option(
+        "Text between the documents of the data, such as '<|endoftext|>': they are kept apart, each begun with the "
+        "tokenizer's BOS. Rows of a table or a dataset are documents of their own then."
+    ),
+]
+Memory = Annotated[
+    int | str | None,
+    option("The most memory the process may take, model included, such as 512MB or 2GB.", kind=str),
+]
+SampledAcceptance = Annotated[
+    bool,
+    option(
+        "Besides greedy acceptance, measure how often a token that a program draws would be accepted as one of the "
+        "original's: sum_v min(p_v, q_v), the mean over tokens.",
+    ),
+]
+ProgramText = Annotated[
+    "Program | str | None",
+    option('Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".', "--program", kind=str),
+]
+VariantLayers = Annotated[
+    "range | str | None",
+    option("The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two."),
+]
+Results = Annotated[
+    "str | Path | Sequence[str | Path]",
+    several("What surgeon eval, bench or search wrote with --output, for the model card.", metavar="FOLDER|FILE"),
+]
+Batches = Annotated[
+    "int | Sequence[int]",
+    several("How many texts are computed together. Default: 1.", metavar="1,8"),
+]
+NewTokens = Annotated[int, option("Tokens to add to each.", least=1)]
+Rounds = Annotated[int, option("How often everything is measured.", least=1)]
+
+# Of what trains.
+TrainerArguments = Annotated[
+    "Mapping[str, Any] | Sequence[str] | None",
+    option(
+        "An argument of transformers' TrainingArguments, e.g. gradient_checkpointing=true, bf16=true, fsdp=true, "
+        "deepspeed=FILE; may be repeated. One that would do nothing is refused.",
+        "--trainer-arg",
+        metavar="NAME=VALUE",
+    ),
+]
+Form = Annotated[Literal["auto", "plain", "fused", "program"], option("As of surgeon export.")]
+Overwrite = Annotated[bool, option("Replace an existing checkpoint.")]
+ProcessDevice = Annotated[str, option("cpu, cuda (one GPU for each process), or auto: cuda where there is one.")]
+
+# Of what runs on ranks: processes here, unlike the ranks of matrices.
+Checkpoint = Annotated[
+    "str | Path | Model",
+    option("A checkpoint folder, edited or not, or a hub name (owner/name@revision).", metavar="DIR", kind=str),
+]
+RanksDevice = Annotated[str, option("cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")]
+Dtype = Annotated[
+    str,
+    option(
+        "What to compute in; auto: as the weights are stored, but float32 for 16-bit weights on a CPU.",
+        metavar="[auto|float32|bfloat16|float16]",
+    ),
+]
+Decoding = Annotated[
+    str,
+    option(
+        "How passes that add one token to each text are computed: like others (dynamic), in a few fixed shapes "
+        "(static), recorded as CUDA graphs (captured), or auto: captured on GPUs where it can be; on a CPU recorded, "
+        "too, where the kernels compute all of it.",
+        metavar="[auto|dynamic|static|captured]",
+    ),
+]
+LowRank = Annotated[
+    str,
+    option(
+        "How ranks share matrices that are two factors: first factors shared out and gathered in rank space "
+        "(gather: DeInfer), whole on every rank (replicate), as measured where they run (auto), or a sum after every "
+        "pair of factors (base: what DeInfer is compared with).",
+        metavar="[auto|gather|replicate|base]",
+    ),
+]
+Kv = Annotated[
+    str,
+    option(
+        "What is cached of attentions whose k and v are two factors each: keys and values (full); what the first "
+        "factors give, of which keys and values are made again whenever they are read (lowrank); or auto: full as long "
+        "as the cache that is asked for fits into memory so, otherwise lowrank in those attentions where that is fewer "
+        "numbers per token on the rank, if more tokens fit then.",
+        metavar="[auto|full|lowrank]",
+    ),
+]
+Halves = Annotated[
+    str,
+    option(
+        "Compute passes in two halves, one while the other's reductions are on their way: exact, and faster for "
+        "prompts where reductions take long.",
+        metavar="[on|off]",
+    ),
+]
+Draft = Annotated[
+    "str | Path | Program | EditedModel | None",
+    option(
+        'Have tokens drafted by another program over the same weights: one such as "A0 F0 [A1 A2] [F1 F2]", '
+        "that of a recipe (.yaml), or a variant of the model by its name, such as lp or tracks:4, as surgeon bench "
+        "compares them; and verified several at a time by the model: the same greedy tokens, and the same "
+        "distribution of drawn ones. It has the model's weights and cache, and norms or adapters of its own if "
+        "it is a folder that surgeon heal --as-draft has written. Or by what came behind the same few tokens "
+        "before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; surgeon heal "
+        "--racks writes them).",
+        metavar="[RECIPE|PROGRAM|VARIANT|FOLDER|lookup|coda]",
+        kind=str,
+    ),
+]
+DraftTokens = Annotated[
+    int | None,
+    option(
+        "How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so far, none "
+        "among them; with coda 1.",
+        least=1,
+    ),
+]
+
+
+Compress = Annotated[
+    str | None,
+    option(
+        "Send the reductions of the program's steps as int8 or int4, which changes results a little.",
+        metavar="[int8|int4]",
+    ),
+]
+
+
+def _settle_ranks(context: typer.Context, tp: int) -> int:
+    """How many ranks a command runs on: all of torchrun's, else as many as --tp says.
+
+    A process of torchrun's whose rank is not 0 does not come back from here: it is that rank until rank 0 ends.
+
+    Raises:
+        ValueError: if --tp is given and torchrun has started another number, or its variables make no sense.
+        OSError: if rank 0 is not found, or goes.
+    """
+    from surgeon.processes.torchrun import check_ranks, read_environment
+
+    torchrun = read_environment()
+    if torchrun is None:
+        return tp
+    source = context.get_parameter_source("tp")
+    if source is not None and source.name != "DEFAULT":
+        check_ranks(torchrun, tp)
+    if torchrun.rank:
+        from surgeon.runtime.worker.rank import be_rank
+
+        be_rank(torchrun)
+    from surgeon.processes.rendezvous import rendezvous_at
+
+    rendezvous_at(torchrun)  # now, so that the others wait for this process, not for a time-out, and end when it does
+    return torchrun.ranks
+
+
+def ranks_of(
+    tp: Annotated[
+        int,
+        option(
+            "How many tensor-parallel ranks to run on, started here. Under torchrun, on one machine or several, all "
+            "its processes are the ranks: leave --tp out. They wait 60 seconds for each other, or "
+            "SURGEON_JOIN_SECONDS.",
+            least=1,
+            callback=_settle_ranks,
+        ),
+    ],
+    device: RanksDevice = "auto",
+    collectives: Annotated[
+        str,
+        option(
+            "shm (shared memory, CPU ranks of one machine, not under torchrun), gloo, nccl, or auto: the fastest that "
+            "fits; of surgeon bench also none: see upper-bound."
+        ),
+    ] = "auto",
+    link_delay: Annotated[
+        str | None,
+        option("Emulate a link between CPU ranks: how long a collective takes at least, e.g. 1ms or 200us."),
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None, option("Emulate a link between CPU ranks: bytes per second that a rank can send, e.g. 1GB.")
+    ] = None,
+    compress: Compress = None,
+) -> RankOptions:
+    """The ranks that a command line asks for.
+
+    Raises:
+        ValueError: if the options do not fit each other or this machine.
+    """
+    from surgeon.runtime.comm.link import parse_link
+    from surgeon.runtime.worker.options import RankOptions, choose_device
+
+    compression = cast("Compression | None", compress)  # whether there is such a one, is checked
+    return RankOptions(tp, choose_device(device, tp), collectives, parse_link(link_delay, link_bandwidth), compression)
+
+
+Ranks = Annotated[
+    "int | RankOptions",
+    option("How many, on GPUs where there is one for each, or what they are in full.", made_by=ranks_of),
+]

@@ -1,0 +1,263 @@
+"""`surgeon predict`, `surgeon.predict`: what programs would cost on hardware that is described."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from surgeon.commands.command import command, option, several
+from surgeon.commands.options import Batches, Compress, ProgramText, VariantLayers
+from surgeon.language.operations.declare import VARIANTS, described
+
+if TYPE_CHECKING:
+    from surgeon.commands.predictions import Asked
+    from surgeon.cost.deployment import Deployment
+    from surgeon.cost.hardware import Hardware
+    from surgeon.findings.prediction import Predictions
+    from surgeon.language.program import Program
+    from surgeon.opened import EditedModel, Model
+
+_VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
+
+
+def deployment_of(
+    ranks: Annotated[int, option("How many tensor-parallel ranks share the model.", least=1)],
+    per_node: Annotated[int | None, option("Ranks in one node. Default: as many as it has devices.", least=1)] = None,
+    link: Annotated[str | None, option("Which of the hardware's links connects a node. Default: its first.")] = None,
+    network: Annotated[
+        str | None, option("Which of the hardware's networks connects nodes. Default: its first.")
+    ] = None,
+    dtype: Annotated[
+        str,
+        option(
+            "What is computed in; auto: as config.json says, but float32 where kernels are launched one by one.",
+            metavar="[auto|float32|bfloat16|float16]",
+        ),
+    ] = "auto",
+    graphs: Annotated[
+        bool | None,
+        option("Whether decoding passes are captured graphs. Default: on GPUs they are.", "--graphs/--no-graphs"),
+    ] = None,
+    low_rank: Annotated[
+        str,
+        option(
+            "How ranks share matrices that are two factors, as surgeon bench takes it; auto: gather or replicate, "
+            "whichever is faster for one token.",
+            metavar="[auto|gather|replicate|base]",
+        ),
+    ] = "auto",
+    kv: Annotated[
+        str,
+        option("What attentions whose k and v are two factors each keep of them.", metavar="[full|lowrank]"),
+    ] = "full",
+    compress: Compress = None,
+    link_delay: Annotated[
+        str | None,
+        option("A link as surgeon bench emulates it, on top: how long a collective takes at least, e.g. 1ms."),
+    ] = None,
+    link_bandwidth: Annotated[str | None, option("Likewise: bytes per second that a rank can send, e.g. 1GB.")] = None,
+) -> Deployment:
+    """How a command line spreads a model over hardware.
+
+    Raises:
+        ValueError: if there is no such way or dtype.
+    """
+    from surgeon.cost.deployment import Deployment
+    from surgeon.runtime.comm.link import parse_link
+
+    return Deployment(
+        ranks=ranks,
+        dtype=None if dtype == "auto" else dtype,
+        link=link,
+        network=network,
+        node=per_node,
+        graphs=graphs,
+        compress=cast("Any", compress),
+        low_rank=cast("Any", low_rank),
+        kv=cast("Any", kv),
+        emulated=parse_link(link_delay, link_bandwidth),
+    )
+
+
+def _show(
+    call: partial[Predictions],
+    best: Annotated[
+        bool,
+        option(
+            "Which of the known programs is fastest on every link, for all ranks and batches of --sweep (by default "
+            "ranks up to a node's, batches up to 256), and at which batches each of them pays."
+        ),
+    ] = False,
+    depth: Annotated[
+        float | None, option("With --best: the least effective depth that may be chosen.", least=1)
+    ] = None,
+    keep: Annotated[
+        float | None, option("With --best: low ranks may leave this share of each matrix's parameters.")
+    ] = None,
+    allow: Annotated[
+        Sequence[str],
+        several(
+            "With --best: only these, e.g. lp,ladder; of halves, lp, ladder, ladder-over-lp, fused, tracks:4, "
+            "lowrank, lp+lowrank, ladder+lowrank."
+        ),
+    ] = (),
+    by: Annotated[
+        str,
+        option(
+            "With --best: what is to be short: a further token, the first one, or all (the rate of tokens).",
+            metavar="[token|first|rate]",
+        ),
+    ] = "token",
+    draft: Annotated[
+        str | None,
+        option(
+            "Where it pays that this program over the same weights drafts and the model verifies, as surgeon generate "
+            "does it, with the best number of tokens ahead; beside no drafts, and beside the draft alone.",
+            metavar="RECIPE|PROGRAM|VARIANT|FOLDER",
+        ),
+    ] = None,
+    acceptance: Annotated[
+        Sequence[str],
+        several("With --draft: the chance of a drafted token to be right. Default: 0.8."),
+    ] = (),
+) -> None:
+    asked = call.keywords
+    if best or draft is not None:
+        mode = "--best" if best else "--draft"
+        ignored = [name for name, given in (("--compare", "compare" in asked), ("--best", draft and best)) if given]
+        if ignored:
+            raise ValueError(f"{mode} does not look at {' and '.join(ignored)}; leave one of them out")
+    if acceptance and draft is None:
+        raise ValueError("--acceptance is for --draft; give --draft, too")
+    for name, given in (("depth", depth), ("keep", keep), ("allow", allow or None)):
+        if not best and given is not None:
+            raise ValueError(f"--{name} is for --best; give --best, too")
+    found: Any
+    if best:
+        from surgeon.commands.predictions import best_programs
+        from surgeon.cost.best import Allowance
+
+        common = {name: value for name, value in asked.items() if name not in ("program", "batch")}
+        found = best_programs(allowance=Allowance(depth, keep, tuple(allow)), by=cast("Any", by), **common)
+    elif draft is not None:
+        from surgeon.commands.predictions import predict_drafts
+
+        found = predict_drafts(draft=draft, acceptance=_chances(acceptance), **asked)
+    else:
+        found = call()
+    print(found)
+    if "output" in asked:
+        print(f"{asked['output']}: {', '.join(path.name for path in found.files)}", file=sys.stderr)
+
+
+def _chances(acceptance: Sequence[str]) -> list[float]:
+    try:
+        return [float(part) for part in acceptance or ["0.8"]]
+    except ValueError:
+        given = ",".join(acceptance)
+        raise ValueError(f"--acceptance {given!r} is no list of chances; write e.g. 0.6,0.8") from None
+
+
+@command(_show)
+def predict(
+    model: Annotated[
+        str | Path | Model | EditedModel,
+        option(
+            "A config.json or a folder with one, a hub name, demo, or a recipe (.yaml). No weights are read.",
+            metavar="MODEL",
+            kind=str,
+        ),
+    ],
+    hardware: Annotated[
+        str | Path | Hardware,
+        option(
+            "What it would run on: a name such as h100-sxm, or a file as surgeon calibrate writes it.",
+            "--hardware",
+            metavar="NAME|FILE.yaml",
+            kind=str,
+        ),
+    ],
+    *,
+    compare: Annotated[
+        str | Path | Program | Sequence[str | Path | Program],
+        several(
+            "Predict this too, and compare. Another model or recipe, a program such as "
+            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
+            "computed in two halves, one while the other's reductions are on their way), upper-bound (ranks that never "
+            "wait for each other: wrong results, and the best time there can be).",
+        ),
+    ] = (),
+    layers: VariantLayers = None,
+    program: ProgramText = None,
+    batch: Batches = 1,
+    prompt: Annotated[
+        int | None, option("Tokens of each prompt. Default: 1024, or half of the model's positions.", least=1)
+    ] = None,
+    new: Annotated[
+        int | None, option("Tokens to add to each. Default: 512, or a quarter of the positions.", least=1)
+    ] = None,
+    ranks: Annotated[
+        int | Deployment,
+        option("Tensor-parallel ranks that share the model, or all of how it is spread.", made_by=deployment_of),
+    ] = 1,
+    sweep: Annotated[
+        str | Sequence[str] | Mapping[str, Sequence[int]] | None,
+        several(
+            "Predict all combinations, e.g. ranks=1..64,batch=1..256: from the first to the last, doubling. Of "
+            "ranks, batch, prompt, new."
+        ),
+    ] = None,
+    output: Annotated[
+        str | Path | None,
+        option(
+            "Folder for predict.csv, predict.json, predict.png (best.csv and so on with --best, drafts.csv and so on "
+            "with --draft).",
+            "--output",
+            "-o",
+        ),
+    ] = None,
+) -> Predictions:
+    """Predict what programs cost on hardware that you do not have.
+
+    Nothing runs, and no weights are needed: shapes come from the configuration, what ranks compute and exchange from
+    the runtime's own rules, times from the hardware's figures. Every kernel takes as long as what it computes or what
+    it moves, every collective as its latency and bandwidth say, and the program is run on clocks, by the executor that
+    runs it on ranks: so what is hidden needs no formula.
+
+    First token: until every text has one. Per token: a decoding pass, the mean over the new tokens. Tokens/s: new
+    tokens of all texts. Comm.: the time in which ranks wait for collectives, of all the time; hidden: time of
+    collectives behind computing. Launch: waiting for the host, or between kernels. Memory: weights, cache and
+    activations of the rank that needs most.
+
+    Raises:
+        FileNotFoundError: if there is no such model, recipe or hardware file.
+        ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
+            fit into memory; in a sweep that is said in its cells.
+    """
+    from surgeon.commands.predictions import PredictionInputs, experts_of, heading_of, record_of
+    from surgeon.cost.candidates import open_candidates
+    from surgeon.cost.sweep import explain_memory, prediction_table
+    from surgeon.findings.prediction import Predictions
+    from surgeon.library.opening import as_list, as_range
+    from surgeon.opened import EditedModel, Model
+
+    candidates = open_candidates(model, as_list(compare), program, as_range(layers))
+    asked: Asked = {"prompt": prompt, "new": new, "ranks": ranks, "sweep": sweep, "output": output}
+    question = PredictionInputs.of(candidates, hardware, asked, batch)
+    cells = question.cells()
+    machine = question.hardware
+    for cell in cells if not question.swept else ():
+        if cell.refused:
+            raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
+    said: dict[str, Any] = {"heading": heading_of(machine, cells), "swept": question.swept}
+    if lines := experts_of(cells):
+        said["experts"] = lines
+    name = model.name if isinstance(model, Model | EditedModel) else str(model)
+    found = Predictions(prediction_table(cells), cells, record=said | {"model": name})
+    if question.folder is None:
+        return found
+    return replace(found, record=record_of(name, machine, cells, said)).save(question.folder)

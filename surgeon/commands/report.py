@@ -1,0 +1,92 @@
+"""`surgeon report`, `surgeon.report`: one HTML page about what other passes have found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from surgeon.commands.command import command, option
+from surgeon.words import plural
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from surgeon.findings.page import Chapter
+    from surgeon.findings.result import RunResult
+
+
+@dataclass(frozen=True, repr=False)
+class ReportPage:
+    """A page that was written.
+
+    Attributes:
+        file: the page, whole in itself.
+        chapters: one for each model, with what its runs say.
+    """
+
+    file: Path
+    chapters: Sequence[Chapter]
+
+    def table(self) -> pd.DataFrame:
+        """The page's summaries: a row for each finding, with the model that it is about."""
+        import pandas as pd
+
+        rows = [
+            (chapter.name, finding.lead, finding.text, finding.figure)
+            for chapter in self.chapters
+            for finding in chapter.summary
+        ]
+        return pd.DataFrame(rows, columns=["model", "about", "finding", "figure"])
+
+    def __repr__(self) -> str:
+        return f"<ReportPage {self.file}: {plural(len(self.chapters), 'model')}>"
+
+    def _repr_html_(self) -> str:
+        return self.table().to_html(index=False)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.file.stat().st_size / 2**20:.2f} MB"
+
+
+@command()
+def report(
+    runs: Annotated[
+        str | Path | RunResult | Sequence[str | Path | RunResult],
+        option(
+            "Folders that explore, scan, similarity, sensitivity, spectrum, search, heal, train, export, eval or "
+            "predict wrote.",
+            metavar="RUN",
+            kind=list[Path],
+        ),
+    ],
+    output: Annotated[
+        str | Path, option("The page, an .html file; replaced if it is there.", "--output", "-o")
+    ] = "report.html",
+) -> ReportPage:
+    """Put what was measured into one HTML page that needs no network and no other file.
+
+    It begins with a summary: which layers can be touched, at which cost, and which cannot. Runs of the same weights
+    go together; other models get chapters of their own. Layers count from 0; stretches are named by both their ends.
+
+    Raises:
+        FileNotFoundError: if a folder or a file of a run is missing.
+        ValueError: if a folder holds no known record, or a file is damaged, naming it.
+        OSError: if the page cannot be written.
+    """
+    from surgeon.findings.explore import Exploration
+    from surgeon.findings.page import write_page
+    from surgeon.findings.result import RunResult, read_record
+    from surgeon.library.opening import as_folder
+
+    several = [runs] if isinstance(runs, str | Path | RunResult) else runs
+    paths: dict[Path, None] = {}
+    for folder in map(as_folder, several):
+        paths[folder] = None
+        record = folder / Exploration.RECORD
+        if record.is_file():
+            paths.update(dict.fromkeys(folder / name for name in read_record(record).get("passes", ())))
+    if not paths:
+        raise ValueError("there are no runs to report on; give the folders that passes wrote")
+    return ReportPage(Path(output), write_page([*paths], Path(output)))

@@ -1,0 +1,190 @@
+"""`surgeon serve`, `surgeon.serve`: the OpenAI API for a checkpoint, on one rank or several."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from surgeon.commands.command import command, keyword, option, several
+from surgeon.commands.options import (
+    Checkpoint,
+    Decoding,
+    Draft,
+    DraftTokens,
+    Dtype,
+    Halves,
+    Kv,
+    LowRank,
+    ProgramText,
+    Ranks,
+)
+
+if TYPE_CHECKING:
+    from surgeon.runtime.plan.memory import Capacity
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A server that answers.
+
+    Attributes:
+        name: what clients call the model.
+        url: where they find the API.
+        capacity: how many texts there is room for.
+        kernels, experts: as of a `Service`.
+    """
+
+    name: str
+    url: str
+    capacity: Capacity
+    kernels: str
+    experts: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"serving {self.name} at {self.url}", self.capacity.line(), f"kernels: {self.kernels}", self.experts]
+        return "\n".join(filter(None, lines))
+
+
+def _show(call: Callable[..., None]) -> None:
+    call(on_start=partial(print, file=sys.stderr, flush=True))
+
+
+@command(_show)
+def serve(
+    model: Checkpoint,
+    *,
+    host: Annotated[str, option("The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, option("The port; 0 takes any that is free.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        option(
+            "What clients have to send; better set in the environment, where other users do not see it.",
+            envvar="SURGEON_API_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
+    cors_origins: Annotated[
+        Sequence[str],
+        several(
+            "Web pages that may use the server from a browser, by where they come from, such as "
+            "http://localhost:3000. * is any page that somebody opens, so ask for a key then. Default: none.",
+            "--cors-origin",
+            metavar="ORIGIN",
+        ),
+    ] = (),
+    served_model_name: Annotated[str | None, option("What clients call the model. Default: the folder's name.")] = None,
+    max_batch: Annotated[int, option("Requests that are computed together.", least=1)] = 8,
+    max_waiting: Annotated[int, option("Requests that may wait; further ones are refused.", least=0)] = 64,
+    max_tokens: Annotated[
+        int | None,
+        option("Tokens that prompt and answer of a request may have together. Default: the model's positions.", min=2),
+    ] = None,
+    blocks: Annotated[
+        int | None,
+        option(
+            "Blocks of the cache, of 16 tokens each. Default: enough for --max-batch of the longest requests, if the "
+            "memory suffices.",
+            least=1,
+        ),
+    ] = None,
+    memory: Annotated[
+        int | str | None,
+        option(
+            "Memory for weights and cache, such as 512MB or 2GB: of all ranks together on a CPU, of each GPU. Default: "
+            "most of what is free.",
+            kind=str,
+        ),
+    ] = None,
+    draft: Draft = None,
+    draft_tokens: DraftTokens = None,
+    ranks: Ranks = 1,
+    program: ProgramText = None,
+    dtype: Dtype = "auto",
+    decoding: Decoding = "auto",
+    low_rank: LowRank = "auto",
+    kv: Kv = "auto",
+    halves: Halves = "off",
+    on_start: Annotated[Callable[[Serving], None], keyword("Called when the first request can be answered.")] = print,
+) -> None:
+    """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
+
+    /v1/completions and /v1/chat/completions answer whole or as a stream; /v1/models names the model; /health and
+    /metrics (for Prometheus) need no key. Requests are computed together as they come, with a temperature of 1 unless
+    they say otherwise (0 is greedy, and so is a top_p of 0); chat_template_kwargs go to the model's chat template.
+    repetition_penalty and suppressed tokens are the checkpoint's own (generation_config.json), and what else that sets
+    and would change the text is named at the start. SIGTERM finishes those that are open and takes no more; Ctrl-C, or
+    a second SIGTERM, ends at once.
+
+    Try it: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
+    -d '{"prompt": "import os", "max_tokens": 20}'
+
+    Raises:
+        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, not within the memory, the port may
+            not be had, the key is empty, or what is to be an origin is none.
+        RankFailed: if a rank fails.
+        KeyboardInterrupt: at Ctrl-C.
+        InterruptedError: at a second SIGTERM.
+    """
+    import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
+    from surgeon.checkpoint.generation_defaults import read_defaults
+    from surgeon.commands.drafts import draft_program
+    from surgeon.library.opening import stored_model
+    from surgeon.memory import parse_size
+    from surgeon.opened import open_model
+    from surgeon.runtime.service import Service
+    from surgeon.runtime.service_options import ServiceOptions
+    from surgeon.runtime.worker.options import RankOptions
+    from surgeon.server.gate import check_origin
+    from surgeon.server.run import bind, run, url_of
+    from surgeon.server.state import ServerState
+    from surgeon.server.texts import Texts
+
+    if api_key is not None and not api_key.strip():
+        raise ValueError("the API key is empty; give one, or none at all (SURGEON_API_KEY may be set to nothing)")
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
+    origins = tuple(map(check_origin, cors_origins))
+    stored, program = stored_model(model, program)
+    opened = open_model(stored)
+    options = ServiceOptions(
+        draft=draft_program(opened, draft),
+        ranks=RankOptions.of(ranks),
+        program=program,
+        draft_tokens=draft_tokens,
+        dtype=dtype,
+        decoding=decoding,
+        low_rank=low_rank,
+        kv=kv,
+        halves=halves,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
+        blocks=blocks,
+        memory=parse_size(memory) if isinstance(memory, str) else memory,
+        max_waiting=max_waiting,
+    )
+    tokenizer = opened.tokenizer
+    defaults = read_defaults(opened.folder)
+    if complaint := defaults.complaint():
+        warnings.warn(f"{complaint}; requests have to say so themselves", stacklevel=3)
+    with bind(host, port) as bound:
+        warn_if_open(host, api_key, origins)
+        with Service(opened, options, tokenizer) as service:
+            name = served_model_name or opened.public_name
+            state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, api_key, origins)
+            serving = Serving(name, url_of(bound), service.capacity, service.kernels, service.experts)
+            run(state, bound, lambda: on_start(serving))
+
+
+def warn_if_open(host: str, api_key: str | None, origins: Sequence[str]) -> None:
+    """Say so if others than users of this machine reach a server, or any web page they open, and need no key."""
+    who = f"whoever reaches {host}" if host not in LOOPBACK else None
+    if who is None and "*" in origins:
+        who = "any web page that is opened on this machine"
+    if api_key is None and who is not None:
+        warnings.warn(f"{who} can use the model; set an API key (SURGEON_API_KEY)", stacklevel=3)

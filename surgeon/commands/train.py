@@ -1,0 +1,167 @@
+"""`surgeon train`, `surgeon.train`: a model of any program from scratch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from surgeon.commands.command import command, option, several
+from surgeon.commands.options import Form, Overwrite, ProcessDevice, TrainerArguments
+
+if TYPE_CHECKING:
+    from surgeon.findings.scratch import ScratchRun
+    from surgeon.training.model import TrainedModel
+    from surgeon.training.scratch.build import Blueprint
+    from surgeon.training.scratch.config import ScratchConfig
+    from surgeon.training.texts import TrainTexts
+
+_PROGRAM_SHOWN = 60  # characters
+
+
+def _show(call: Callable[[], ScratchRun | None]) -> None:
+    found = call()
+    if found is not None:
+        for path in found.files:
+            print(path)
+
+
+@command(_show)
+def train(
+    config: Annotated[
+        str | Path | Mapping[str, Any] | ScratchConfig,
+        option(
+            "What to train: architecture, program, text, schedule (see recipes/train/).",
+            metavar="CONFIG.yaml",
+            kind=Path,
+        ),
+    ],
+    output: Annotated[str | Path, option("Folder of the checkpoint; its run lies in FOLDER.run.", "--output", "-o")],
+    *,
+    steps: Annotated[int | None, option("Of the optimiser, in place of the configuration's.", least=1)] = None,
+    seed: Annotated[int | None, option("Of the weights and the order of the text, in its place.", least=0)] = None,
+    scale: Annotated[
+        float | str | None,
+        option(
+            "The same shape, small: all widths times this, as many layers, heads and steps, as many tokens for each "
+            "parameter, in windows of 128 or more; the vocabulary is the tokenizer's. With --steps the warm-up keeps "
+            "its share.",
+            metavar="1/64",
+            kind=str,
+        ),
+    ] = None,
+    tokenizer: Annotated[str | None, option("A folder, a hub name or demo, in place of the configuration's.")] = None,
+    data: Annotated[
+        str | Sequence[str] | Mapping[str, float] | None,
+        several("Text to train on in its place, as surgeon heal takes it, e.g. demo:train."),
+    ] = None,
+    eval_data: Annotated[str | None, option("Held-out text in its place, e.g. demo.")] = None,
+    show_row: Annotated[bool, option("Print one row of the text, with what is trained on between brackets.")] = False,
+    arguments: TrainerArguments = None,
+    form: Form = "auto",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], option("Of the written weights.")] = "float32",
+    overwrite: Overwrite = False,
+    device: ProcessDevice = "auto",
+) -> ScratchRun | None:
+    """Train a model from scratch, from random weights that are the same for every program on an architecture.
+
+    On transformers' Trainer; under accelerate launch or torchrun in several processes. Killed, the same command goes on
+    where it was. The result is a checkpoint as surgeon export writes it, which says that it was trained from scratch.
+
+    Returns:
+        What `output.run` holds, with the checkpoint as its file; None in every process but the first, where there are
+        several (torchrun, accelerate launch).
+
+    Raises:
+        FileNotFoundError, ValueError: if the configuration or a text cannot be used, with file and line, or
+            `output.run` is of another run.
+        NotProven: if what was written does not compute what was trained.
+        OSError: if the output is in the way or cannot be written, or the disk is too full.
+    """
+    from surgeon.checkpoint.forms import lay_out
+    from surgeon.checkpoint.training import Training, no_source
+    from surgeon.exports.plan import check_storage
+    from surgeon.exports.staging import check_target
+    from surgeon.findings.scratch import ScratchRun
+    from surgeon.opened import open_model
+    from surgeon.provenance import provenance
+    from surgeon.training.announce import announce, say, say_proof, say_stages
+    from surgeon.training.arguments import join_processes, parse_trainer_arguments
+    from surgeon.training.model import train_model
+    from surgeon.training.resume import run_folder
+    from surgeon.training.scratch.build import blueprint
+    from surgeon.training.scratch.config import ScratchConfig, parse_config, read_config_file
+    from surgeon.training.scratch.scale import parse_scale, scaled
+    from surgeon.training.texts import texts_by_weight
+
+    target = Path(output)
+    check_storage(form, dtype)
+    check_target(target, overwrite)
+    if isinstance(config, Mapping):  # JSON is YAML
+        read = parse_config(json.dumps(config))
+    else:
+        read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
+    text = None if data is None else texts_by_weight(data)
+    instead: dict[str, Any] = {"tokenizer": tokenizer, "data": text, "eval_data": eval_data}
+    read = replace(read, **{name: value for name, value in instead.items() if value is not None})
+    if scale is not None:
+        read = scaled(read, scale if isinstance(scale, int | float) else parse_scale(scale), steps)
+    plan = blueprint(read.with_settings(steps=steps, seed=seed, arguments=parse_trainer_arguments(arguments)))
+    if form != "auto":
+        lay_out(plan.program, plan.family, plan.architecture, form)  # refuses what could not be written, untrained
+    processes, where = join_processes(device)
+    texts = plan.texts()
+    announce(processes, where, _in_words(plan), texts, plan.config.settings, plan.tokenizer, show_row)
+    folder = run_folder(target)
+    racks = plan.config.racks
+    found = train_model(
+        plan.build(),
+        texts,
+        plan.config.settings,
+        folder,
+        program=plan.program,
+        identity=plan.identity(),
+        racks=plan.racks,
+        processes=None if racks is None else racks.process_options,
+        seed=plan.config.settings.seed,
+        device=where,
+    )
+    if found is None:
+        return None
+    say(*found.lines())
+    say_stages({"untrained": found.whole.before, "trained": found.whole.after})
+    story = _story_of(plan, texts, found)
+    training = Training(None, plan.program, no_source(int(plan.architecture.num_hidden_layers)), story)
+    proof = found.write(
+        target, form=form, dtype=dtype, tokenizer=plan.tokenizer, overwrite=overwrite, training=training
+    )
+    say_proof(proof, "the configuration's")
+    written = open_model(target)
+    found.finish(
+        provenance(str(target), written.hash, seed=plan.config.settings.seed, parameters=written.parameters, **story)
+    )
+    return replace(ScratchRun.read(folder), files=(target,))
+
+
+def _story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> dict[str, Any]:
+    """What is to be known of a run whatever becomes of its model, as JSON values."""
+    from surgeon.named import public
+
+    settings = blueprint.config.settings
+    return found.record(texts, settings) | {
+        "architecture": blueprint.architecture.model_type,
+        "configuration": blueprint.config.to_yaml(public),  # without the places of files on this machine
+        "program": str(blueprint.program),
+        "method": f"{found.method}, from random ones (seed {settings.seed})",
+        "tokenizer_hash": blueprint.tokenizer_digest,
+        "untrained": found.whole.before.to_json(),
+        "trained": found.whole.after.to_json(),
+    }
+
+
+def _in_words(plan: Blueprint) -> str:
+    program, seed = str(plan.program), plan.config.settings.seed
+    program = program if len(program) <= _PROGRAM_SHOWN else f"{program[: _PROGRAM_SHOWN - 3]}..."
+    return f"{plan.family.name} of {plan.parameters:,} random weights (seed {seed}), program {program}"

@@ -1,0 +1,80 @@
+"""Blocks of a section of the page, independent of how they look; those that are drawn are in `drawing` and `maps`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Running text."""
+
+    kind: ClassVar[str] = "paragraph"
+    text: str
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading inside a section."""
+
+    kind: ClassVar[str] = "heading"
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first column heads its rows.
+
+    Attributes:
+        rows: cells as text; as many as `head` has, or fewer where the rest is empty.
+        left: columns that hold words and stand left, beside the first.
+        folded: shown only when asked for (and on paper if `printed`).
+        marked: (row, column) of cells that stand out.
+    """
+
+    kind: ClassVar[str] = "table"
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    left: frozenset[int] = frozenset()
+    folded: bool = False
+    printed: bool = True
+    marked: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True)
+class Code:
+    """A text as it stands in a file, or a command."""
+
+    kind: ClassVar[str] = "code"
+    caption: str
+    text: str
+    note: str = ""
+
+
+class Block(Protocol):
+    """Anything that a section shows."""
+
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something the data say, for the summary.
+
+    Attributes:
+        lead: a few words that say what it is about.
+        text: one or two sentences in plain language.
+        figure: the number to remember, if it is one of those at the top, with what it is.
+        label: what the number is.
+        table: the numbers behind it.
+    """
+
+    lead: str
+    text: str
+    figure: str = ""
+    label: str = ""
+    table: Table | None = None

@@ -1,0 +1,378 @@
+"""Panels and pictures: charts with colours, marks and axes, and points that say their values when they are pointed at.
+
+A panel draws itself into axes. The page has each as inline SVG in its own colours, light or dark
+(`surgeon.findings.inline`); a file has all panels of a picture side by side (`sheet`).
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from surgeon.findings.blocks import Table
+from surgeon.processes.files import whole_file
+from surgeon.words import MOST_LAYERS, plural, tick
+
+# Of kinds of things: they stay apart for colour-blind readers and in print, and by dash and mark without colour.
+COLOURS = ("#0072b2", "#d55e00", "#00835f", "#a3478a", "#8a6500", "#2f8fc9", "#6b3fa0", "#3f454d")
+DASHES = (
+    "-",
+    (0, (4, 1.7)),
+    (0, (1.2, 1.5)),
+    (0, (5, 2, 1.2, 2)),
+    (0, (7, 2.5)),
+    (0, (2.5, 2.5)),
+    (0, (6, 2, 1, 2)),
+    "-",
+)
+MARKERS = "os^DvPXh"
+# Of more and more of one thing, from dark to bright.
+ORDERED = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#35b779", "#76c043", "#b3b71c")
+INK = "#1b1e23"
+SOFT = "#585f69"
+GRID = "#e9ebee"
+PAPER = "#ffffff"
+NO_CELL = "#e0e0e0"
+
+# Of a chart, in points; on the page it has the margins below.
+WIDTH = 480.0
+HEIGHT = 300.0
+_LEFT = 60.0
+_RIGHT = 10.0
+_TOP = 10.0
+_BOTTOM = 40.0
+_WIDEST = 1700.0  # of a file's picture, in points
+POINTS = 72.0  # to the inch
+
+TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()  # what is said of each of a line's points
+
+
+class Panel(Protocol):
+    """Axes with a title, which draw themselves."""
+
+    name: str
+    title: str
+    caption: str
+
+    @property
+    def size(self) -> tuple[float, float]: ...
+
+    def draw(self, axes: Axes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines, points or bars.
+
+    Attributes:
+        drawn: fills axes that have their looks.
+        x, y: titles of the axes.
+        name: of the file; a chart without one is in the file of its picture, or in none.
+        table: the page's, of its numbers.
+        height: in points.
+    """
+
+    kind: ClassVar[str] = "chart"
+    themed: ClassVar[bool] = True
+    wide: ClassVar[bool] = False
+    title: str
+    drawn: Callable[[Axes], None]
+    x: str = ""
+    y: str = ""
+    caption: str = ""
+    name: str = ""
+    described: str = ""
+    table: Table | None = None
+    height: float = HEIGHT
+    left: float = _LEFT
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return WIDTH, self.height
+
+    def draw(self, axes: Axes) -> None:
+        axes.set_xlabel(self.x, fontsize=11)
+        axes.set_ylabel(self.y, fontsize=11)
+        axes.tick_params(labelsize=11, labelcolor=SOFT, color=SOFT, length=4)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", color=GRID, lw=1)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(SOFT)
+        self.drawn(axes)
+
+    @cached_property
+    def figure(self) -> Figure:
+        """The page's."""
+        figure, axes = panel(WIDTH, self.height, self.left, _BOTTOM, _RIGHT, _TOP)
+        self.draw(axes)
+        middle = 0.5 + (_BOTTOM - _TOP) / 2 / self.height
+        axes.yaxis.set_label_coords(12 / WIDTH, middle, transform=figure.transFigure)
+        return figure
+
+    @property
+    def words(self) -> str:
+        """The page's caption."""
+        return f"{self.caption} {above(self.figure.axes[0])}".strip()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure as it is, on a light sheet of the page."""
+
+    kind: ClassVar[str] = "chart"
+    themed: ClassVar[bool] = False
+    wide: ClassVar[bool] = True
+    table: ClassVar[None] = None
+    figure: Figure
+    title: str
+    words: str
+    described: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Panels side by side, under one legend of colours; a file of this name."""
+
+    kind: ClassVar[str] = "gallery"
+    items: Sequence[Any]
+    caption: str = ""
+    name: str = ""
+    legend: Any = None
+
+    @property
+    def many(self) -> bool:
+        """Maps of many cells, which need more room each."""
+        return any(getattr(item, "many", False) for item in self.items)
+
+    @property
+    def flat(self) -> bool:
+        """Maps wider than high."""
+        return any(getattr(item, "flat", 0) for item in self.items)
+
+
+def pictures_in(blocks: Iterable[Any]) -> Iterator[tuple[str, Picture]]:
+    """Everything in a section that is also a file, with its name."""
+    for block in blocks:
+        if name := getattr(block, "name", ""):
+            yield name, block if isinstance(block, Picture) else Picture([block])
+        elif isinstance(block, Picture):
+            yield from pictures_in(block.items)
+
+
+def sheet(picture: Picture, heading: str) -> Figure:
+    """A picture as a figure of a file, all of its panels side by side, with its words."""
+    panels: Sequence[Panel] = picture.items
+    width = max(one.size[0] for one in panels)
+    height = max(one.size[1] for one in panels)
+    across = min(len(panels), max(1, int(_WIDEST / width)))
+    down = math.ceil(len(panels) / across)
+    across = math.ceil(len(panels) / down)
+    inches = ((across * width + 90) / POINTS, (down * (height + 40) + 70) / POINTS)
+    figure = Figure(figsize=inches, layout="constrained", dpi=110)
+    places = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes, one in zip(places, panels, strict=False):
+        one.draw(axes)
+        said = " ".join(filter(None, [one.caption, above(axes)]))
+        below = textwrap.fill(said, int(one.size[0] / 5.2))
+        axes.set_title(f"{one.title}\n{below}".strip(), fontsize=10, loc="left")
+        if axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
+            keys = (0.5, -48 / one.size[1])
+            axes.legend(fontsize=9, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=keys)
+        if (legend := getattr(one, "legend", None)) is not None:
+            legend.beside(figure, [axes])
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
+    if picture.legend is not None:
+        picture.legend.beside(figure, places[: len(panels)])
+    figure.suptitle(heading, fontsize=13)
+    if picture.caption:
+        figure.supxlabel(textwrap.fill(picture.caption, int(inches[0] * 14)), fontsize=9, color=SOFT)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as a PNG file that is whole or not there."""
+    with whole_file(path) as beside:
+        figure.savefig(beside, format="png")
+    return path
+
+
+def panel(width: float, height: float, left: float, bottom: float, right: float, top: float) -> tuple[Figure, Axes]:
+    """A figure with axes inside margins, all in points."""
+    figure = Figure(figsize=(width / POINTS, height / POINTS))
+    inside = (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
+    return figure, figure.add_axes(inside)
+
+
+def layers_across(axes: Axes, first: int, last: int) -> None:
+    """Whole layers on the x axis, all of them or evenly chosen ones labelled."""
+    if last - first > MOST_LAYERS:
+        raise ValueError(f"layers {first} to {last} are more than any model has")
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if (last - first) / s <= 16)
+    axes.set_xlim(first - 0.5, last + 0.5)
+    shown = [layer for layer in range(first, last + 1) if layer % step == 0]
+    axes.set_xticks(shown, labels=[str(layer) for layer in shown])
+
+
+def scale(
+    axes: Axes,
+    which: Literal["x", "y"],
+    values: Sequence[float],
+    log: bool = False,
+    zero: bool = False,
+    end: float = math.inf,
+) -> None:
+    """Set an axis around the finite values (those above 0 if it is logarithmic), with ticks at round numbers.
+
+    Args:
+        zero: begin at 0.
+        end: larger values are left to lie beyond the axis.
+    """
+    least = -math.inf
+    if log:
+        least = 0.0
+    finite = [min(float(value), end) for value in values if least < value < math.inf]
+    low, high = (min(finite), max(finite)) if finite else (1.0, 10.0) if log else (0.0, 1.0)
+    if log:
+        if not (high > low * 1.0001):
+            high = low * 1.1
+        room = (high / low) ** 0.05
+        low = low / room
+        high = high * room
+        ticks = _log_ticks(low, high)
+    else:
+        if zero:
+            low = min(0.0, low)
+        if not (high > low):
+            high = low + (abs(low) or 1.0) * 0.1
+        ticks = list(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
+        low = ticks[0]
+        high = ticks[-1]
+    axes.set(**{f"{which}scale": "log" if log else "linear", f"{which}lim": (low, high)})
+    axis: Any = getattr(axes, f"{which}axis")
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """At most eight, of which there are some within less than a decade, too."""
+    if high / low < 4:
+        found = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    else:
+        found = next(
+            ticks
+            for subs in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,))
+            if len(ticks := _inside(LogLocator(subs=subs, numticks=8).tick_values(low, high), low, high)) <= 8
+            or subs == (1.0,)
+        )
+    return _inside(found, low, high)
+
+
+def _inside(ticks: Any, low: float, high: float) -> list[float]:
+    return [float(value) for value in ticks if low <= value <= high]
+
+
+def points(
+    axes: Axes,
+    x: Any,
+    y: Any,
+    tips: Sequence[str] = (),
+    style: int = 0,
+    label: str = "",
+    *,
+    colour: str = "",
+    line: bool = True,
+    marks: bool = True,
+    ends: tuple[Any, Any] | None = None,
+    band: bool = False,
+) -> None:
+    """Draw a line and its points into axes that have their limits; what lies beyond is hollow, on the edge.
+
+    Args:
+        tips: what is said of each point.
+        style: number of its colour, dash and mark.
+        colour: instead of the style's, for one of several that are more and more of the same.
+        line, marks: what is drawn.
+        ends: of the 95% interval of each point; NaN where there is none.
+        band: intervals are an area along the line instead of a bar at every point.
+    """
+    known = ~np.isnan(np.asarray(y, dtype=float))
+    x = np.asarray(x, dtype=float)[known]
+    y = np.asarray(y, dtype=float)[known]
+    if not len(x):
+        return
+    low, high = axes.get_ylim()
+    look: dict[str, Any] = {"color": colour or COLOURS[style % len(COLOURS)], "clip_on": False}
+    if ends is not None:
+        below, above = (np.asarray(end, dtype=float)[known] for end in ends)
+        told = np.isfinite(below) & np.isfinite(above)
+        interval = x[told], np.clip(below[told], low, high), np.clip(above[told], low, high)
+        if band and told.any():
+            axes.fill_between(*interval, alpha=0.14, lw=0, **look)
+        elif told.any():
+            axes.vlines(*interval, alpha=0.65, lw=1.1, **look)
+    shown = np.clip(y, low, high)
+    inside = y <= high
+    mark: dict[str, Any] = {"marker": "o" if colour else MARKERS[style % len(MARKERS)], "ms": 6.2}
+    dashes: Any = "-" if colour else DASHES[style % len(DASHES)]
+    said = [tip for tip, here in zip(tips, known, strict=True) if here] if len(tips) else [""] * len(x)
+    drawn = {}
+    if marks:
+        drawn = {"markevery": np.flatnonzero(inside).tolist(), "mec": PAPER, "mew": 0.8, **mark}
+    (curve,) = axes.plot(x, shown, linestyle=dashes if line else "", lw=1.8, label=label or None, **drawn, **look)
+    if marks:
+        TIPS[curve] = [tip for tip, here in zip(said, inside, strict=True) if here]
+    if marks and not inside.all():
+        (hollow,) = axes.plot(x[~inside], shown[~inside], linestyle="", mfc=PAPER, mew=1.3, **mark, **look)
+        TIPS[hollow] = [tip for tip, here in zip(said, inside, strict=True) if not here]
+
+
+def rule(axes: Axes, value: float) -> None:
+    """A dashed line across: the unedited model's value."""
+    axes.axhline(value, color=SOFT, lw=1.2, ls=(0, (4, 3)), zorder=1, clip_on=False)
+
+
+def above(axes: Axes) -> str:
+    """How many points lie beyond the axis, in words."""
+    hollow = [len(TIPS[line]) for line in axes.lines if line in TIPS and line.get_markerfacecolor() == PAPER]
+    count = sum(hollow)
+    if not count:
+        return ""
+    every = sum(len(TIPS[line]) for line in axes.lines if line in TIPS)
+    verb = "lie"
+    if count == 1:
+        verb = "lies"
+    return f"{plural(count, 'point')} of {every} {verb} above (hollow, on the edge)."
+
+
+def bars(axes: Axes, names: Sequence[str], parts: Sequence[tuple[str, int, Any]], notes: Sequence[str]) -> None:
+    """Draw a horizontal bar for each name, the first on top, of parts end to end, with a note behind it.
+
+    Args:
+        parts: words for each, its colour's number, and its length in each bar.
+    """
+    places = np.arange(len(names))
+    ends = np.zeros(len(names))
+    for words, colour, lengths in parts:
+        axes.barh(places, lengths, left=ends, color=COLOURS[colour], label=words, height=0.62)
+        ends = ends + lengths
+    for place, end, note in zip(places.tolist(), ends, notes, strict=True):
+        axes.text(end, place, f"  {note}", va="center", fontsize=9, color=INK)
+    axes.set_yticks(places, labels=list(names))
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, 1.6 * float(np.nanmax(ends)))
+    axes.grid(visible=False)

@@ -1,0 +1,131 @@
+"""Exploration: what was done in which time beside its passes, and what to do next, with the commands for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pandas as pd
+
+from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.check import Check
+from surgeon.findings.prediction import Predictions
+from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.scan import Scan
+from surgeon.findings.search import SearchRun
+from surgeon.findings.similarity import Similarity
+from surgeon.progress import clock
+from surgeon.words import hanging
+
+BUSY = 0.75  # of the processors: where less is free, other work is said to slow an exploration
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """Something that is worth doing with what was found.
+
+    Attributes:
+        what: in a few words.
+        why: what it gives, a sentence or two.
+        command: that does it, with the paths that the user gave, to be copied.
+    """
+
+    what: str
+    why: str
+    command: str
+
+
+@dataclass(frozen=True, repr=False)
+class Exploration(RunResult):
+    """The result of `explore`.
+
+    Attributes:
+        steps: what was done, as in `explore.csv`: `step`, `did` (on how much, and what it gave), `seconds`.
+        checked: what would work with the model; this and all else is of an exploration just made.
+        scan, similarity, search: what the passes have found; None where one cannot be done or had no time, which
+            `left_out` says.
+        predictions: what the program at the knee would cost, on the hardware found and on what was asked for.
+        page: all of it.
+    """
+
+    COMMAND = "explore"
+    RECORD = "explore.json"
+    TITLE = "What to do next"
+    OF_SURGERY = False
+    TABLES: ClassVar = {"steps": TableFile("explore.csv", ("seconds",), ("step", "did"), may_be_empty=True)}
+
+    steps: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["step", "did", "seconds"]))
+    checked: Check | None = None
+    scan: Scan | None = None
+    similarity: Similarity | None = None
+    search: SearchRun | None = None
+    predictions: Sequence[Predictions] = ()
+    page: Any = None
+
+    @property
+    def minutes(self) -> float:
+        """That it was given."""
+        return float(self.record["minutes"])
+
+    @property
+    def spent(self) -> float:
+        """Seconds that it took, in all of its commands."""
+        return float(self.record["spent"])
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """What was not done, and why."""
+        return [str(line) for line in self.record.get("left_out", ())]
+
+    @property
+    def slowed(self) -> str:
+        """What other work took of the machine; empty where it took little."""
+        free = float(self.record.get("free", 1.0))
+        if free < BUSY:
+            return f"other work slowed this machine: at times {free:.0%} of its processors were free"
+        return ""
+
+    @property
+    def next_steps(self) -> Sequence[NextStep]:
+        """What is worth doing next, in order."""
+        return [NextStep(**one) for one in self.record.get("next", ())]
+
+    @property
+    def heading(self) -> str:
+        return f"{self.label}, explored in {clock(self.spent)} of {self.minutes:g} minutes"
+
+    def __str__(self) -> str:
+        """At most 80 columns, but for commands, which are whole."""
+        lines = [self.heading, ""]
+        rows = [*zip(self.steps["step"], self.steps["did"], strict=True), *(("left out", one) for one in self.left_out)]
+        if self.slowed:
+            rows.append(("slowed", self.slowed))
+        width = max((len(step) for step, _ in rows), default=0) + 2
+        lines += [hanging(f"{step:<{width}}", did) for step, did in rows]
+        for number, one in enumerate(self.next_steps, start=1):
+            lines += ["", hanging(f"{number}. ", f"{one.what}. {one.why}"), f"   {one.command}"]
+        return "\n".join(lines)
+
+    def section(self) -> Iterator[Block]:
+        for number, one in enumerate(self.next_steps, start=1):
+            yield Code(f"{number}. {one.what}", one.command, one.why)
+        yield Paragraph("Commands are for the folder in which the exploration was started.")
+        steps = self.steps
+        rows = [
+            [str(name), clock(float(seconds)), str(did)]
+            for name, seconds, did in zip(steps["step"], steps["seconds"], steps["did"], strict=True)
+        ]
+        caption = f"What was done in {clock(self.spent)} of {self.minutes:g} minutes"
+        yield Table(caption, ["step", "time", "on what, and what it gave"], rows, left=frozenset({2}))
+
+    def summary(self) -> Iterator[Finding]:
+        tokens = self.record.get("plan", {}).get("tokens")
+        if tokens:
+            spent = f"{clock(self.spent)} of {self.minutes:g} minutes"
+            text = f"In {spent}, on {tokens:,} tokens of {self.record['data']}. What to do next is below."
+            yield Finding("Explored", text)
+
+    def missing(self) -> Iterator[str]:
+        for line in (*self.left_out, *filter(None, [self.slowed])):
+            yield f"{line[:1].upper()}{line[1:]}."

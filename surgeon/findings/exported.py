@@ -1,0 +1,86 @@
+"""Exported checkpoint: its report, surgeon.json; what was done, and how it was proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.result import RunResult
+from surgeon.words import number, plural
+
+
+@dataclass(frozen=True, repr=False)
+class ExportRun(RunResult):
+    """The result of `export`."""
+
+    COMMAND = "export"
+    RECORD = "surgeon.json"
+    TITLE = "Checkpoint"
+
+    @classmethod
+    def is_ours(cls, record: dict[str, Any]) -> bool:
+        return isinstance(record.get("form"), str) and isinstance(record.get("source"), dict)
+
+    @classmethod
+    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+        source = record["source"]
+        trained = record.get("trained")
+        if "model" in source and source["model"] is None and isinstance(trained, dict):
+            return from_scratch(trained.get("data")), ""
+        return super().model_of(source)
+
+    def section(self) -> Iterator[Block]:
+        record = self.record
+        yield Paragraph(f"A checkpoint in {record['form']} form: {record.get('reason', '')}.")
+        layers = record["source"].get("num_layers")
+        depth = record.get("effective_depth")
+        rows = [
+            ["effective depth", f"{depth:g} of {layers} layers" if isinstance(depth, int | float) and layers else ""],
+            ["synchronisations on two ranks", str(record.get("sync_points_on_two_ranks", ""))],
+            [
+                "trained" if record["source"].get("model") is None else "trained after the edit",
+                _training(record.get("trained")),
+            ],
+            *_proof(record.get("proof", {})),
+        ]
+        yield Table("What was written", ["", ""], [row for row in rows if row[1]], left=frozenset({1}))
+        yield Code("Program", str(record.get("program", "")))
+        if record.get("recipe"):
+            yield Code("Recipe", str(record["recipe"]))
+
+    def summary(self) -> Iterator[Finding]:
+        record = self.record
+        depth = record.get("effective_depth")
+        layers = record["source"].get("num_layers")
+        if isinstance(depth, int | float) and layers:
+            syncs = record.get("sync_points_on_two_ranks")
+            waits = ""
+            if isinstance(syncs, int):
+                waits = f" and {plural(syncs, 'synchronisation')} on two ranks"
+            text = f"{self.name}: {record['form']} form, with an effective depth of {depth:g} of {layers}{waits}."
+            yield Finding("Exported", text)
+
+
+def from_scratch(data: Any) -> str:
+    """What models from scratch go by where others go by their original: the text that they were trained on."""
+    return f"models from scratch on {data}"
+
+
+def _training(said: Any) -> str:
+    if not isinstance(said, dict) or not all(isinstance(said.get(name), int) for name in ("steps", "tokens")):
+        return ""
+    return f"{plural(said['steps'], 'step')} on {said['tokens']:,} tokens of {said.get('data')}, {said.get('method')}"
+
+
+def _proof(proof: dict[str, Any]) -> list[list[str]]:
+    words = {
+        "exact": "largest logit difference, relative, before rounding",
+        "written": "largest logit difference, relative, as written",
+        "tokens": "random tokens both were run on",
+        "dtype": "weights that had to be computed are stored as",
+    }
+    return [
+        [text, v if isinstance(v := proof.get(key, ""), str) else number(float(v), 3)] for key, text in words.items()
+    ]

@@ -1,0 +1,318 @@
+"""Healing: a healed model beside the original and the edited one, and how the training went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pandas as pd
+
+from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.drawing import Picture
+from surgeon.findings.training import TrainingRun, duration, held_out_charts, settings_table
+from surgeon.quality.summary import UNKNOWN, Quality
+from surgeon.words import NO_VALUE, interval, listed, number, plural
+
+_HEAD = ["perplexity", "95% interval", "regained", "divergence", "95% interval", "regained"]
+_UNTOLD = "?"  # behind a share of a loss that intervals do not tell from none
+_EARLIER = 0.98  # of the last divergence: a lower one before the end is worth a word
+_AS_GOOD = 0.995  # a share that is 100% when it is rounded
+_NOTE = (
+    "Regained, of what the edit lost: in log-perplexity (edited \N{MINUS SIGN} healed) / (edited \N{MINUS SIGN} "
+    "original), in divergence from the original 1 \N{MINUS SIGN} healed / edited, with the range that the two "
+    "intervals leave open."
+)
+_UNTOLD_NOTE = (
+    f" With {_UNTOLD}: the intervals leave open that nothing was lost (each model's is of its own, and differences "
+    "over the same text are known better than they say)."
+)
+
+
+@dataclass(frozen=True)
+class Regained:
+    """How much of what the edit lost is back.
+
+    Attributes:
+        share: 0 as edited, 1 as good as the original; below 0 training has made it worse. NaN where nothing was lost.
+        low, high: the least and the most that it can be with both numbers inside their intervals, which is a wider
+            range than a 95% interval of the share; NaN where that is not known.
+        certain: the loss itself lies outside what the intervals leave open. Where it does not, a share of it says
+            little.
+    """
+
+    share: float
+    low: float
+    high: float
+    certain: bool
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was lost of which a share could be told."""
+        return math.isfinite(self.share)
+
+
+NOTHING = Regained(math.nan, math.nan, math.nan, certain=False)
+
+
+@dataclass(frozen=True)
+class Healing:
+    """One run: the three models on the same held-out text; the original is None where it is not known."""
+
+    original: Quality | None
+    edited: Quality
+    healed: Quality
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Healing:
+        """From `run.json`.
+
+        Raises:
+            ValueError: if a perplexity is not above 0.
+        """
+        found = {name: record[name] and Quality.from_json(record[name]) for name in ("original", "edited", "healed")}
+        for quality in filter(None, found.values()):
+            if not quality.perplexity > 0:
+                raise ValueError(f"a perplexity of {quality.perplexity:g} is not above 0")
+        return cls(**found)
+
+    @property
+    def of_perplexity(self) -> Regained | None:
+        """Of log-perplexity, (edited - healed) / (edited - original); None where the original is not known.
+
+        The intervals are of each model by itself over the same windows, and so much wider than that of a difference;
+        no range of the share follows from them.
+        """
+        if self.original is None:
+            return None
+        edited = _log(self.edited.perplexity)
+        lost = edited - _log(self.original.perplexity)
+        if not (math.isfinite(lost) and lost > 0):
+            return NOTHING
+        share = (edited - _log(self.healed.perplexity)) / lost
+        low, high = self.edited.ends("perplexity")
+        known = math.isfinite(low) and math.isfinite(high)
+        least, most = self.original.ends("perplexity")
+        return Regained(share, *UNKNOWN, certain=known and not (low <= most and least <= high))
+
+    @property
+    def of_divergence(self) -> Regained | None:
+        """Of divergence, (edited - healed) / edited: that of the original from itself is 0."""
+        edited = self.edited
+        healed = self.healed
+        if math.isnan(edited.divergence):
+            return None
+        if not (math.isfinite(edited.divergence) and edited.divergence > 0):
+            return NOTHING
+        share = 1 - healed.divergence / edited.divergence
+        if not (math.isfinite(edited.divergence_high) and edited.divergence_low > 0):
+            return Regained(share, *UNKNOWN, certain=False)
+        low = 1 - healed.divergence_high / edited.divergence_low
+        high = 1 - healed.divergence_low / edited.divergence_high
+        return Regained(share, low, high, certain=True)
+
+
+def _log(value: float) -> float:
+    if value > 0:
+        return math.log(value)
+    return -math.inf
+
+
+@dataclass(frozen=True, repr=False)
+class HealRun(TrainingRun):
+    """The result of `heal`.
+
+    Attributes:
+        healing: the three models on the same held-out text.
+    """
+
+    COMMAND = "heal"
+    TITLE = "Healing"
+    WITHOUT = "No healing: how much of what an edit loses comes back with training is not known (surgeon heal)."
+    LAST = "healed"
+    BEFORE = "the edited model before training"
+    LOG_FROM = 20.0
+
+    @classmethod
+    def is_ours(cls, record: dict[str, Any]) -> bool:
+        return bool(record.get("identity", {}).get("task", "heal") == "heal")
+
+    healing: Healing
+
+    @classmethod
+    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
+        return super().facts(record, file) | {"healing": Healing.of(record)}
+
+    @property
+    def original(self) -> float | None:
+        original = self.healing.original
+        if original is None:
+            return None
+        return original.perplexity
+
+    def section(self) -> Iterator[Block]:
+        record = self.record
+        healing = self.healing
+        yield Paragraph(_what(record))
+        back = _share(healing.of_perplexity), _share(healing.of_divergence)
+        rows = []
+        if healing.original:
+            rows = [["original", *_cells(healing.original, divergence=False)]]
+        rows += [["edited", *_cells(healing.edited)], ["healed", *_cells(healing.healed, *back)]]
+        marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
+        yield Table("Before and after", ["", *_HEAD], rows, _note(back), marked=marked)
+        yield Picture(list(self.charts()))
+        yield from settings_table(record.get("settings"))
+        if record.get("program"):
+            yield Code("The program that was healed", str(record["program"]))
+        if record.get("recipe"):
+            yield Code("Recipe", str(record["recipe"]))
+
+    @classmethod
+    def together(cls, runs: Sequence[Self]) -> list[Block]:
+        """All healings of a model side by side, and their curves in one picture."""
+        if len(runs) < 2:
+            return []
+        same_text = len({run.record.get("held_out_hash") for run in runs}) == 1
+        original = None
+        if same_text:
+            original = runs[0].healing.original
+        rows = []
+        if original:
+            rows = [["original", "", *_cells(original, divergence=False)]]
+        marked: list[tuple[int, int]] = []
+        edits = _by_edit(runs)
+        for of_one_edit in edits:
+            which = ""
+            if len(edits) > 1:
+                which = f", for {listed(run.name for run in of_one_edit)}"
+            rows.append([f"edited{which}", "", *_cells(of_one_edit[0].healing.edited)])
+            for run in of_one_edit:
+                healing = run.healing
+                back = _share(healing.of_perplexity), _share(healing.of_divergence)
+                marked += [(len(rows), 4), (len(rows), 7)]
+                rows.append([run.name, f"{int(run.record['tokens']):,}", *_cells(healing.healed, *back)])
+        note = _note([row[place] for row in rows for place in (4, 7) if len(row) > place])
+        if not same_text:
+            note += " The runs were measured on different texts: only shares can be compared."
+        table = Table("All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=frozenset(marked))
+        return [table, Picture(list(held_out_charts({run.name: run for run in runs}, ", all healings")))]
+
+    def summary(self) -> Iterator[Finding]:
+        record = self.record
+        healing = self.healing
+        steps = plural(int(record["steps"]), "step")
+        time = duration(float(record["seconds"]))
+        text = (
+            f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
+            f"{_from_to(healing.edited.perplexity, healing.healed.perplexity)}"
+        )
+        if healing.original:
+            text += f", the original's being {number(healing.original.perplexity)}"
+        if healing.of_divergence:
+            text += f", and its divergence {_from_to(healing.edited.divergence, healing.healed.divergence)}"
+        text += f": {_verdict(healing)}.{_went_too_far(self.held_out)}"
+        back = healing.of_divergence
+        figure = ""
+        if back and back.is_known and back.certain:
+            figure = _percent(back.share)
+        yield Finding("Trained", text, figure, "of the edit's divergence regained by healing" if figure else "")
+
+
+def _what(record: dict[str, Any]) -> str:
+    """How much was trained, and on which text."""
+    steps = int(record["steps"])
+    tokens = int(record["tokens"])
+    text = f"The edited model was trained for {plural(steps, 'step')} on {tokens:,} tokens"
+    if record.get("data"):
+        text += f" of {record['data']}"
+    text += f" in {duration(float(record['seconds']))}."
+    measured = f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
+    return text + measured + (f" ({record['held_out']})." if record.get("held_out") else ".")
+
+
+def _note(shares: Sequence[str]) -> str:
+    if not any(shares):
+        return "The original is not known, and so not what was lost."
+    return _NOTE + (_UNTOLD_NOTE if any(_UNTOLD in share for share in shares) else "")
+
+
+def _cells(state: Quality, regained: str = "", of_divergence: str = "", divergence: bool = True) -> list[str]:
+    cells = [number(state.perplexity), interval(*state.ends("perplexity")), regained]
+    if divergence:
+        cells += [number(state.divergence), interval(*state.ends("divergence")), of_divergence]
+    return cells
+
+
+def _share(regained: Regained | None) -> str:
+    """A share in words: 62% (55% to 70%), with a mark where the loss itself may be none."""
+    if regained is None:
+        return ""
+    if not regained.is_known:
+        if math.isnan(regained.share):
+            return "nothing lost"
+        return NO_VALUE
+    text = _percent(regained.share) + ("" if regained.certain else f" {_UNTOLD}")
+    if math.isnan(regained.low):
+        return text
+    return f"{text} ({_percent(regained.low)} to {_percent(regained.high)})"
+
+
+def _percent(share: float) -> str:
+    text = f"{100 * abs(share):.0f}%"
+    if share >= 0 or text == "0%":
+        return text
+    return f"\N{MINUS SIGN}{text}"
+
+
+def _by_edit(runs: Sequence[HealRun]) -> list[list[HealRun]]:
+    """Runs of the same edited model on the same text together."""
+    groups: dict[tuple[str, ...], list[HealRun]] = {}
+    for run in runs:
+        edited = [str(run.record.get(name)) for name in ("program", "recipe", "held_out_hash", "edited")]
+        groups.setdefault(tuple(edited), []).append(run)
+    return list(groups.values())
+
+
+def _from_to(before: float, after: float) -> str:
+    return f"from {number(before)} to {number(after)}"
+
+
+def _verdict(healing: Healing) -> str:
+    """What that is of what was lost."""
+    shares = {"log-perplexity": healing.of_perplexity, "divergence": healing.of_divergence}
+    if all(one is None for one in shares.values()):
+        return "what was lost is not known without the original"
+    known = {name: one for name, one in shares.items() if one and one.is_known}
+    if not known:
+        return "nothing was lost of which a share could be told"
+    parts = [_in_words(name, one) for name, one in known.items()]
+    unsure = [name for name, one in known.items() if not one.certain]
+    caution = ""
+    if unsure:
+        caution = f"; whether anything was lost in {listed(unsure)} the intervals leave open"
+    return listed(parts) + caution
+
+
+def _in_words(name: str, regained: Regained) -> str:
+    if regained.share < 0:
+        return f"training has made its {name} worse"
+    if regained.share >= _AS_GOOD:
+        return f"all of what was lost in {name} is back"
+    return f"{_percent(regained.share)} of what was lost in {name} is back"
+
+
+def _went_too_far(table: pd.DataFrame) -> str:
+    """What to say where it was better before the end."""
+    if table["divergence"].isna().any():
+        return ""
+    best = table.iloc[int(table["divergence"].argmin())]
+    last = table.iloc[-1]
+    if not (best["step"] < last["step"] and best["divergence"] < _EARLIER * last["divergence"]):
+        return ""
+    return (
+        f" Held-out divergence was least at step {best['step']:g}, {number(best['divergence'])}, and "
+        f"{number(last['divergence'])} at the end: fewer steps or a lower learning rate may heal better."
+    )

@@ -1,0 +1,338 @@
+"""Maps of cells: values in colours by row and column, the scale of damage, its legend, and the numbers behind cells."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import LineCollection
+from matplotlib.colors import Colormap, FuncNorm, Normalize
+from matplotlib.figure import Figure
+
+from surgeon.findings.blocks import Table
+from surgeon.findings.drawing import INK, NO_CELL, SOFT, panel
+from surgeon.words import TIMES, allowance, number
+
+MARKED = 1.10  # times the base perplexity: cells up to here are fenced in
+COLOURS = "viridis"
+BEYOND = "#fff6c2"  # paler than the scale's last colour, so that a capped cell is seen to be one
+CAP = 3.0  # colours end at this multiple of the base perplexity, at the latest
+LEAST_CAP = 1.1
+MOST = 0.85  # where a few cells are beyond the cap, colours tell this share of the cells apart, with some room
+_ROOM = 1.4
+MANY_LAYERS = 48  # beyond, a map needs more room on the page
+# Of flat maps, alone and side by side, in points.
+WIDE = 800.0
+HALF = 520.0
+# Of a square map.
+_SIDE = 320.0
+_LEFT = 34.0
+_BOTTOM = 34.0
+_TOP = 6.0
+_RIGHT = 8.0
+_ROW = 22.0  # of a flat one
+_TICKS = (1.05, 1.10, 1.25, 1.5, 2.0, 3.0)  # of a base perplexity
+
+
+def largest_shown(perplexity: Sequence[float] | pd.Series[float], base: float, cap: float = CAP) -> float:
+    """Where the colours of these cells end.
+
+    At the worst cell, and at the latest at `cap` times the base; sooner where nearly all cells are far better, as when
+    one layer tolerates nothing and the others nearly everything.
+
+    Args:
+        perplexity: of the cells; NaN is none.
+    """
+    cells = pd.Series(perplexity, dtype=float).dropna()
+    worst = base
+    if len(cells):
+        worst = float(cells.max())
+    if worst > base * cap:
+        worst = base * (float(cells.quantile(MOST, interpolation="lower")) / base) ** _ROOM
+    return min(base * cap, max(base * LEAST_CAP, worst))
+
+
+def damage(ratio: Any) -> Any:
+    """How far from the base's colour a multiple of its perplexity lies, in units of the scale's own.
+
+    The square root of the logarithm, so that +5% and +10% differ as plainly as twice and three times the base do. What
+    is better than the base has its colour.
+
+    Args:
+        ratio: a number or an array of them.
+    """
+    with np.errstate(divide="ignore"):
+        return np.sqrt(np.maximum(0.0, np.log(ratio)))
+
+
+def ratio_of(distance: Any) -> Any:
+    """The multiple of the base's perplexity that lies so far from its colour; the inverse of `damage` from 1 on."""
+    return np.exp(np.square(distance))
+
+
+def colours() -> Colormap:
+    """From dark for little to bright for much, and a paler one beyond; where there is no cell the axes are seen."""
+    return matplotlib.colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0), over=BEYOND, under="#2a0134")
+
+
+def damage_scale(base: float, end: float) -> Normalize:
+    """From the base perplexity to `end`, by `damage`; better cells have the base's colour."""
+    return FuncNorm((lambda value: damage(value / base), lambda place: base * ratio_of(place)), base, end)
+
+
+def draw_map(
+    axes: Axes, values: pd.DataFrame, scale: Normalize, limit: float = math.nan, aspect: Any = "equal"
+) -> None:
+    """Values by index (down) and columns (across); NaN where there is no cell, infinity beyond the scale.
+
+    Args:
+        limit: a line fences in the cells up to this value.
+    """
+    cells = values.to_numpy(dtype=np.float64)
+    # Infinity would be left blank like a cell that does not exist.
+    shown = np.ma.masked_invalid(np.where(np.isposinf(cells), 1e6 * (scale.vmax or 1.0), cells))
+    axes.set_facecolor(NO_CELL)
+    axes.imshow(shown, cmap=colours(), norm=scale, interpolation="none", aspect=aspect)
+    known = ~np.isnan(cells)
+    within = cells <= limit
+    below = known[:-1] & known[1:] & (within[:-1] != within[1:])
+    beside = known[:, :-1] & known[:, 1:] & (within[:, :-1] != within[:, 1:])
+    edges = [[(column - 0.5, row + 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(below)]
+    edges += [[(column + 0.5, row - 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(beside)]
+    if edges:
+        for colour, width in (("#00000090", 2.2), ("#fefefe", 1.1)):
+            axes.add_collection(LineCollection(edges, colors=colour, lw=width, capstyle="projecting"), autolim=False)
+
+
+def label_map(axes: Axes, values: pd.DataFrame, across: int, down: int, size: float) -> None:
+    """Names of rows and columns, as many as there is room for."""
+    for axis, names, room in ((axes.xaxis, values.columns, across), (axes.yaxis, values.index, down)):
+        step = 1
+        while len(names) / step > room:
+            step *= 2
+        axis.set_ticks(range(0, len(names), step), labels=[name_of(name) for name in names[::step]])
+    axes.tick_params(labelsize=size, length=2)
+
+
+def name_of(value: Any) -> str:
+    """A row or a column as text."""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}"
+
+
+def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tuple[Normalize, bool]:
+    """The scale of these maps, from the base perplexity to the largest that is shown, and whether some lie beyond."""
+    cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids]))
+    end = largest_shown(cells, base, cap)
+    return damage_scale(base, end), bool((cells > end).any())
+
+
+@dataclass(frozen=True)
+class Legend:
+    """The colours of maps, and what they say.
+
+    Attributes:
+        base: the perplexity whose multiples are named; None for values as they are.
+        capped: some value lies beyond the scale.
+    """
+
+    scale: Normalize
+    title: str
+    base: float | None = None
+    capped: bool = False
+
+    def bar(self, figure: Figure, **place: Any) -> Any:
+        """Draw the scale with its ticks."""
+        extend = "neither"
+        if self.capped:
+            extend = "max"
+        bar = figure.colorbar(ScalarMappable(self.scale, colours()), extend=extend, **place)
+        low = float(self.scale.vmin or 0.0)
+        high = float(self.scale.vmax or 1.0)
+        bar.minorticks_off()
+        if self.base is None:
+            ticks = list(np.linspace(low, high, 5))
+            names = [f"{value:.3g}" for value in ticks]
+        else:
+            ratios = [ratio for ratio in _TICKS if self.base * ratio <= high * (1 + 1e-9)]
+            if not ratios or self.scale(self.base * ratios[-1]) < 0.85:
+                ratios.append(high / self.base)
+            ticks = [self.base, *(self.base * ratio for ratio in ratios)]
+            names = ["base", *(allowance(ratio) if ratio < 2 else f"{TIMES}{ratio:.3g}" for ratio in ratios)]
+        bar.set_ticks(ticks, labels=names)
+        bar.outline.set_visible(False)
+        return bar
+
+    def beside(self, figure: Figure, panels: Sequence[Axes]) -> None:
+        """Draw it beside the panels of a file."""
+        bar = self.bar(figure, ax=panels, shrink=0.85, pad=0.02)
+        bar.ax.tick_params(labelsize=9)
+        beyond = ""
+        if self.capped and self.base is not None:
+            beyond = f"; pale: beyond {float(self.scale.vmax or 1.0) / self.base:.3g} times the base"
+        elif self.capped:
+            beyond = "; pale: beyond"
+        bar.set_label(textwrap.fill(f"{self.title}{beyond}", 48), fontsize=9)
+
+    @cached_property
+    def figure(self) -> Figure:
+        """The page's."""
+        figure, axes = panel(480, 32, 14, 20, 66, 0)
+        bar = self.bar(figure, cax=axes, orientation="horizontal", extendfrac=0.06, extendrect=True)
+        bar.solids.set_rasterized(True)
+        axes.tick_params(labelsize=11, labelcolor=SOFT, color=SOFT)
+        if self.capped:
+            axes.text(1.06, -0.62, "beyond", transform=axes.transAxes, fontsize=11, color=SOFT, va="top")
+        return figure
+
+
+@dataclass(frozen=True)
+class Map:
+    """A heatmap whose cells can be read one by one.
+
+    Attributes:
+        values: by index (down) and columns (across); NaN where there is no cell.
+        titles: of the columns and of the rows.
+        cells: what the page's script shows of each cell (`map_cells`).
+        what: the values are, in the table of them for readers without a pointer.
+        described: read out for those who do not see it; the title where there is nothing more to say.
+        limit: a line fences in the cells up to this value.
+        flat: for few rows with names: how wide it is, with cells that are wider than high; `WIDE` or `HALF`.
+        numbers: instead of the values in that table.
+    """
+
+    kind: ClassVar[str] = "map"
+    title: str
+    values: pd.DataFrame
+    scale: Normalize
+    titles: tuple[str, str]
+    cells: dict[str, Any]
+    what: str = "values"
+    caption: str = ""
+    name: str = ""
+    legend: Legend | None = None
+    described: str = ""
+    limit: float = math.nan
+    flat: float = 0.0
+    numbers: Table | None = None
+
+    @property
+    def words(self) -> str:
+        """The page's caption."""
+        return self.caption
+
+    @property
+    def many(self) -> bool:
+        return len(self.values) > MANY_LAYERS
+
+    @property
+    def inside(self) -> tuple[float, float]:
+        """The size of the axes."""
+        down, across = self.values.shape
+        if self.flat:
+            return self.flat - self.left, _ROW * down
+        cell = _SIDE / max(down, across)
+        return cell * across, cell * down
+
+    @property
+    def left(self) -> float:
+        """Room for the names of rows."""
+        if not self.flat:
+            return _LEFT
+        return min(14.0 + 6.2 * max(len(name_of(name)) for name in self.values.index), self.flat / 2)
+
+    @property
+    def size(self) -> tuple[float, float]:
+        width, height = self.inside
+        return self.left + width + _RIGHT, _TOP + height + _BOTTOM
+
+    def draw(self, axes: Axes) -> None:
+        draw_map(axes, self.values, self.scale, self.limit, aspect="auto" if self.flat else "equal")
+        label_map(axes, self.values, int(self.inside[0] / 24), len(self.values) if self.flat else 16, 11)
+        axes.tick_params(length=0, labelcolor=SOFT)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel(self.titles[0], fontsize=11, color=INK)
+        axes.set_ylabel(self.titles[1], fontsize=11, color=INK)
+
+    @cached_property
+    def figure(self) -> Figure:
+        """The page's."""
+        figure, axes = panel(*self.size, self.left, _BOTTOM, _RIGHT, _TOP)
+        self.draw(axes)
+        return figure
+
+    @property
+    def table(self) -> Table:
+        """The values, for readers without a pointer."""
+        if self.numbers is not None:
+            return self.numbers
+        rows = [
+            [name_of(name), *("" if math.isnan(value) else number(value) for value in row)]
+            for name, row in zip(self.values.index, self.values.to_numpy(dtype=np.float64), strict=True)
+        ]
+        corner = " \\ ".join(filter(None, [self.titles[1], self.titles[0]]))
+        head = [corner, *map(name_of, self.values.columns)]
+        return Table(f"{self.title}: {self.what}", head, rows, folded=True, printed=False)
+
+
+def map_cells(
+    values: pd.DataFrame,
+    down: Iterable[Any],
+    across: Iterable[Any],
+    table: pd.DataFrame,
+    fields: Mapping[str, str],
+    title: str,
+    one: str = "",
+    base: float | None = None,
+) -> dict[str, Any]:
+    """What the page's script shows of each cell, as JSON values.
+
+    Args:
+        down, across: of each row of the table, in which row and column of the map it is.
+        fields: columns to show, and what they are called; their intervals are found by `_low` and `_high`.
+        title: of a cell, with {row} and {column}; `one` where the two are the same.
+        base: what the first field is compared with.
+    """
+    rows, columns = ({name: place for place, name in enumerate(axis)} for axis in (values.index, values.columns))
+    cells: dict[str, Any] = {
+        "rows": [name_of(name) for name in values.index],
+        "columns": [name_of(name) for name in values.columns],
+        "at": [rows[row] * len(columns) + columns[column] for row, column in zip(down, across, strict=True)],
+        "fields": [],
+        "title": title,
+    }
+    for name, label in fields.items():
+        ends = {end: f"{name}_{end}" for end in ("low", "high") if f"{name}_{end}" in table}
+        shown = {"values": name, **(ends if len(ends) == 2 else {})}
+        numbers = {key: [_short_number(value) for value in table[column]] for key, column in shown.items()}
+        cells["fields"].append({"label": label} | numbers)
+    if one:
+        cells["one"] = one
+    if base is not None:
+        cells["base"] = _short_number(base)
+    if "tokens" in table:
+        tokens = [int(value) for value in table["tokens"].fillna(0)]
+        cells["tokens"] = tokens[0] if len(set(tokens)) == 1 else tokens
+    return cells
+
+
+def _short_number(value: float) -> float | str | None:
+    """Four digits; infinity as a sign and NaN as null, since JSON has neither."""
+    if math.isnan(value):
+        return None
+    if math.isinf(value):
+        return "∞"
+    rounded = float(f"{value:.4g}")
+    if rounded.is_integer():
+        return int(rounded)
+    return rounded

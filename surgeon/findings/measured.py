@@ -1,0 +1,369 @@
+"""Measurements for a model card: what `surgeon eval`, `surgeon bench` and `surgeon search` have written.
+
+A measurement is taken only if it is of the checkpoint that the card is for: of itself under its own program, or of its
+source under the program that was exported, which computes the same. Those of the source under its unedited program
+stand beside it, to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from surgeon.findings.result import SHORT_HASH, read_record
+from surgeon.findings.tasks import PROVENANCE_KEY, scores
+from surgeon.language.program import Program
+from surgeon.named import is_path, on_disk, public
+from surgeon.quality.summary import Quality
+from surgeon.words import in_words, plural
+
+TEXT_FILE = "text.json"
+BENCH_FILE = "bench.json"
+SEARCH_FILE = "search.json"
+TASK_FILES = "results_*.json"
+PATTERNS = (TEXT_FILE, TASK_FILES, BENCH_FILE, SEARCH_FILE)
+PERPLEXITY = "perplexity"
+DIVERGENCE = "divergence"
+
+
+class MeasuredElsewhere(ValueError):
+    """Results that are of another model, or of another program."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the measurements must be of.
+
+    Attributes:
+        name: of the checkpoint.
+        model_hash: its own; None while it is not written yet.
+        program: over its own layers.
+        source_hash: of the model that it was made of; None if surgeon.json, of an earlier version, does not say it.
+        source_program: the program that was exported, over the source's layers.
+        dense: the source's unedited program.
+        trained: whether its weights were trained after the edit, so that nothing measured of the source's holds.
+    """
+
+    name: str
+    model_hash: str | None
+    program: Program
+    source_hash: str | None
+    source_program: Program
+    dense: Program
+    trained: bool = False
+
+    def is_edited(self, path: Path, model_hash: str, program: Program) -> bool:
+        """Whether it is of the checkpoint, and not of its source as it was.
+
+        Raises:
+            MeasuredElsewhere: if it is of neither, saying what it is of.
+        """
+        if (model_hash, program) == (self.model_hash, self.program):
+            return True
+        if (model_hash, program) == (self.source_hash, self.dense):
+            return self.source_program == self.dense and not self.trained
+        if (model_hash, program) == (self.source_hash, self.source_program):
+            if not self.trained:
+                return True
+            raise MeasuredElsewhere(
+                f"{path} was measured on the source of {self.name} under its program, and {self.name} was trained "
+                "since; measure it itself"
+            )
+        if model_hash in (self.model_hash, self.source_hash):
+            raise MeasuredElsewhere(
+                f"{path} was measured under another program than that of {self.name}: {_cut(program)}"
+            )
+        own = "its source is not known"
+        if self.source_hash is not None:
+            own = f"its source has {_short(self.source_hash)}"
+        if self.model_hash is not None:
+            own = f"it has {_short(self.model_hash)}, {own}"
+        else:
+            own += "; what was measured on an exported checkpoint itself is for surgeon card"
+        raise MeasuredElsewhere(f"{path} was measured on another model ({_short(model_hash)}) than {self.name}: {own}")
+
+
+@dataclass(frozen=True)
+class CardScore:
+    """One number of quality.
+
+    Attributes:
+        edited: of the checkpoint, not of its source as it was.
+        on: what it was measured on, for people; `key` tells one such text or task from another.
+        shown: the value with its uncertainty, for people.
+        task: lm-eval's, None for numbers on a text.
+        dataset: its name, if it has one on the hub.
+    """
+
+    edited: bool
+    metric: str
+    on: str
+    key: str
+    value: float
+    shown: str
+    task: str | None = None
+    dataset: str | None = None
+    shots: int | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One program's times; medians over the rounds, None where there are none.
+
+    Attributes:
+        program: its name in the measurement.
+        edited: whether it is the checkpoint's.
+        rates: tokens per second of each round.
+    """
+
+    program: str
+    edited: bool
+    batch: int
+    first_token: float
+    per_token: float | None
+    rates: tuple[float, ...]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return median(self.rates)
+
+    def times(self, other: Speed) -> float:
+        """How many times the tokens per second of another, measured in turns with it."""
+        return median(own / base for own, base in zip(self.rates, other.rates, strict=True))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Times of several programs, the checkpoint's among them.
+
+    Attributes:
+        place: under which conditions.
+        compression: what sending reductions as integers costs in quality, where that was done.
+    """
+
+    place: str
+    speeds: tuple[Speed, ...]
+    compression: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that a card shows of measurements."""
+
+    scores: tuple[CardScore, ...] = ()
+    benches: tuple[Bench, ...] = ()
+
+
+def read_measured(paths: Sequence[Path], identity: Identity) -> Measured:
+    """Read result files, or all of them that lie in folders.
+
+    Raises:
+        FileNotFoundError: if there is no such file or folder.
+        ValueError: if one holds no results, is damaged, or was measured on something else.
+    """
+    scores: list[CardScore] = []
+    benches: list[Bench] = []
+    for file in (file for path in paths for file in _files(path)):
+        record = read_record(file)
+        kind = _kind(file, record)
+        try:
+            found = list(_READERS[kind](file, record, identity))
+        except MeasuredElsewhere:
+            raise
+        except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+            raise ValueError(
+                f"{file} is not what surgeon {kind} writes ({type(error).__name__}: {error}); make it again"
+            ) from error
+        scores += [one for one in found if isinstance(one, CardScore)]
+        benches += [one for one in found if isinstance(one, Bench)]
+    # Of what was measured twice the later one counts.
+    unique = {(one.edited, one.metric, one.key): one for one in scores}
+    return Measured(tuple(unique.values()), tuple(benches))
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise FileNotFoundError(f"there are no results {path}; give folders or files that surgeon commands wrote")
+    if path.is_file():
+        return [path]
+    found = [file for pattern in PATTERNS for file in sorted(path.glob(pattern))]
+    if not found:
+        raise ValueError(
+            f"{path} holds no results of surgeon eval, bench or search; looked for {', '.join(PATTERNS)} in it"
+        )
+    return found
+
+
+def _kind(file: Path, record: dict[str, Any]) -> str:
+    results = record.get("results")
+    if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
+        return "eval --tasks"
+    if isinstance(results, list):
+        return "bench"
+    if isinstance(record.get("best"), dict):
+        return "search"
+    if PERPLEXITY in record:
+        return "eval --data"
+    raise ValueError(f"{file} holds no results of surgeon eval, bench or search")
+
+
+def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
+    edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
+    against = record.get("against")
+    yield from _on_text(
+        record, Quality.from_json(record), edited, "the original" if against is None else public(against)
+    )
+
+
+def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
+    best = record["best"]
+    if not identity.is_edited(file, record["model_hash"], Program.parse(best["program"])):
+        return
+    original = record["original"]
+    held = record.get("held_out")
+    text = record
+    seen = ""
+    if held is not None:
+        # The best of many trials is best in part by luck on the text that it was chosen on: only other text is fair.
+        finalists = {one["trial"]: one for one in (held["searched"], *held["runners_up"])}
+        chosen = record.get("healing", held)["winner"]
+        best = finalists[chosen]["unseen"]
+        original = held["original"]
+        text = {"data": held["data"], "data_hash": held["data_hash"]}
+        seen = " that the search did not see"
+    for values, edited in ((best, True), (original, False)):
+        yield from _on_text(text, Quality.from_json(values), edited, "the original", seen)
+    if record.get("draft"):
+        yield from _as_draft(record)
+
+
+def _as_draft(record: dict[str, Any]) -> Iterator[CardScore]:
+    """What a search for drafts promises of its winner, and what was measured of it."""
+    draft = record["draft"]
+    where = f"{record['objective'].partition('@')[2] or 'the machine of the search'}"
+    predicted = draft["predicted"].get("held_out") or draft["predicted"]["searched"]
+    on = f"{where}, {record['ranks']} ranks, {plural(record['batch'], 'text')} at a time"
+    name = "speedup as a lossless draft of the original"
+    accepted = f"{in_words(draft['acceptance'])} {predicted['acceptance']:.3f}"
+    shown = f"{predicted['speedup']:.3g}x ({accepted}, {plural(predicted['ahead'], 'token')} ahead)"
+    yield CardScore(True, f"{name}, predicted", on, on, predicted["speedup"], shown)
+    if (here := draft.get("measured")) is not None:
+        shown = f"{here['speedup']:.3g}x ({here['low']:.3g}x to {here['high']:.3g}x over the rounds)"
+        yield CardScore(True, f"{name}, measured", on, on, here["speedup"], shown)
+
+
+def _on_text(
+    record: dict[str, Any], quality: Quality, edited: bool, against: str, which: str = ""
+) -> Iterator[CardScore]:
+    """Numbers on a text; an unedited model's divergence from itself says nothing."""
+    source = str(record["data"])
+    on = f"{public(source)}, {quality.tokens:,} tokens{which}"
+    key = f"{record['data_hash']} {quality.tokens}"
+    metrics = {PERPLEXITY: PERPLEXITY}
+    if edited:
+        metrics[DIVERGENCE] = f"divergence from {against}, nats per token"
+    for name, metric in metrics.items():
+        if quality.knows(name):
+            shown = quality.words(name, 4, 3)
+            yield CardScore(edited, metric, on, key, getattr(quality, name), shown, dataset=_dataset(source))
+
+
+def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
+    own = record[PROVENANCE_KEY]
+    edited = identity.is_edited(file, own["model_hash"], Program.parse(own["program"]))
+    for one in scores(record):
+        shots = ""
+        if one.shots is not None:
+            shots = f"{one.shots}-shot, "
+        shown = f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}")
+        task = public(one.task)
+        on = f"{task}, {shots}{one.rows:,} rows"
+        path = record.get("configs", {}).get(one.task, {}).get("dataset_path")
+        dataset = None
+        if path is not None:
+            dataset = _dataset(str(path))
+        yield CardScore(edited, one.name, on, on, one.value, shown, task, dataset, one.shots)
+
+
+def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Bench]:
+    """The hash in a bench's record is that of its first program's checkpoint; others have their names alone."""
+    results = record["results"]
+    own = [_is_own(file, record, one, identity) for one in results]
+    if not any(own):
+        identity.is_edited(file, record["model_hash"], Program.parse(results[0]["text"]))  # says what it is of
+        raise MeasuredElsewhere(f"{file} has times of other programs only, and none of {identity.name}'s")
+    first = results[0]
+    if len({len(one["rounds"]) for one in results}) > 1:
+        raise ValueError("its programs were not measured in the same rounds")
+    lengths = f"prompts of {first['prompt']} tokens, {first['new']} new tokens"
+    rounds = "1 round"
+    if record["rounds"] != 1:
+        rounds = f"{record['rounds']} rounds"
+    place = f"{record['place']}, {first['dtype']}, {lengths}, medians of {rounds}"
+    names = {one["program"] for one, is_own in zip(results, own, strict=True) if is_own}
+    if isinstance(record.get("compression"), list):
+        raise ValueError("what compressed reductions change is a column of a bench now")
+    differ = [record["divergence"][name] for name in names if name in record.get("divergence", {})]
+    cost = None
+    if differ:
+        cost = (
+            f"Reductions are sent as {record['compression']} here, which makes predictions differ by "
+            f"{float(differ[0]):.2g} nats per token (on {int(record['predicted']):,} tokens)."
+        )
+    speeds = tuple(_speed(one, is_own) for one, is_own in zip(results, own, strict=True))
+    yield Bench(place, speeds, cost)
+
+
+def _is_own(file: Path, record: dict[str, Any], one: dict[str, Any], identity: Identity) -> bool:
+    if one["checkpoint"] != record["results"][0]["checkpoint"] or not one["connected"]:
+        return False
+    try:
+        return identity.is_edited(file, record["model_hash"], Program.parse(one["text"]))
+    except MeasuredElsewhere:
+        return False
+
+
+def _speed(one: dict[str, Any], edited: bool) -> Speed:
+    rounds = one["rounds"]
+    if not all(each["rate"] > 0 for each in rounds):
+        raise ValueError(f"{one['program']} has a rate that is none")
+    per_token = [each["per_token"] for each in rounds if each["per_token"] is not None]
+    return Speed(
+        str(one["program"]),
+        edited,
+        int(one["batch"]),
+        median(each["first_token"] for each in rounds),
+        median(per_token) if per_token else None,
+        tuple(float(each["rate"]) for each in rounds),
+    )
+
+
+_READERS: dict[str, Callable[[Path, dict[str, Any], Identity], Iterator[CardScore | Bench]]] = {
+    "eval --data": _text,
+    "eval --tasks": _tasks,
+    "search": _search,
+    "bench": _bench,
+}
+
+
+def _dataset(source: str) -> str | None:
+    """The data's name, unless they are the demo's or come from a file."""
+    name = source.partition(":")[0]
+    if name == "demo" or is_path(source) or Path(name).suffix or on_disk(name) is not None:
+        return None
+    return source
+
+
+def _short(model_hash: str) -> str:
+    return f"sha256:{model_hash[:SHORT_HASH]}..."
+
+
+def _cut(program: Program, most: int = 80) -> str:
+    text = str(program)
+    if len(text) <= most:
+        return text
+    return text[: most - 3] + "..."

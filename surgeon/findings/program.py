@@ -1,0 +1,312 @@
+"""A program as a picture: the residual stream from left to right, with the steps that read it and add to it.
+
+Layers that are as they were are drawn pale, long stretches of them as one box, so that what was changed stands out.
+Stretches of layers that have the same ranks are one box, too; else a sublayer's ranks stand below its name.
+A step's boxes stand between the place where it reads the stream and the plus where their sum is added. A late step
+reads in front of the plus of the step before, and is drawn on the stream's other side: the two run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Circle, FancyBboxPatch, Patch
+
+from surgeon.checkpoint.sizes import sizes_text
+from surgeon.findings.outline import Item, LayersInOrder, LeftOut, Same, outline
+from surgeon.language.program import Fork, Node, Program, Step, steps_of
+from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
+from surgeon.processes.files import whole_file
+
+_ATTENTION = "#3b75af"
+_FEED_FORWARD = "#e8842c"
+_PALE = {_ATTENTION: "#dbe6f1", _FEED_FORWARD: "#fbe7d5"}
+_STREAM = "#333333"
+_LATE = "#7b3fa0"
+_LEFT_OUT = "#c0392b"
+_UNCHANGED = "#eeeeee"
+_LOW_RANK = "#cfe5cd"
+_ROW_WIDTH = 12.0  # in steps; a wider fork makes rows wider
+# Widths.
+_STEP = 1.0
+_LATE_STEP = 0.72
+_STRETCH = 1.7
+_GAP = 0.75
+_BOX_HEIGHT = 0.34
+_BOX_GAP = 0.08
+_ABOVE = 0.28
+_STRETCH_HEIGHT = 0.62
+# Of a line that says ranks.
+_RANK_HEIGHT = 0.115
+_RANK_FONT = 6.2
+_INCHES = 0.95  # per unit
+
+
+def draw_program(program: Program, num_layers: int, steps_per_layer: int, title: str, path: Path) -> Path:
+    """Write the picture as a PNG.
+
+    Args:
+        num_layers: of the unedited model.
+        steps_per_layer: of its family.
+        title: above the picture.
+
+    Returns:
+        The path.
+    """
+    figure = program_figure(program, num_layers, steps_per_layer, title)
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png")
+    return path
+
+
+def program_figure(program: Program, num_layers: int, steps_per_layer: int, title: str = "") -> Figure:
+    """The picture, on axes whose units are steps; arguments as in `draw_program`."""
+    items = list(outline(program, num_layers, steps_per_layer))
+    rows = _rows(items)
+    heights = [(_height(row, above=True), _height(row, above=False)) for row in rows]
+    width = max(_ROW_WIDTH / 2, *(sum(map(_width, row)) for row in rows)) + 1.2
+    height = sum(up + down for up, down in heights) + 1.5
+    figure = Figure(figsize=(width * _INCHES, height * _INCHES), dpi=160)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_xlim(-0.6, width - 0.6)
+    axes.set_ylim(-height + 0.9, 0.6)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    axes.text(-0.35, 0.25, title, fontsize=11, va="center")
+    y = 0.0
+    for number, (row, (up, down)) in enumerate(zip(rows, heights, strict=True)):
+        y -= up
+        _draw_row(axes, row, y, first=number == 0, last=number == len(rows) - 1)
+        y -= down
+    _legend(axes, rows, y - 0.1)
+    return figure
+
+
+def _rows(items: Sequence[Item]) -> list[list[Item]]:
+    """Items in as many rows as it takes; a late step at a row's beginning reads what the dots stand for."""
+    rows: list[list[Item]] = [[]]
+    room = max(_ROW_WIDTH, *map(_width, items))
+    for item in items:
+        if rows[-1] and sum(map(_width, rows[-1])) + _width(item) > room:
+            rows.append([])
+        rows[-1].append(item)
+    return rows
+
+
+# -- how much room it takes --
+
+
+def _width(item: Item) -> float:
+    if isinstance(item, Same):
+        return _STEP
+    if isinstance(item, Step):
+        if item.late:
+            return _LATE_STEP
+        return _STEP
+    if isinstance(item, LayersInOrder):
+        return _STRETCH
+    if isinstance(item, LeftOut):
+        return _GAP
+    return 0.7 + max(sum(map(_width, branch)) for branch in item.branches)
+
+
+def _stack(item: Item) -> float:
+    """How far a step's boxes reach from the stream."""
+    if isinstance(item, Same):
+        return _stack(item.step)
+    if isinstance(item, Step):
+        return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
+    if isinstance(item, Fork):
+        return sum(_lane(branch) for branch in item.branches) + 0.1
+    return _ABOVE + _BOX_HEIGHT + _BOX_GAP
+
+
+def _box_height(sublayer: Sublayer) -> float:
+    return _BOX_HEIGHT + len(sublayer.sizes) * _RANK_HEIGHT
+
+
+def _stretch_height(item: LayersInOrder) -> float:
+    return _STRETCH_HEIGHT + len(_size_lines(item)) * _RANK_HEIGHT
+
+
+def _size_lines(item: LayersInOrder) -> list[str]:
+    if item.sizes:
+        return sizes_text(dict(item.sizes)).split("; ")
+    return []
+
+
+def _lane(branch: Sequence[Node]) -> float:
+    """The height of a branch with its own stream."""
+    return _height(branch, above=True) + _height(branch, above=False)
+
+
+def _height(row: Sequence[Item], above: bool) -> float:
+    sides = _sides(row)
+    wanted = -1
+    if above:
+        wanted = 1
+    reached = [_stack(item) for item, side in zip(row, sides, strict=True) if side == wanted]
+    reached += [_stretch_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
+    return max(reached, default=0.1) + 0.1
+
+
+def _sides(row: Sequence[Item]) -> list[int]:
+    """On which side of the stream each item stands: 1 above, -1 below."""
+    sides: list[int] = []
+    for item in row:
+        late = isinstance(item, Step) and item.late
+        sides.append(-sides[-1] if late and sides else 1)
+    return sides
+
+
+# -- drawing --
+
+
+def _draw_row(axes: Axes, row: Sequence[Item], y: float, first: bool, last: bool) -> None:
+    end = _draw_nodes(axes, row, 0.0, y)
+    for x, text in ((-0.32, "in" if first else "..."), (end + 0.2, "out" if last else "...")):
+        axes.text(x, y, text, ha="center", va="center", fontsize=8, color=_STREAM)
+    start = -0.15  # left of where a late step that begins the row reads
+    axes.plot([start, end], [y, y], color=_STREAM, linewidth=1.6, zorder=1)
+
+
+def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
+    """Draw what adds to the stream at height y from x on; returns where it ends."""
+    plus = x  # of the item before
+    for item, side in zip(nodes, _sides(nodes), strict=True):
+        end = x + _width(item)
+        if isinstance(item, Step | Same):
+            step, pale = (item.step, True) if isinstance(item, Same) else (item, False)
+            read = plus - 0.13 if step.late else x + 0.1
+            plus = end - 0.1
+            _draw_step(axes, step, (read, plus), y, side, pale)
+        elif isinstance(item, Fork):
+            plus = end - 0.1
+            _draw_fork(axes, item, (x + 0.1, plus), y)
+        elif isinstance(item, LayersInOrder):
+            fill = _UNCHANGED
+            if item.sizes:
+                fill = _LOW_RANK
+            below = _size_lines(item)
+            span = (x + 0.12, end - 0.12)
+            _box(axes, span, y, _stretch_height(item), fill, f"{item.text}\n{item.how}", "#444444", below)
+        else:
+            axes.plot(
+                [(x + end) / 2] * 2, [y - 0.12, y + 0.32], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), linewidth=1.2
+            )
+            axes.text((x + end) / 2, y + 0.42, f"no {item.text}", color=_LEFT_OUT, fontsize=7.5, ha="center")
+        x = end
+    return x
+
+
+def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side: int, pale: bool) -> None:
+    read, plus = span
+    color = _STREAM
+    if step.late:
+        color = _LATE
+    # The first one on top, on either side of the stream.
+    outwards = step.sublayers[::-side]
+    rooms = [_box_height(one) + _BOX_GAP for one in outwards]
+    centers = [y + side * (_ABOVE + end - room / 2) for end, room in zip(accumulate(rooms), rooms, strict=True)]
+    axes.plot([read, read], [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
+    axes.plot([plus, plus], [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
+    left, right = (read + 0.1, plus - 0.1) if not step.late else (max(read + 0.1, plus - 0.68), plus - 0.1)
+    for sublayer, center in zip(outwards, centers, strict=True):
+        axes.plot([read, plus], [center, center], color=color, linewidth=1.1, zorder=1)
+        strong = _FEED_FORWARD
+        if sublayer.kind == ATTENTION:
+            strong = _ATTENTION
+        fill, text = (_PALE[strong], "#333333") if pale else (strong, "white")
+        name = str(replace(sublayer, ranks=(), width=None))
+        sizes = [f"{what} {size}" for what, size in sublayer.sizes]
+        _box(axes, (left, right), center, _box_height(sublayer), fill, name, text, sizes)
+    _plus(axes, plus, y)
+
+
+def _draw_fork(axes: Axes, fork: Fork, span: tuple[float, float], y: float) -> None:
+    read, plus = span
+    below = y + 0.1
+    for branch in reversed(fork.branches):  # the first on top
+        lane = below + _height(branch, above=False)
+        below += _lane(branch)
+        end = _draw_nodes(axes, branch, read + 0.2, lane)
+        axes.plot([read, read, plus, plus], [y, lane, lane, y], color=_STREAM, linewidth=1.1, zorder=1)
+        axes.plot([read + 0.2, end], [lane, lane], color=_STREAM, linewidth=1.6, zorder=1)
+    _plus(axes, plus, y)
+
+
+def _box(
+    axes: Axes,
+    span: tuple[float, float],
+    y: float,
+    height: float,
+    fill: str,
+    text: str,
+    color: str,
+    below: Sequence[str] = (),
+) -> None:
+    """A box with a text, and smaller lines below it."""
+    left, right = span
+    shape = FancyBboxPatch(
+        (left, y - height / 2),
+        right - left,
+        height,
+        boxstyle="round,pad=0,rounding_size=0.06",
+        facecolor=fill,
+        edgecolor="none",
+        zorder=2,
+    )
+    axes.add_patch(shape)
+    size = 8.0
+    if not (len(text) <= 5 or "\n" in text):
+        size = max(4.0, 46 / len(text))
+    small = len(below) * _RANK_HEIGHT
+    place: dict[str, Any] = {"x": (left + right) / 2, "ha": "center", "va": "center", "color": color, "zorder": 3}
+    axes.text(y=y + small / 2, s=text, fontsize=size, **place)
+    for number, line in enumerate(below):
+        bottom = y - height / 2 + 0.07 + (len(below) - number - 0.5) * _RANK_HEIGHT
+        axes.text(y=bottom, s=line, fontsize=_RANK_FONT, **place)
+
+
+def _plus(axes: Axes, x: float, y: float) -> None:
+    axes.add_patch(Circle((x, y), 0.075, facecolor="white", edgecolor=_STREAM, linewidth=1.1, zorder=4))
+    axes.plot([x - 0.04, x + 0.04], [y, y], color=_STREAM, linewidth=0.9, zorder=5)
+    axes.plot([x, x], [y - 0.04, y + 0.04], color=_STREAM, linewidth=0.9, zorder=5)
+
+
+def _legend(axes: Axes, rows: Sequence[Sequence[Item]], y: float) -> None:
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=_ATTENTION, label="attention"),
+        Patch(facecolor=_FEED_FORWARD, label="feed-forward"),
+        Patch(facecolor=_PALE[_ATTENTION], label="pale: as it was"),
+    ]
+    items = [item for row in rows for item in row]
+    nodes = tuple(item for item in items if isinstance(item, Step | Fork))
+    less = {name for item in items if isinstance(item, LayersInOrder) for name, _ in item.sizes}
+    if less:
+        label = "two factors in place of matrices, of these ranks"
+        if not less.isdisjoint(UNITS.values()):
+            label = "fewer heads or neurons" + ("" if less <= {*UNITS.values()} else ", and factors of these ranks")
+        handles.append(Patch(facecolor=_LOW_RANK, label=label))
+    if any(step.late for step in steps_of(nodes)):
+        handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
+    if any(isinstance(item, LeftOut) for item in items):
+        handles.append(Line2D([], [], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), label="left out"))
+    axes.legend(
+        handles=handles,
+        loc="center left",
+        bbox_to_anchor=(-0.4, y - 0.15),
+        bbox_transform=axes.transData,
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8,
+        handlelength=1.3,
+        columnspacing=1.2,
+    )

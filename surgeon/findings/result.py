@@ -1,0 +1,355 @@
+"""The base of findings: a JSON record with tables beside it, read and written here alone; its pictures and section."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import pandas as pd
+
+from surgeon.errors import did_you_mean, first_line, shown
+from surgeon.named import public
+from surgeon.processes.files import write_json, write_table
+from surgeon.provenance import FORMAT
+from surgeon.words import MOST_LAYERS, plural
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from surgeon.findings.blocks import Block, Finding
+    from surgeon.findings.drawing import Picture
+
+SHORT_HASH = 12
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A CSV file of a result.
+
+    Attributes:
+        numbers: columns that must be there and hold numbers (infinity and nan are numbers).
+        words: columns that must be there and hold text.
+        layers: columns that must be there and hold layers, whole numbers from 0.
+        one_of: columns of `words` that hold one of these.
+        optional: it is not written where there is nothing to write.
+        may_be_empty: it is written without rows if there is nothing to write.
+        digits: of each number.
+        missing: what stands for NaN.
+    """
+
+    name: str
+    numbers: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    one_of: Mapping[str, Collection[str]] = field(default_factory=dict)
+    optional: bool = False
+    may_be_empty: bool = False
+    digits: int = 9
+    missing: str = "nan"
+
+    def write(self, folder: Path, table: pd.DataFrame) -> Path:
+        """Write the table, whole or not there; returns its path."""
+        write_table(folder / self.name, table, self.digits, self.missing)
+        return folder / self.name
+
+    def read(self, folder: Path) -> pd.DataFrame:
+        """Read the table, with the columns wanted of it.
+
+        Raises:
+            ValueError: naming the file, and the column if one is missing or holds something else than it should.
+        """
+        path = folder / self.name
+        try:
+            table = pd.read_csv(io.StringIO(read_text(path)), keep_default_na=False, na_values=["", "nan", "NaN"])
+        except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+            raise ValueError(f"{path} is no table of comma-separated values ({error}); make it again") from error
+        for name in (*self.words, *self.layers, *self.numbers):
+            if name not in table.columns:
+                raise ValueError(f"{path} has no column {name}; make it again with this version of surgeon")
+        if table.empty and not self.may_be_empty:
+            raise ValueError(f"{path} has no rows; run the command that writes it to its end")
+        intervals = [name for name in table.columns if name.endswith(("_low", "_high")) and name not in self.numbers]
+        for name in (*self.layers, *self.numbers, *intervals):
+            table[name] = _as_numbers(path, table[name])
+        for name in self.layers:
+            is_layer = (table[name] >= 0) & (table[name] < MOST_LAYERS) & (table[name] % 1 == 0)
+            _refuse_first(path, table[name], ~is_layer, "{}", "where a layer (0, 1, 2, ...) should be; make it again")
+            table[name] = table[name].astype(int)
+        table = table.assign(**{name: table[name].fillna("").astype(str) for name in self.words})
+        for name, known in self.one_of.items():
+            for row, word in enumerate(table[name]):
+                if word not in known:
+                    raise ValueError(
+                        f"{path} has {shown(word)} in column {name}, line {row + 2}; {did_you_mean(word, known)} "
+                        "(or make it again)"
+                    )
+        return table
+
+
+def _as_numbers(path: Path, column: pd.Series[Any]) -> pd.Series[Any]:
+    if pd.api.types.is_bool_dtype(column):
+        return column.astype(float)
+    values = pd.to_numeric(column, errors="coerce")
+    _refuse_first(path, column, values.isna() & column.notna(), "{!r}", "where a number should be; make it again")
+    return values
+
+
+def _refuse_first(path: Path, column: pd.Series[Any], wrong: pd.Series[bool], how: str, why: str) -> None:
+    """Raise an error about the first wrong value of a column, if there is one."""
+    if wrong.any():
+        row = int(wrong.to_numpy().argmax())
+        value = column.iloc[row]
+        value = how.format(str(value)[:40] if isinstance(value, str) else value)
+        raise ValueError(f"{path} has {value} in column {column.name}, line {row + 2}, {why}")
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: if the file is no UTF-8 text, no JSON, or no object.
+    """
+    try:
+        record = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); make it again") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} should hold a JSON object, not {type(record).__name__}; make it again")
+    return record
+
+
+def read_text(path: Path) -> str:
+    """A text; a ValueError names the file if it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error}); make it again") from error
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """The result of a run of a command; classes of it have a field for each of `TABLES` and `TEXTS`.
+
+    A table that is not there has no rows. `print` shows what there is to say on a terminal, where there is something.
+
+    Attributes:
+        record: provenance, settings and counts, as in the JSON file.
+        files: what there is to look at, pictures among them; of a result that was read, its record.
+    """
+
+    COMMAND: ClassVar[str]  # that writes it
+    RECORD: ClassVar[str]  # name of the JSON file, or a pattern of it
+    TABLES: ClassVar[Mapping[str, TableFile]] = {}  # by field, the one that `table` returns first
+    TEXTS: ClassVar[Mapping[str, str]] = {}  # names of other files that may be there, by field
+    TITLE: ClassVar[str] = ""  # of its section
+    WITHOUT: ClassVar[str] = ""  # what a page cannot say that has no such result
+    OF_SURGERY: ClassVar[bool] = True  # whether it is of a model that is operated on
+
+    _: KW_ONLY
+    record: dict[str, Any] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path, model_hash: str | None = None) -> Self:
+        """What a folder holds, or what lies beside a record.
+
+        Args:
+            model_hash: of the model that it has to be of.
+
+        Raises:
+            FileNotFoundError: if the folder holds none, or a file is missing.
+            ValueError: if a file is damaged, was written by an older version, or it is of another model.
+        """
+        folder, file = (path.parent, path) if path.is_file() else (path, path / cls.RECORD)
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {file.name}; give the output folder of a finished surgeon {cls.COMMAND}"
+            )
+        record = read_record(file)
+        made = cls.provenance(record)
+        if "command" in made and made.get("format") != FORMAT:
+            raise ValueError(
+                f"{file} was written by an older version of surgeon (format {made.get('format')}, not {FORMAT}), which "
+                f"measured models with dropout wrongly; run surgeon {cls.COMMAND} again, with another output folder"
+            )
+        model, its_hash = cls.model_of(record)
+        if model_hash is not None and its_hash != model_hash:
+            a = "a"
+            if cls.COMMAND[0] in "aeio":
+                a = "an"
+            raise ValueError(
+                f"{folder} holds {a} {cls.COMMAND} of another model: {model} with the hash {its_hash[:SHORT_HASH]}, "
+                f"while this model has {model_hash[:SHORT_HASH]}; give a folder made with the same model"
+            )
+        found: dict[str, Any] = {}
+        for name, table in cls.TABLES.items():
+            if (folder / table.name).is_file():
+                found[name] = table.read(folder)
+            elif not table.optional:
+                raise FileNotFoundError(
+                    f"{folder} has {file.name} but no {table.name}; run surgeon {cls.COMMAND} to its end"
+                )
+        texts = {name: read_text(folder / text) for name, text in cls.TEXTS.items() if (folder / text).is_file()}
+        with named(file, cls.COMMAND):
+            return cls(**found | texts | cls.facts(record, file), record=record, files=(file,))
+
+    @classmethod
+    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
+        """Fields that the record in a file has, by name.
+
+        Raises:
+            ValueError: naming the file, if they are not there.
+        """
+        return {}
+
+    @classmethod
+    def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """Of the record, what says where the numbers come from."""
+        return record
+
+    @classmethod
+    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+        """The model that was operated on, as the user named it, and its hash; empty where the record has none."""
+        return str(record.get("model") or "a model without a name"), str(record.get("model_hash") or "")
+
+    @classmethod
+    def is_ours(cls, record: dict[str, Any]) -> bool:  # noqa: ARG003
+        """Whether a record whose name alone does not tell is of such a result."""
+        return True
+
+    @property
+    def model(self) -> str:
+        """As the user named it."""
+        return self.model_of(self.record)[0]
+
+    @property
+    def model_hash(self) -> str:
+        """Of the model that was operated on; empty where the record has none."""
+        return self.model_of(self.record)[1]
+
+    @property
+    def label(self) -> str:
+        """The model's name in titles."""
+        return public(self.model) or Path(self.model).resolve().name
+
+    @property
+    def name(self) -> str:
+        """What the page calls it: its folder."""
+        if not self.files:
+            return self.label
+        return self.files[0].parent.resolve().name
+
+    @property
+    def heading(self) -> str:
+        """What all of its rows have in common, where its record says that."""
+        return str(self.record["heading"])
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the tables that there are, and last the record, which says that all is there; returns the tables."""
+        found = ((table, getattr(self, name)) for name, table in self.TABLES.items())
+        written = [table.write(folder, rows) for table, rows in found if not (table.optional and rows.empty)]
+        write_json(folder / self.RECORD, self.record)
+        return written
+
+    def table(self) -> pd.DataFrame:
+        """The main table, as in its CSV file; no rows where there is none."""
+        return next((getattr(self, name) for name in self.TABLES), pd.DataFrame())
+
+    def section(self) -> Iterable[Block]:
+        """Its part of the page; pictures with a name are files, too."""
+        return ()
+
+    def summary(self) -> Iterable[Finding]:
+        """What it has to say in the page's summary."""
+        return ()
+
+    def missing(self) -> Iterable[str]:
+        """What it leaves out."""
+        return ()
+
+    @classmethod
+    def together(cls, runs: Sequence[Self]) -> Iterable[Block]:  # noqa: ARG003
+        """What the page shows once of several runs of a model, at the end of the last one's section."""
+        return ()
+
+    @property
+    def picture_title(self) -> str:
+        """Above every picture of a file."""
+        return self.label
+
+    def pictures(self) -> dict[str, Picture]:
+        """Every picture that there is to make, by the name of its file without ending; the main one first."""
+        from surgeon.findings.drawing import pictures_in  # who reads results alone does without matplotlib
+
+        return dict(pictures_in(self.section()))
+
+    def plot(self, name: str = "") -> Figure:
+        """One of `pictures`, the first by default: a matplotlib figure, to be shown or saved as PNG, SVG or PDF.
+
+        Raises:
+            ValueError: if there is no such picture.
+        """
+        from surgeon.findings.drawing import sheet
+
+        found = self.pictures()
+        if not found:
+            raise ValueError(f"there are no pictures of this {self.COMMAND}")
+        name = name or next(iter(found))
+        if name not in found:
+            raise ValueError(f"there is no picture {name!r} of this {self.COMMAND}; {did_you_mean(name, found)}")
+        return sheet(found[name], self.picture_title)
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Write every picture as a PNG file; returns the files."""
+        from surgeon.findings.drawing import save, sheet
+
+        title = self.picture_title
+        return [save(sheet(one, title), folder / f"{name}.png") for name, one in self.pictures().items()]
+
+    def save(self, folder: Path) -> Self:
+        """Write the tables, the record and every picture; returns the same, which knows these files."""
+        return replace(self, files=(*self.files, *self.write(folder), folder / self.RECORD, *self.draw(folder)))
+
+    def __repr__(self) -> str:
+        where = ""
+        if self.files:
+            where = f", in {self.files[0].parent}"
+        return f"<{type(self).__name__} of {self.label}: {plural(len(self.table()), 'row')}{where}>"
+
+    def _repr_html_(self) -> str:
+        return self.table().to_html(max_rows=12, index=False)
+
+
+def base_of(record: dict[str, Any], file: Path, command: str) -> float:
+    """The unedited model's perplexity.
+
+    Raises:
+        ValueError: if the record has none.
+    """
+    base = record.get("base_perplexity")
+    if not isinstance(base, int | float) or not base > 0:
+        raise ValueError(f"{file} has no base_perplexity above 0; run surgeon {command} again")
+    return float(base)
+
+
+@contextmanager
+def named(file: Path, command: str) -> Iterator[None]:
+    """Name the file where what it holds is not what it should be.
+
+    Raises:
+        ValueError: as it was, if it names the file or its folder already.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError) and str(file.parent) in str(error):
+            raise
+        raise ValueError(
+            f"{file}, or a table beside it, holds what surgeon {command} does not write "
+            f"({type(error).__name__}: {first_line(error)}); make it again"
+        ) from error

@@ -1,0 +1,363 @@
+"""Scan: what every stretch of layers tolerates, as cells, heatmaps, curves and in words.
+
+Heatmaps are drawn like figure 4 of the Layer Parallelism paper, first layer down, last layer across; those over the
+values of a parameter have the layers down and these values across. Curves are those of its figure 7: perplexity against
+where a stretch ends, one line per length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.drawing import Picture
+from surgeon.findings.maps import CAP
+from surgeon.findings.result import RunResult, TableFile, base_of
+from surgeon.findings.scan_charts import charts, reach_table
+from surgeon.findings.scan_maps import ScanMaps
+from surgeon.findings.tolerance import (
+    PAIRS,
+    PAIRS_OF_STREAMS,
+    TOLERANCES,
+    ScanTable,
+    longest_within,
+    named_across,
+    never_to_touch,
+    single_layers,
+    title_of,
+)
+from surgeon.language.operations.declare import HEATMAPS
+from surgeon.words import (
+    allowance,
+    change,
+    interval,
+    interval_heads,
+    layer_list,
+    listed,
+    number,
+    plural,
+    stretch,
+    with_intervals,
+)
+
+_NAMED = 3  # layers that the summary names as the cheapest and as the dearest
+_LIMIT = TOLERANCES[-1]
+_ENDS = ("first", "last")
+_KNOWN = {"operation": HEATMAPS}
+
+
+@dataclass(frozen=True, repr=False)
+class Scan(RunResult):
+    """The result of a scan.
+
+    Attributes:
+        cells: one row per cell, with the columns of `cells.csv`: first and last layer are both included, from 0; then
+            the parameters that maps vary, where some do, each with its value in the cells of its maps;
+            perplexity with its 95% interval; divergence in nats per token, likewise; greedy_acceptance, the share of
+            tokens at which the original's likeliest one is the cell's, too (empty in scans of before that was
+            measured): how often what the cell drafts is accepted; sampled_acceptance, where it was asked for, the mean
+            over tokens of sum_v min(p_v, q_v): the same of tokens that are drawn; tokens are those of the text whose
+            prediction the row rests on; sublayers_run counts what ran for this cell and not already for one before it
+            (a sublayer that ran on half of the windows counts a half).
+        base_perplexity: of the unedited model.
+        permutations: one row per random order, as in `permutations.csv`; empty if there are none.
+        experts: one row per expert of the model's mixtures where its map was asked for, as in `experts.csv`: load, the
+            share of tokens that it gets; of these the mean weight, size of what it makes of them, and saliency
+            (`surgeon.analysis.experts`).
+        loads: for each expert that is left out (`without`), the loads of the others of its layer, as in `loads.csv`.
+        cap: colours of maps end at this multiple of the base perplexity, at the latest.
+    """
+
+    COMMAND = "scan"
+    RECORD = "scan.json"
+    TITLE = "Scan"
+    WITHOUT = "No scan: what stretches of layers tolerate is not known (surgeon scan)."
+    TABLES: ClassVar = {
+        "cells": TableFile(
+            "cells.csv", ("perplexity", "divergence", "tokens"), ("operation",), _ENDS, _KNOWN, missing=""
+        ),
+        "permutations": TableFile(
+            "permutations.csv", ("perplexity",), ("operation", "order"), _ENDS, _KNOWN, optional=True, missing=""
+        ),
+        "experts": TableFile(
+            "experts.csv", ("expert", "load", "weight", "size", "saliency"), layers=("layer",), optional=True
+        ),
+        "loads": TableFile("loads.csv", ("without", "expert", "load"), layers=("layer",), optional=True),
+    }
+
+    cells: pd.DataFrame
+    base_perplexity: float
+    permutations: pd.DataFrame = field(default_factory=pd.DataFrame)
+    experts: pd.DataFrame = field(default_factory=pd.DataFrame)
+    loads: pd.DataFrame = field(default_factory=pd.DataFrame)
+    cap: float = CAP
+
+    @classmethod
+    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
+        return {"base_perplexity": base_of(record, file, cls.COMMAND)}
+
+    @cached_property
+    def touched(self) -> ScanTable:
+        """The cells, ready to be asked."""
+        return ScanTable.of(self.cells, self.base_perplexity, self.record)
+
+    @property
+    def picture_title(self) -> str:
+        return f"{self.label}, base perplexity {self.base_perplexity:.4g}"
+
+    @property
+    def _maps(self) -> ScanMaps:
+        return ScanMaps(self.cells, self.touched, self.permutations, self.experts, self.loads, self.cap)
+
+    def pictures(self) -> dict[str, Picture]:
+        """`heatmaps`, of all operations over stretches; `heatmap-<operation>` of each, and what the section has.
+
+        A map of its own has a scale of its own, so that small damage can be told apart; side by side they share one.
+        """
+        found = self._maps.heatmaps
+        return found | self._maps.each | super().pictures()
+
+    def section(self) -> Iterator[Block]:
+        scan = self.touched
+        yield Paragraph(self._what_was_measured())
+        if len(scan.cells):
+            yield self._maps.ribbon()
+            yield reach_table(scan)
+            yield from charts(scan)
+        yield from self._maps.galleries()
+        if len(self.permutations) and (words := _spread_of_orders(self.permutations)):
+            yield Paragraph(words)
+
+    def _what_was_measured(self) -> str:
+        table = self.cells
+        record = self.record
+        tokens = record.get("tokens_predicted") or int(table["tokens"].max())
+        source = record.get("data", "text")
+        text = f"{plural(tokens, 'predicted token')} of {source}"
+        parts = [f"{plural(len(table), 'cell')}, each {_what_a_cell_is(table)}; {text}."]
+        least = int(table["tokens"].min())
+        if least < table["tokens"].max():
+            parts.append(f"Screened: a cell rests on {least:,} to {int(table['tokens'].max()):,} of them.")
+        if record.get("cells_missing"):
+            parts.append(f"The time was over before {plural(record['cells_missing'], 'other cell')}.")
+        if part := _only_part(record, self.touched.num_layers):
+            parts.append(part)
+        parts.append(
+            "Perplexity intervals are 95%, over windows of text: how far another text of the same kind could differ. "
+            "Divergence is KL(original || changed) in nats per token."
+        )
+        return " ".join(parts)
+
+    def summary(self) -> Iterator[Finding]:
+        scan = self.touched
+        yield self._base()
+        pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(scan.of_operation(name))), None)
+        if pairs is not None and not scan.edited:  # which is about effective depths
+            yield _pairs(scan, pairs)
+        if len(single_layers(scan)) > 1:
+            yield _removal(scan)
+        if len(scan.cells):
+            yield _untouchable(scan)
+
+    def _base(self) -> Finding:
+        scan = self.touched
+        known = self.record.get("base_interval")
+        ends = ""
+        if isinstance(known, list) and len(known) == 2:
+            ends = f", 95% interval {interval(*known)}"
+        tokens = self.record.get("tokens_predicted") or int(self.cells["tokens"].max())
+        what = "unedited model"
+        if scan.edited:
+            what = "model as it runs"
+        text = (
+            f"The {what} has {scan.num_layers} layers and a perplexity of {number(scan.base)}{ends}, over "
+            f"{plural(tokens, 'token')} of {self.record.get('data', 'the text')}."
+        )
+        return Finding("As it is", text, number(scan.base), f"perplexity, unedited, {scan.num_layers} layers")
+
+    def missing(self) -> Iterator[str]:
+        scanned = set(self.cells["operation"])
+        # Maps whose columns follow from the model are not of every model.
+        absent = [title_of(name) for name, one in HEATMAPS.items() if name not in scanned and not callable(one.values)]
+        if absent:
+            yield f"Not scanned, so nothing is said about it: {listed(absent)} (surgeon scan --operation)."
+        if part := _only_part(self.record, self.touched.num_layers):
+            yield f"The scan has not every stretch: {part[:1].lower() + part[1:]}"
+
+
+def _what_a_cell_is(table: pd.DataFrame) -> str:
+    varied = dict.fromkeys(named_across(str(name)) for name in table["operation"].unique())
+    return listed(("a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied), "or")
+
+
+def _only_part(record: dict[str, Any], num_layers: int) -> str:
+    """Which stretches were left out on purpose."""
+    if record.get("earlier"):
+        return ""
+    parts = []
+    layers, every, longest = (record.get(name) for name in ("layers", "every", "max_length"))
+    if isinstance(layers, str) and layers != f"0:{num_layers}":
+        first, _, end = layers.partition(":")
+        parts.append(f"only layers {first} to {int(end) - 1} were scanned" if end.isdecimal() else "")
+    if isinstance(every, int) and every > 1:
+        parts.append(f"stretches begin every {every} layers only, and their lengths are multiples of {every}")
+    if isinstance(longest, int) and longest < num_layers and not parts:
+        parts.append(f"stretches have at most {longest} layers")
+    text = "; ".join(filter(None, parts))
+    if text:
+        return text[:1].upper() + text[1:] + "."
+    return ""
+
+
+def _spread_of_orders(orders: pd.DataFrame) -> str:
+    spread = orders.groupby(["operation", "first", "last"])["perplexity"].agg(["min", "max", "count"])
+    spread = spread[spread["count"] > 1]
+    if spread.empty:
+        return ""
+    ratio = float((spread["max"] / spread["min"]).median())
+    count = int(spread["count"].max())
+    random = listed(map(title_of, dict.fromkeys(orders["operation"])), "or")
+    return (
+        f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's perplexity "
+        f"is more than {number(ratio, 3)} times the best one's."
+    )
+
+
+def _pairs(scan: ScanTable, operation: str) -> Finding:
+    """How many layers can run as pairs."""
+    name = "two by two"
+    if operation == PAIRS:
+        name = "as LP pairs"
+    reached = _by_stretch(scan, operation)
+    text = " ".join(_pairs_sentence(scan, operation, allowed, cell) for allowed, cell in reached)
+    if operation == PAIRS_OF_STREAMS:
+        text += " This is 2-Parallel, each layer with a stream of its own; LP pairs themselves were not scanned."
+    rows = [
+        [
+            listed(map(allowance, allowed)),
+            stretch(int(cell["first"]), int(cell["last"])),
+            f"{scan.depth(operation, int(cell['changed'])):g}",
+            change(cell["ratio"]),
+            *with_intervals(cell),
+        ]
+        for allowed, cell in reached
+        if cell is not None
+    ]
+    head = ["allowed", "longest stretch", "depth", "change", *interval_heads(scan.cells)]
+    table = None
+    if rows:
+        table = Table(f"The longest stretches {name}", head, rows, left=frozenset({1}))
+    middle = longest_within(scan, operation, TOLERANCES[1])
+    depth = None
+    if middle is not None:
+        depth = scan.depth(operation, int(middle["changed"]))
+    figure = "no pairs"
+    if depth is not None:
+        figure = f"{depth:g} of {scan.num_layers}"
+    label = f"effective depth with layers run {name}, within {allowance(TOLERANCES[1])} of the perplexity"
+    return Finding(f"Running layers {name}", text, figure, label, table)
+
+
+def _by_stretch(scan: ScanTable, operation: str) -> list[tuple[list[float], pd.Series[Any] | None]]:
+    """The longest stretch for each tolerance, tolerances with the same one together."""
+    found: list[tuple[list[float], pd.Series[Any] | None]] = []
+    for tolerance in TOLERANCES:
+        cell = longest_within(scan, operation, tolerance)
+        before = None
+        if found:
+            before = found[-1][1]
+        same = bool(found) and (
+            before is cell or (before is not None and cell is not None and before.name == cell.name)
+        )
+        if same:
+            found[-1][0].append(tolerance)
+        else:
+            found.append(([tolerance], cell))
+    return found
+
+
+def _pairs_sentence(scan: ScanTable, operation: str, allowed: list[float], cell: pd.Series[Any] | None) -> str:
+    if cell is None:
+        return f"No stretch stays within {listed(map(allowance, allowed), 'or')} of the unedited perplexity."
+    depth = scan.depth(operation, int(cell["changed"]))
+    assert depth is not None, "pairs save half their layers in every family"
+    further = ""
+    if allowed[1:]:
+        further = f"; allowing {listed(map(allowance, allowed[1:]), 'or')} reaches no further"
+    return (
+        f"Within {allowance(allowed[0])} of the perplexity: {stretch(int(cell['first']), int(cell['last']))}, for an "
+        f"effective depth of {depth:g} of {scan.num_layers}{further}."
+    )
+
+
+def _removal(scan: ScanTable) -> Finding:
+    """Which single layers cost least and most to leave out."""
+    cells = single_layers(scan)
+    count = min(_NAMED, len(cells) // 2)
+    least = cells.head(count)
+    most = cells.tail(count).iloc[::-1]
+
+    def named(rows: pd.DataFrame) -> str:
+        return listed(f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows())
+
+    text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
+    rows = [
+        [f"{word}: layer {int(row['first'])}", change(row["ratio"]), *with_intervals(row)]
+        for word, some in (("least", least), ("most", most))
+        for _, row in some.iterrows()
+    ]
+    head = ["left out", "change", *interval_heads(cells)]
+    cheapest = cells.iloc[0]
+    label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
+    figure = change(cheapest["ratio"])
+    return Finding("Removing one layer", text, figure, label, Table("Cheapest and dearest layers", head, rows))
+
+
+def _untouchable(scan: ScanTable) -> Finding:
+    """Layers that no change, or none of some kinds, spares."""
+    kinds: dict[int, list[str]] = {}
+    for name in scan.operations:
+        for layer in never_to_touch(scan, name, _LIMIT):
+            kinds.setdefault(layer, []).append(title_of(name))
+    by_kinds: dict[tuple[str, ...], list[int]] = {}
+    for layer, names in sorted(kinds.items()):
+        by_kinds.setdefault(tuple(names), []).append(layer)
+    sentences = [_untouchable_sentence(layers, names, len(scan.operations)) for names, layers in by_kinds.items()]
+    if not kinds:
+        every = (
+            f"Every layer is part of some change of every scanned kind within {allowance(_LIMIT)} of the perplexity."
+        )
+        return Finding("Layers never to touch", every, "no layer", "is never to be touched")
+    # A layer that allows none of the ways to a shorter model that most people ask for first is to be left alone.
+    verbs = {name: heatmap.verb for name, heatmap in HEATMAPS.items() if heatmap.verb}
+    tried = [name for name in scan.operations if name in verbs] or scan.operations
+    alone = sorted(layer for layer, names in kinds.items() if {title_of(name) for name in tried} <= set(names))
+    how = listed((verbs.get(name, title_of(name)) for name in tried), "or")
+    it = "them"
+    if len(alone) == 1:
+        it = "it"
+    what = "no measured change"
+    if set(tried) & set(verbs):
+        what = f"no measured way to {how} {it}"
+    figure = "no layer"
+    if alone:
+        figure = f"{'layer' if len(alone) == 1 else 'layers'} {layer_list(alone)}"
+    label = f"{'is' if len(alone) < 2 else 'are'} never to be touched: {what} within {allowance(_LIMIT)}"
+    return Finding("Layers never to touch", " ".join(sentences), figure, label)
+
+
+def _untouchable_sentence(layers: list[int], names: tuple[str, ...], operations: int) -> str:
+    it = "one of them"
+    if len(layers) == 1:
+        it = "it"
+    which = f"{'Layer' if len(layers) == 1 else 'Layers'} {layer_list(layers)}"
+    change_words = "measured change"
+    if len(names) != operations:
+        change_words = listed(names, "or")
+    return f"{which}: no {change_words} that includes {it} stays within {allowance(_LIMIT)} of the perplexity."

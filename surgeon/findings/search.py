@@ -1,0 +1,424 @@
+"""Search: its trials, what edits do alone, its front, what the best programs share, the winner on held-out text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import Normalize
+
+from surgeon.findings.blocks import Block, Code, Finding, Heading, Paragraph, Table
+from surgeon.findings.drawing import Drawing, Picture
+from surgeon.findings.maps import WIDE, Legend, Map, map_cells
+from surgeon.findings.program import program_figure
+from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.search_charts import edit_charts, front_charts, history_chart, objectives_of, quality_chart
+from surgeon.findings.trials import BY, DRAFT_TIME, TrialTable
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.words import (
+    MOST_LAYERS,
+    cost,
+    first_few,
+    in_words,
+    interval,
+    interval_heads,
+    known,
+    number,
+    plural,
+    with_intervals,
+)
+
+_SHOWN = 10  # rows in a table
+_EDITS_NAMED = 12
+_LATER = ("level", "edits", "whole", "within", "program")  # columns that earlier versions did not write
+_EARLIER = (
+    "This search was made by an earlier version of surgeon, whose table of trials says less; run surgeon search again, "
+    "with another output folder, to see what it found."
+)
+
+
+@dataclass(frozen=True, repr=False)
+class SearchRun(RunResult):
+    """The result of `search`.
+
+    Attributes:
+        trials: one row per trial, in the order they were asked for, as in `trials.csv`.
+        terms: what each edit does alone, as in `terms.csv`.
+        front: the programs that no other is better than, as in `front.csv`; empty with one objective.
+        quality: the least divergence at every cost that was looked along, of each space alone and of all together, as
+            in `quality.csv`; empty unless there was one.
+        recipe_text: the winner's recipe, with what was measured in comments.
+    """
+
+    COMMAND = "search"
+    RECORD = "search.json"
+    TITLE = "Search"
+    WITHOUT = "No search: whether scattered edits do better than one stretch is not known (surgeon search)."
+    TABLES: ClassVar = {
+        "trials": TableFile("trials.csv", ("trial", "depth", "perplexity", "divergence"), ("source",), missing=""),
+        "terms": TableFile(
+            "terms.csv", ("divergence",), ("edit", "space"), ("first", "last"), optional=True, missing=""
+        ),
+        "front": TableFile(
+            "front.csv", ("point", "trial", "divergence"), ("edits",), optional=True, may_be_empty=True, missing=""
+        ),
+        "quality": TableFile(
+            "quality.csv", ("cost", "divergence"), ("along", "space", "edits"), optional=True, missing=""
+        ),
+    }
+    TEXTS: ClassVar = {"recipe_text": "recipe.yaml"}
+
+    trials: pd.DataFrame
+    terms: pd.DataFrame = field(default_factory=pd.DataFrame)
+    front: pd.DataFrame = field(default_factory=pd.DataFrame)
+    quality: pd.DataFrame = field(default_factory=pd.DataFrame)
+    recipe_text: str = ""
+
+    @property
+    def recipe(self) -> Recipe:
+        return parse_recipe(self.recipe_text, self.TEXTS["recipe_text"])
+
+    @property
+    def is_earlier(self) -> bool:
+        """Whether an earlier version made it, whose table of trials says less."""
+        return not set(_LATER) <= set(self.trials)
+
+    @cached_property
+    def trial_table(self) -> TrialTable:
+        """The trials, ready to be asked."""
+        texts = {name: self.trials[name].fillna("").astype(str) for name in ("edits", "program")}
+        objectives = str(self.record.get("objective") or BY[0]).split(",")
+        if objectives[0].partition("@")[0] == "draft":  # those of all levels compare
+            return TrialTable(self.trials.assign(**texts, level=math.nan), DRAFT_TIME)
+        return TrialTable(self.trials.assign(**texts), next((name for name in objectives if name in BY), BY[0]))
+
+    @property
+    def layers(self) -> int:
+        """Of the unedited model; where the record does not say it, as far as edits reach."""
+        reached = max((edit.stop for choice in self.trial_table.choices for edit in choice), default=1)
+        layers = max(int(self.record.get("num_layers") or 0), reached)
+        if layers > MOST_LAYERS:
+            raise ValueError(f"edits of {layers} layers are more than any model has")
+        return layers
+
+    def pictures(self) -> dict[str, Picture]:
+        """`search`, every trial and the best so far; `quality-against-COST`; `front`; `layers`."""
+        found = super().pictures()
+        if len(self.front):
+            found["front"] = Picture(list(front_charts(self.front, self.trial_table)))
+        return found
+
+    @property
+    def by_cost(self) -> dict[str, pd.DataFrame]:
+        """`quality` of each cost that was looked along."""
+        if len(self.quality):
+            return {str(along): rows for along, rows in self.quality.groupby("along", sort=False)}
+        return {}
+
+    def section(self) -> Iterator[Block]:
+        if self.is_earlier:
+            yield Paragraph(_EARLIER)
+            return
+        trials = self.trial_table
+        held = self.record.get("held_out")
+        if held and held["overturned"]:
+            yield Paragraph(held["sentences"][-1] + ".")
+        charts = [history_chart(trials), *(quality_chart(along, rows) for along, rows in self.by_cost.items())]
+        if len(self.front):
+            by_divergence = objectives_of(self.front)[0] == "divergence"
+            charts += front_charts(self.front, trials, without=self.by_cost if by_divergence else ())
+        yield Picture(charts)
+        yield from self._winner()
+        if held:
+            yield _on_held_out_text(held)
+        if self.record.get("healing"):
+            yield _healed(self.record["healing"])
+        if len(self.front):
+            yield _front_table(self.front, trials)
+        else:
+            yield _best_trials(trials)
+        if any(trials.choices):
+            yield _layers_touched(trials, self.layers)
+        if len(self.terms):
+            yield Heading("What single edits do")
+            yield Picture(edit_charts(self.terms))
+        yield from _what_goes_with_edits(trials, self.terms)
+        if self.record.get("using"):
+            yield _taken(self.record["using"])
+
+    def _winner(self) -> Iterator[Block]:
+        """The program that won, drawn, and its recipe."""
+        best = self.record.get("best")
+        record = self.record
+        if best and record.get("num_layers") and record.get("steps_per_layer"):
+            title = f"The winner, trial {best['trial']}"
+            program = Program.parse(best["program"])
+            figure = program_figure(program, int(record["num_layers"]), int(record["steps_per_layer"]))
+            yield Drawing(figure, title, f"{best['why']}.", f"{title}: {program}")
+        if self.recipe_text:
+            yield Code("The recipe that was found (recipe.yaml)", self.recipe_text)
+
+    def summary(self) -> Iterator[Finding]:
+        best = self.record.get("best")
+        if self.is_earlier or not best:
+            return
+        trials = self.trial_table
+        held = self.record.get("held_out")
+        texts = [self._what_won(best, held)]
+        figure = _value(best, "perplexity")
+        label = f"perplexity of the best of {plural(len(trials), 'trial')}"
+        if held:
+            figure = _value(self._finalist(held)["unseen"], "perplexity")
+            label = "perplexity of the search's winner, held-out text"
+            texts.append(_told_apart(held))
+        if self.record.get("work"):
+            texts.append(f"Single edits and trials ran {self.record['work']['sentence']}.")
+        yield Finding("Search", " ".join(filter(None, texts)), figure, label)
+        if held and held["overturned"]:
+            yield Finding("The search is overturned", held["sentences"][-1] + ".")
+        if self.record.get("draft"):
+            yield Finding("As a draft", f"{'; '.join(self.record['draft']['sentences'])}.")
+        if self.record.get("healing"):
+            yield Finding("Healing", self.record["healing"]["sentences"][-1] + ".")
+        knees = self.record.get("knees") or []
+        if knees:
+            title = "Where quality ends"
+            if "depth" in self.by_cost:
+                title = "How deep it really is"
+            yield Finding(title, f"By {'; '.join(knees)}.")
+
+    def _what_won(self, best: dict[str, Any], held: dict[str, Any] | None) -> str:
+        trials = self.trial_table
+        rows = trials.table[trials.table["trial"] == best["trial"]]
+        if rows.empty:
+            raise ValueError(
+                f"{self.files[0].parent / 'trials.csv'} has no trial {best['trial']}, which its record calls the best"
+            )
+        trial = rows.iloc[0]
+        why = best["why"]
+        edits = first_few((trial["edits"] or "no edits").split("; "), _EDITS_NAMED)
+        said = (
+            f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({why[:1].lower() + why[1:]}), "
+            f"at depth {trial['depth']:g}: {edits}. Its divergence is {known(best, 'divergence')} on the text of the "
+            "search"
+        )
+        original = self.record.get("original") if held is None else held["original"]
+        against = ""
+        if original is not None:
+            against = f" and the original's {_value(original, 'perplexity')}"
+        if held is None:
+            return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
+        unseen = self._finalist(held)["unseen"]
+        said += f" and {known(unseen, 'divergence')} on held-out text"
+        return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
+
+    def _finalist(self, held: dict[str, Any]) -> dict[str, Any]:
+        """The winner on held-out text, as it is before any healing."""
+        chosen = self.record.get("healing", held)["winner"]
+        found: dict[str, Any] = next(one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen)
+        return found
+
+
+def _on_held_out_text(held: dict[str, Any]) -> Table:
+    """The search's winner and the runners-up on text that the search did not see."""
+    by = held["by"]
+    first = held["searched"]
+    others = held["runners_up"]
+    rows = [[str(first["trial"]), *_both(first, by), "", "the search's winner"]]
+    rows += [
+        [str(one["trial"]), *_both(one, by), _difference(one), f"trial {first['trial']} is {_VERDICTS[one['verdict']]}"]
+        for one in others
+    ]
+    marked = frozenset((row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart")
+    together = ""
+    if len(others) > 1:
+        together = f" The {len(others)} intervals hold together with 95%."
+    won = f"trial {held['winner']} is the winner"
+    original = f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
+    note = (
+        f"Differences are of trial {first['trial']} less the other, window by window, {_OF_WHAT[by]}.{together} "
+        f"Where one holds 0, the two are not told apart; {won}. {original}."
+    )
+    head = ["trial", in_words(by), f"{in_words(by)}, held out", "95% interval", "difference", "which says"]
+    caption = f"The best trials on {int(first['unseen']['tokens']):,} tokens that the search did not see"
+    if not others:
+        return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
+    return Table(caption, head, rows, note, left=frozenset({5}), marked=marked)
+
+
+def _healed(healing: dict[str, Any]) -> Table:
+    """The candidates before and after they were trained briefly."""
+    shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
+    rows = [[str(one["trial"]), *(_value(one[when], by) for by, when in shown)] for one in healing["candidates"]]
+    head = ["trial", "divergence", "healed", "perplexity", "healed"]
+    marked = frozenset((row, 0) for row, one in enumerate(healing["candidates"]) if one["trial"] == healing["winner"])
+    note = ". ".join(healing["sentences"]) + ". Numbers are of held-out text; the winner's are marked."
+    return Table("The best trials before and after healing", head, rows, note, marked=marked)
+
+
+_OF_WHAT = dict.fromkeys(("divergence", "perplexity"), "in nats per token")
+_OF_WHAT[DRAFT_TIME] = "in parts of the time of a token without drafts"
+_VERDICTS = {"better": "better", "worse": "worse", "not told apart": "not told apart from it"}
+
+
+def _both(one: dict[str, Any], by: str) -> list[str]:
+    unseen = one["unseen"]
+    known = interval(unseen.get(f"{by}_low"), unseen.get(f"{by}_high"))
+    return [_value(one["seen"], by), _value(unseen, by), known]
+
+
+def _value(values: dict[str, Any], by: str) -> str:
+    return number(float("nan") if values[by] is None else float(values[by]))
+
+
+def _difference(one: dict[str, Any]) -> str:
+    if one["low"] is None or one["high"] is None:
+        return f"{number(one['difference'], 3)} (no interval)"
+    return f"{number(one['difference'], 3)} ({interval(one['low'], one['high'], 3)})"
+
+
+def _best_trials(trials: TrialTable) -> Table:
+    """The best trials, or along a cost the best of every level, on the text of the search."""
+    rows = trials.best_of_levels
+    if not trials.has_levels:
+        rows = trials.ranked[:_SHOWN]
+    columns = list(trials.table.columns)
+    costs = columns[columns.index("edits") + 1 : columns.index("divergence")]  # what programs cost
+    if trials.by == DRAFT_TIME:
+        costs += columns[columns.index(DRAFT_TIME) : columns.index("program")]
+        costs += [name for name in columns if name.endswith("_acceptance")]
+    cells = []
+    for row in rows:
+        trial = trials.table.iloc[row]
+        cells.append(
+            [str(int(trial["trial"])), trials.short_edits(row), trials.sources[row],
+             *(cost(trial[name]) for name in costs), number(trial["perplexity"]),
+             *with_intervals(trial, ["divergence"])]
+        )  # fmt: skip
+    head = [
+        "trial",
+        "edits",
+        "from",
+        *map(in_words, costs),
+        "perplexity",
+        *interval_heads(trials.table, ["divergence"]),
+    ]
+    what = "The best trial of every level"
+    if not trials.has_levels:
+        what = f"The best {len(rows)}"
+    caption = f"{what} of {plural(len(trials), 'trial')}, on the text of the search"
+    note = "No trial is within the budget."
+    if rows:
+        note = ""
+    return Table(caption, head, cells, note, left=frozenset({1, 2}))
+
+
+def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
+    names = objectives_of(front)
+    places = {int(trial): row for row, trial in enumerate(trials.table["trial"])}
+    rows = [
+        [f"{row['point']:g}", *(cost(row[name]) for name in names), f"{row['trial']:g}",
+         trials.short_edits(places[int(row["trial"])])]
+        for _, row in front.iterrows()
+    ]  # fmt: skip
+    caption = f"The front: {plural(len(front), 'program')}"
+    kept = []
+    if "within" in front:
+        kept = [row for row, flag in enumerate(front["within"]) if str(flag) == "True"]
+    marked = frozenset((row, 0) for row in kept) if len(kept) < len(front) else frozenset()
+    note = "Each has a recipe in the folder front." + (" Those that keep the budget are marked." if marked else "")
+    return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}), marked=marked)
+
+
+def _layers_touched(trials: TrialTable, layers: int) -> Map:
+    """Which layers the good trials change: a strip for each space."""
+    values = trials.shares(layers)
+    every = [trials.touched(space, layers, range(len(trials))) for space in values.index]
+    down = np.repeat(values.index, layers)
+    across = [*range(layers)] * len(values)
+    shares = pd.DataFrame({"good": values.to_numpy().ravel(), "all": np.ravel(every)})
+    title = "Which layers the good trials change"
+    of_each = ""
+    if trials.has_levels:
+        of_each = "of each level "
+    caption = (
+        f"Share of the best tenth of trials {of_each}({len(trials.good)} of {len(trials)}) "
+        "that have an edit of this space on the layer."
+    )
+    fields = {"good": "of the good trials", "all": "of all trials"}
+    cells = map_cells(values, down, across, shares, fields, "{row}, layer {column}")
+    share = Normalize(0, 1)
+    legend = Legend(share, "Colours: share of the good trials")
+    return Map(title, values, share, ("layer", ""), cells, "shares", caption, "layers", legend, flat=WIDE)
+
+
+def _what_goes_with_edits(trials: TrialTable, terms: pd.DataFrame) -> Iterator[Block]:
+    effects = trials.effects()[:_SHOWN]
+    if not effects:
+        return
+    alone = {}
+    if not terms.empty:
+        alone = dict(zip(terms["edit"], terms["divergence"], strict=True))
+    rows = [
+        [str(one.edit), str(one.trials), number(alone.get(str(one.edit), float("nan"))), number(one.ratio, 3),
+         interval(one.low, one.high, 3)]
+        for one in effects
+    ]  # fmt: skip
+    of_level = ""
+    if trials.has_levels:
+        of_level = " of the same level"
+    note = (
+        f"The ratio is of geometric means of {trials.by}: of trials with the edit to those{of_level} without, with the "
+        "95% interval of Welch's t for each row by itself; shaded where it excludes 1. Trials are those that the "
+        "search chose to run, so that this is what goes with an edit, not what it does."
+    )
+    head = ["edit", "trials with it", "divergence alone", "with it / without", "95% interval"]
+    marked = frozenset((row, 3) for row, one in enumerate(effects) if one.excludes_one)
+    yield Table(f"Importance: what goes with single edits among {len(trials)} trials", head, rows, note, marked=marked)
+
+
+def _taken(using: Sequence[dict[str, Any]]) -> Table:
+    """What the search did not measure itself."""
+    counts = ("edits", "choices", "trials", "foreseen")
+    rows = [
+        [one["pass"], Path(one["folder"]).name, "the search's" if one["same_text"] else "another",
+         *(str(one[name]) for name in counts)]
+        for one in using
+    ]  # fmt: skip
+    note = (
+        "Single edits and trials of the passes were not measured again; choices of several edits taught the "
+        "regression; foreseen edits were measured where they looked best by the pass, and estimated elsewhere."
+    )
+    head = ["pass", "folder", "its text", "single edits", "choices", "trials", "foreseen"]
+    return Table("What was taken from passes", head, rows, note, left=frozenset({0, 1, 2}))
+
+
+def _told_apart(held: dict[str, Any]) -> str:
+    """What held-out text says of the search's winner and the runners-up; better only where an interval excludes 0."""
+    verdicts = [one["verdict"] for one in held["runners_up"]]
+    if not verdicts or held["overturned"]:
+        return ""
+    better = verdicts.count("better")
+    alike = verdicts.count("not told apart")
+    first = held["searched"]["trial"]
+    if not better:
+        return f"On held-out text trial {first} is not told apart from {_of(alike, verdicts)}."
+    rest = ""
+    if alike:
+        rest = f", and not told apart from {alike}"
+    return f"On held-out text trial {first} is better than {_of(better, verdicts)}{rest}."
+
+
+def _of(count: int, verdicts: Sequence[str]) -> str:
+    if len(verdicts) == 1:
+        return "the runner-up"
+    if count == len(verdicts):
+        return f"any of the {count} runners-up"
+    return f"{count} of {len(verdicts)} runners-up"

@@ -1,0 +1,236 @@
+"""Similarity: how little each layer depends on the one before it, and which cheap measure predicts damage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.drawing import Chart, Picture, layers_across, points, scale
+from surgeon.findings.maps import Legend, Map, map_cells
+from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.tolerance import title_of
+from surgeon.words import MINUS, aligned, layer_list, listed, number
+
+# What is drawn of each column: its words and its style.
+CKA = {
+    "cka_attention": ("attention", 0),
+    "cka_mlp": ("MLP", 1),
+    "cka_attention_debiased": ("attention, debiased", 2),
+    "cka_mlp_debiased": ("MLP, debiased", 3),
+}
+SIZES = {
+    "block_influence": ("block influence", 4),
+    "attention_size": ("attention's output / stream", 0),
+    "mlp_size": ("MLP's output / stream", 1),
+}
+_NOT_PRINTED = "_debiased"  # orders stretches almost as the biased one does
+_DAMAGE = "divergence"
+_SHOWN = 5  # proxies in the short table that are there for their average
+_NAMED = 3  # layers that the summary names
+
+
+@dataclass(frozen=True, repr=False)
+class Similarity(RunResult):
+    """The result of `similarity`; layers count from 0.
+
+    Attributes:
+        layers: one row per layer, as in `similarity.csv`: `layer`; `cka_attention`, `cka_attention_debiased`,
+            `cka_mlp`, `cka_mlp_debiased` (NaN where there is no layer before it, as for layer 0); `block_influence`;
+            `attention_size` and `mlp_size`, the mean norm of a sublayer's output relative to the stream it reads.
+        distances: one row per stretch of layers in a row, as in `distances.csv`: `first` and `last`, both included;
+            `angular_distance` between the streams before and after it, averaged over all tokens, and
+            `angular_distance_last_token`, over the last token of each window; `cosine_distance`, 1 - the mean cosine
+            between them.
+        proxies: how every measure is correlated with a scan's heatmaps, as in `proxies.csv`; empty without a scan.
+    """
+
+    COMMAND = "similarity"
+    RECORD = "similarity.json"
+    TITLE = "Similarity"
+    WITHOUT = "No similarity: how much layers depend on each other is not known (surgeon similarity)."
+    TABLES: ClassVar = {
+        "layers": TableFile("similarity.csv", (*CKA, *SIZES), (), ("layer",)),
+        "distances": TableFile(
+            "distances.csv", ("angular_distance", "angular_distance_last_token"), (), ("first", "last"), optional=True
+        ),
+        "proxies": TableFile(
+            "proxies.csv", ("rho",), ("operation", "damage", "proxy", "aggregate"), optional=True, digits=6
+        ),
+    }
+
+    layers: pd.DataFrame
+    distances: pd.DataFrame = field(default_factory=pd.DataFrame)
+    proxies: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+    def section(self) -> Iterator[Block]:
+        yield Paragraph(
+            "CKA compares what a sublayer adds with what it adds when the contribution of the layer before is taken "
+            "out of its input: near 1, the layer hardly needs the one before it (Layer Parallelism, figure 5). Layer 0 "
+            "has no layer before it. Debiased CKA corrects for having few tokens."
+        )
+        influence = "Block influence is 1 minus the mean cosine between the streams before and after the layer."
+        near = "Near 1: the layer hardly needs it."
+        charts = [
+            _chart(self.layers, CKA, "CKA", "CKA with and without the layer before", near),
+            _chart(self.layers, SIZES, "share of the stream", "How much a layer changes the stream", influence),
+        ]
+        yield Picture(charts, name="similarity")
+        if len(self.distances):
+            yield Picture([_distances(self.distances)], name="distances")
+        if len(self.proxies):
+            yield from _proxies(self.proxies)
+
+    def summary(self) -> Iterator[Finding]:
+        layers = self.layers.dropna(subset=["cka_attention_debiased", "cka_mlp_debiased"])
+        if len(layers) > 1:
+            lower = layers.set_index("layer")[["cka_attention_debiased", "cka_mlp_debiased"]].min(axis=1)
+            order = lower.sort_values(ascending=False, kind="stable")
+            count = min(_NAMED, len(order) // 2)
+            least = order[:count]
+            most = order[-count:]
+            text = (
+                f"Layers {layer_list(least.index)} depend least on the layer before them (debiased CKA of attention "
+                f"and MLP at least {number(float(least.iloc[-1]), 3)}), layers {layer_list(most.index)} most (down to "
+                f"{number(float(most.iloc[-1]), 3)})."
+            )
+            yield Finding("Who needs the layer before", text)
+        if len(self.proxies) and len(rho := _ranked(self.proxies)):
+            yield _best_proxy(rho)
+
+    def missing(self) -> Iterator[str]:
+        if self.proxies.empty:
+            yield "Which cheap measure predicts a scan is not known: surgeon similarity --scan compares them."
+
+    def __str__(self) -> str:
+        """Which proxy orders each operation's stretches best by divergence, and how well; in 80 columns."""
+        if self.proxies.empty:
+            return ""
+        is_printed = ~self.proxies["proxy"].str.endswith(_NOT_PRINTED)
+        lines = [["operation", "n", "best proxy", "rho", "length", "at equal length", "rho"]]
+        for operation, rows in self.proxies[is_printed & (self.proxies["damage"] == "divergence")].groupby(
+            "operation", sort=False
+        ):
+            length = rows.loc[rows["proxy"] == "length", "rho"].max()
+            best, rho = _highest(rows, "rho")
+            equal, at_equal = _highest(rows, "rho_at_equal_length")
+            lines.append(
+                [str(operation), f"{rows['n'].max()}", best, f"{rho:.3f}", f"{length:.3f}", equal, f"{at_equal:.3f}"]
+            )
+        return (
+            "What predicts the divergence of a stretch best: Spearman's rho over n stretches,\n"
+            "beside that of its mere length; and among stretches of equal length. Proxies\n"
+            "of single layers are summed over the stretch where max or mean is not said.\n"
+            f"{aligned(lines, left=(0, 2, 5))}"
+        )
+
+
+def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
+    """Columns of `similarity.csv` by layer: shares of the stream on a logarithmic axis, CKA up to 1."""
+    log = measures is SIZES
+
+    def draw(axes: Axes) -> None:
+        layers_across(axes, int(layers["layer"].min()), int(layers["layer"].max()))
+        values = layers[list(measures)].to_numpy(dtype=float).ravel().tolist()
+        scale(axes, "y", values if log else [*values, 1.0], log, zero=not log)
+        for column, (words, style) in measures.items():
+            rows = zip(layers["layer"], layers[column], strict=True)
+            tips = [f"layer {layer}, {words}: {number(value)}" for layer, value in rows]
+            points(axes, layers["layer"], layers[column], tips, style, words)
+
+    rows = [[str(int(row["layer"])), *(number(row[name]) for name in measures)] for _, row in layers.iterrows()]
+    table = Table(f"{title}: values", ["layer", *(words for words, _ in measures.values())], rows, folded=True)
+    return Chart(title, draw, "layer", y, caption, table=table)
+
+
+def _distances(table: pd.DataFrame) -> Map:
+    """Angular distance between the streams before and after every stretch."""
+    layers = range(int(table["last"].max()) + 1)
+    values = table.pivot_table(index="first", columns="last", values="angular_distance", dropna=False)
+    values = values.reindex(index=layers, columns=layers)
+    # Layer 0 turns the embedding almost at a right angle: under one scale with it the others would look alike.
+    end = float(values.loc[1:].max().max())
+    if not end > 0:
+        end = float(values.max().max())
+    colours = Normalize(0, end or 1.0)
+    legend = Legend(colours, "Colours: angular distance", capped=bool((values > end).to_numpy().any()))
+    fields = {"angular_distance": "angle", "angular_distance_last_token": "angle at the last tokens"}
+    cells = map_cells(values, table["first"], table["last"], table, fields, "layers {row} to {column}", "layer {row}")
+    title = "Angle between the streams before and after a stretch"
+    caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
+    return Map(title, values, colours, ("last layer", "first layer"), cells, caption=caption, legend=legend)
+
+
+def _ranked(table: pd.DataFrame) -> pd.DataFrame:
+    """Rank correlations with the divergence: a row per proxy and aggregate, a column per operation, the best first."""
+    rows = table[table["damage"] == _DAMAGE]
+    rho = rows.pivot_table(index=["proxy", "aggregate"], columns="operation", values="rho", sort=False)
+    return rho.loc[rho.mean(axis=1).sort_values(ascending=False, kind="stable").index]
+
+
+def _name(key: Any) -> str:
+    proxy, aggregate = key
+    words = str(proxy).replace("_", " ").replace("cka", f"1 {MINUS} CKA,")
+    if aggregate:
+        return f"{words} ({aggregate})"
+    return words
+
+
+def _proxies(table: pd.DataFrame) -> Iterator[Block]:
+    rho = _ranked(table)
+    if rho.empty:
+        return
+    # The best on average, the best of each kind of change, and the length, which all of them have to beat.
+    short = {*rho[~rho.index.get_level_values("proxy").duplicated()].head(_SHOWN).index, *rho.idxmax()}
+    kept = [key for key in rho.index if key in short or _name(key) == "length"]
+    yield _rho_table("Which cheap measure predicts the damage", rho.loc[kept], rho, folded=False)
+    yield _rho_table("Every measure", rho, rho, folded=True)
+
+
+def _rho_table(caption: str, shown: pd.DataFrame, every: pd.DataFrame, folded: bool) -> Table:
+    best = every.max()
+    rows = []
+    marked = set[tuple[int, int]]()
+    for row, (key, values) in enumerate(shown.iterrows()):
+        rows.append([_name(key), number(float(values.mean()), 3), *(number(v, 3) for v in values)])
+        marked.update((row, column) for column, name in enumerate(shown.columns, start=2) if values[name] == best[name])
+    note = (
+        "Spearman's rank correlation of each measure with the divergence of the stretches in the scan; 1 would be the "
+        "same order. The length of the stretch is what any measure has to beat. Marked: the best for each kind of "
+        "change."
+    )
+    head = ["measure", "mean", *map(title_of, shown.columns)]
+    return Table(caption, head, rows, "" if folded else note, folded=folded, marked=frozenset(marked))
+
+
+def _best_proxy(rho: pd.DataFrame) -> Finding:
+    means = rho.mean(axis=1)
+    name = _name(means.index[0])
+    kinds = listed(title_of(name) for name in rho.columns)
+    text = (
+        f"Of the measures that need no scan, {name} orders the stretches most like their measured "
+        f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"
+    )
+    length = [float(mean) for key, mean in means.items() if _name(key) == "length"]
+    text += f"; the mere length of the stretch has {number(length[0], 3)}." if length else "."
+    return Finding(
+        "Which cheap measure agrees best",
+        text,
+        number(float(means.iloc[0]), 3),
+        f"rank correlation of the best cheap measure, {name}",
+    )
+
+
+def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:
+    """The name of the proxy with the highest rank correlation, and that."""
+    if rows[column].isna().all():
+        return "-", math.nan
+    row = rows.iloc[int(rows[column].argmax())]
+    name = str(row["proxy"]) if row["aggregate"] in ("", "sum") else f"{row['proxy']}, {row['aggregate']}"
+    return name, float(row[column])

@@ -1,0 +1,272 @@
+"""Spectrum: singular values of matrices, the rank that each needs, and the damage of cutting it down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
+from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
+from surgeon.findings.result import RunResult, TableFile, base_of
+from surgeon.words import aligned, change, listed, number
+
+METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end
+_RANKS_ACROSS = 4  # in a table of a terminal
+_LEAST_VALUE = 1e-4  # of the largest singular value
+_LINES = LinearSegmentedColormap.from_list("layers", ORDERED)
+
+
+@dataclass(frozen=True)
+class TargetRank:
+    """A rank as the user asks for it.
+
+    Attributes:
+        number: of singular values, or a share of all that a matrix has.
+        is_share: which of the two.
+    """
+
+    number: Fraction
+    is_share: bool
+
+    def __str__(self) -> str:
+        if self.is_share:
+            return f"{self.number.numerator}/{self.number.denominator}"
+        return str(self.number)
+
+    def of(self, full_rank: int) -> int:
+        """The rank for a matrix with this many singular values; a share is rounded, to at least 1."""
+        if self.is_share:
+            return max(1, int(self.number * full_rank + Fraction(1, 2)))
+        return int(self.number)
+
+
+@dataclass(frozen=True, repr=False)
+class Spectrum(RunResult):
+    """The result of `spectrum`; layers count from 0.
+
+    Attributes:
+        matrices: one row per matrix, as in `spectrum.csv`.
+        damage: one row per truncation, as in `damage.csv`; no rows if none was measured.
+        values: every singular value, as in `singular_values.csv`.
+        base_perplexity: of the model as it is.
+        curves: what ranks are shared out by; of a spectrum just found.
+    """
+
+    COMMAND = "spectrum"
+    RECORD = "spectrum.json"
+    TITLE = "Spectrum"
+    WITHOUT = "No spectrum: how low the rank of matrices can be is not known (surgeon spectrum)."
+    TABLES: ClassVar = {
+        "matrices": TableFile(
+            "spectrum.csv",
+            ("full_rank", *(f"{name}95{ending}" for ending in METHODS.values() for name in ("rank", "kept"))),
+            ("weight",),
+            ("layer",),
+        ),
+        "damage": TableFile(
+            "damage.csv",
+            ("rank", "full_rank", "kept", "perplexity", "divergence", "tokens"),
+            ("weight", "method"),
+            ("layer",),
+            optional=True,
+            may_be_empty=True,
+        ),
+        "values": TableFile("singular_values.csv", ("index", "value"), ("weight", "method"), ("layer",), optional=True),
+    }
+
+    matrices: pd.DataFrame
+    damage: pd.DataFrame = field(default_factory=pd.DataFrame)
+    values: pd.DataFrame = field(default_factory=pd.DataFrame)
+    base_perplexity: float = math.nan
+    curves: tuple[Any, ...] = ()
+
+    @classmethod
+    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
+        # A table beside it may be of an earlier run that measured damage.
+        return {"base_perplexity": base_of(record, file, cls.COMMAND)} | (
+            {} if record.get("ranks") else {"damage": pd.DataFrame()}
+        )
+
+    def shares(self, method: str) -> pd.DataFrame:
+        """The matrices with `share`, the rank that holds 95% of the energy, by a method, over the full rank."""
+        return self.matrices.assign(share=self.matrices[f"rank95{METHODS[method]}"] / self.matrices["full_rank"])
+
+    def truncations(self) -> Iterator[tuple[TargetRank, pd.DataFrame]]:
+        """The rows of `damage` for each of the ranks that were asked for: one of each matrix."""
+        for rank in parse_ranks(",".join(self.record["ranks"])) if len(self.damage) else ():
+            part = self.damage[self.damage["rank"] == self.damage["full_rank"].map(rank.of)]
+            if len(part):
+                yield rank, part
+
+    def section(self) -> Iterator[Block]:
+        yield Paragraph(
+            "The rank that holds 95% of a matrix's energy (the sum of its squared singular values), as a share of its "
+            "full rank. Two factors of rank r have fewer parameters than the matrix only below about half of the full "
+            "rank of a square one."
+        )
+        if len(self.damage):
+            yield self._damage()
+        yield self._ranks()
+
+    def pictures(self) -> dict[str, Picture]:
+        """`damage`, if it was measured; `rank95`; `singular-values-plain` and `singular-values-whitened`."""
+        found = super().pictures()
+        for method in METHODS if len(self.values) else ():
+            values = self.values[self.values["method"] == method]
+            panels = [_decay(str(weight), own) for weight, own in values.groupby("weight", sort=False)]
+            found[f"singular-values-{method}"] = Picture(panels, f"Singular values ({method}), a line for each layer.")
+        return found
+
+    def _ranks(self) -> Picture:
+        ratio = Normalize(0, 1)
+        maps = []
+        for method, ending in METHODS.items():
+            fields = {
+                "share": "share of the full rank",
+                f"rank95{ending}": "rank",
+                f"kept95{ending}": "parameters kept",
+            }
+            which = "on its inputs"
+            if method == "plain":
+                which = "itself"
+            title = f"Rank with 95% of the energy of the matrix {which} ({method})"
+            maps.append(_map(self.shares(method), "share", ratio, fields, title, "share of the full rank"))
+        return Picture(maps, "", "rank95", Legend(ratio, "Colours: share of the full rank"))
+
+    def _damage(self) -> Picture:
+        base = self.base_perplexity
+        colours, capped = scale_of([self.damage[["perplexity"]]], base)
+        fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
+        maps = [
+            _map(part, "perplexity", colours, fields, f"One matrix cut down to {name}", "perplexity", base)
+            for name, part in self._by_rank()
+        ]
+        caption = f"Perplexity with one matrix alone at a lower rank, over that of the unedited model, {number(base)}."
+        return Picture(
+            maps, caption, "damage", Legend(colours, f"Colours: perplexity over {number(base)}", base, capped)
+        )
+
+    def _by_rank(self) -> Iterator[tuple[str, pd.DataFrame]]:
+        """The truncations with the name of their rank."""
+        for rank, part in self.truncations():
+            name = f"{rank} of the rank" if rank.is_share else f"rank {rank}"
+            yield f"{name} ({part['method'].iloc[0]})", part
+
+    def summary(self) -> Iterator[Finding]:
+        share = self.shares("whitened").groupby("weight", sort=False)["share"].mean().sort_values()
+        text = (
+            f"On the inputs it gets, {share.index[0]} needs least rank for 95% of its energy "
+            f"({share.iloc[0]:.0%} of the full rank on average), {share.index[-1]} most ({share.iloc[-1]:.0%})."
+        )
+        yield Finding("Low rank", text)
+        if self.damage.empty:
+            return
+        rows = []
+        sentences = []
+        for name, part in self._by_rank():
+            ratio = (part["perplexity"] / self.base_perplexity).to_numpy()
+            worst = part.iloc[int(ratio.argmax())]
+            middle = change(float(np.median(ratio)))
+            rows.append([name, middle, change(float(ratio.max())), f"layer {int(worst['layer'])}, {worst['weight']}"])
+            sentences.append(f"{name} {middle}")
+        changes = listed(sentences)
+        text = f"In the median over all matrices, the perplexity with one of them cut down changes by: {changes}."
+        head = ["to", "median", "worst", "which"]
+        table = Table("Perplexity with one matrix cut down", head, rows, left=frozenset({3}))
+        yield Finding("Cutting one matrix down", text, table=table)
+
+    def missing(self) -> Iterator[str]:
+        if self.damage.empty:
+            yield "What lower ranks cost was not measured (surgeon spectrum without --no-damage)."
+        else:
+            yield "Each matrix was cut down alone: what several at once cost is not known."
+
+    def __str__(self) -> str:
+        """For each weight medians over layers, of the rank with 95% of the energy and of divergence; in 80 columns."""
+        parts = ["Medians over layers: rank with 95% of the energy, as a share of the full rank"]
+        if len(self.damage):
+            parts.append("(whitened: weighed by the inputs); divergence at lower ranks, nats per token")
+        truncations = list(self.truncations())
+        for start in range(0, max(1, len(truncations)), _RANKS_ACROSS):
+            shown = truncations[start : start + _RANKS_ACROSS]
+            lines = [["", "", *["rank95"] * len(METHODS), *["at rank"] * len(shown)]]
+            lines.append(["weight", "out x in", *METHODS, *(f"{rank}" + " full" * rank.is_share for rank, _ in shown)])
+            for weight, rows in self.matrices.groupby("weight", sort=False):
+                first = rows.iloc[0]
+                medians = [(rows[f"rank95{ending}"] / rows["full_rank"]).median() for ending in METHODS.values()]
+                cells = [f"{first['out_features']} x {first['in_features']}", *(f"{share:.2f}" for share in medians)]
+                at = (part.loc[part["weight"] == weight, "divergence"].median() for _, part in shown)
+                lines.append([str(weight), *cells, *(f"{divergence:.3g}" for divergence in at)])
+            parts.append(aligned(lines) + "\n")
+        return "\n".join(parts)
+
+
+def parse_ranks(text: str) -> tuple[TargetRank, ...]:
+    """Ranks from a list such as "1/8,0.5,32", each once.
+
+    Raises:
+        ValueError: naming what is no rank, and why.
+    """
+    ranks = [_parse_rank(part.strip()) for part in text.split(",") if part.strip()]
+    if not ranks:
+        raise ValueError("no rank is given; write shares of the full rank such as 1/8,1/2, or whole numbers")
+    return tuple(dict.fromkeys(ranks))
+
+
+def _parse_rank(text: str) -> TargetRank:
+    is_share = "." in text or "/" in text
+    try:
+        number = Fraction(text) if is_share else Fraction(int(text))
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{text!r} is no rank; write a share such as 1/8 or 0.5, or a whole number") from error
+    if number <= 0:
+        raise ValueError(f"rank {text} must be more than 0")
+    if is_share and number > 1:
+        raise ValueError(f"rank {text} is above the full rank; a share is at most 1.0, a whole number has no point")
+    return TargetRank(number, is_share)
+
+
+def by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Values by layer and weight, in the order of the table; NaN where there is none."""
+    table = rows.pivot_table(index="layer", columns="weight", values=column, sort=False, dropna=False)
+    return table.reindex(columns=list(dict.fromkeys(rows["weight"]))).sort_index()
+
+
+def _map(
+    table: pd.DataFrame,
+    column: str,
+    colours: Normalize,
+    fields: Mapping[str, str],
+    title: str,
+    what: str,
+    base: float | None = None,
+) -> Map:
+    """Weights down, layers across."""
+    values = by_layer(table, column).T
+    cells = map_cells(values, table["weight"], table["layer"], table, fields, "layer {column}, {row}", base=base)
+    return Map(title, values, colours, ("layer", ""), cells, what, flat=HALF)
+
+
+def _decay(weight: str, values: pd.DataFrame) -> Chart:
+    """Singular values of a weight relative to the largest one, a line for each layer, dark for the first."""
+    lines = {layer: line["value"] / line["value"].max() for layer, line in values.groupby("layer")}
+    last = max(1.0, float(values["layer"].max()))
+
+    def draw(axes: Axes) -> None:
+        scale(axes, "x", [0, int(values["index"].max()) + 1], zero=True)
+        scale(axes, "y", [max(_LEAST_VALUE, value) for line in lines.values() for value in line if value > 0], log=True)
+        for layer, line in lines.items():
+            shown = line.where(line > 0)
+            axes.plot(values.loc[line.index, "index"] + 1, shown, color=_LINES(float(str(layer)) / last), lw=0.9)
+
+    return Chart(weight, draw, "number", "relative to the largest")

@@ -1,0 +1,284 @@
+"""The results of tasks: as a table to read, as a CSV file, and in lm-eval's own format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+import pandas as pd
+
+from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.result import RunResult
+from surgeon.processes.files import make_folder, write_text
+from surgeon.words import listed, number, plural
+
+PROVENANCE_KEY = "surgeon"
+_NAMED = 6  # numbers that the summary gives
+_WIDTH = 80
+_NO_FILTER = "none"
+_LM_EVAL = ("lm_eval_version", "model_name", "n-shot", "n-samples", "versions", "task_hashes", "config")
+_HEADS = ("task", "shots", "metric", "value", "stderr", "n")
+_LEFT = (True, False, True, False, False, False)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of one task or group.
+
+    Attributes:
+        shots: few-shot examples; None for a group whose tasks have different numbers.
+        filter: how the answer was taken out of a generated text; "none" for scored texts.
+        stderr: standard error, or None where lm-eval knows none.
+        rows: how many were evaluated; None where lm-eval does not say it.
+    """
+
+    task: str
+    shots: int | None
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    rows: int | None
+    higher_is_better: bool | None
+
+    @property
+    def name(self) -> str:
+        """Of the metric, with the filter where there is one."""
+        if self.filter == _NO_FILTER:
+            return self.metric
+        return f"{self.metric} ({self.filter})"
+
+
+@dataclass(frozen=True, repr=False)
+class TaskRun(RunResult):
+    """The result of `evaluate` on tasks: lm-eval's, with our provenance in it.
+
+    Attributes:
+        scores: of each task and metric.
+    """
+
+    COMMAND = "eval"
+    RECORD = "results*.json"
+    TITLE = "Tasks"
+    WITHOUT = "No evaluation: accuracy on tasks is not known (surgeon eval)."
+
+    scores: list[Score]
+
+    @classmethod
+    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
+        return {"scores": scores(record)}
+
+    @classmethod
+    def is_ours(cls, record: dict[str, Any]) -> bool:
+        return isinstance(record.get("results"), dict)
+
+    @classmethod
+    def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """What surgeon wrote, and of lm-eval's much longer record how it was called."""
+        written = record.get(PROVENANCE_KEY)
+        own = {}
+        if isinstance(written, dict):
+            own = dict(written)
+        return own | {name: record[name] for name in _LM_EVAL if name in record}
+
+    @classmethod
+    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+        if isinstance(record.get(PROVENANCE_KEY), dict):
+            return super().model_of(record[PROVENANCE_KEY])
+        return str(record.get("model_name") or "a model without a name"), ""
+
+    def table(self) -> pd.DataFrame:
+        return pd.DataFrame(map(asdict, self.scores), columns=list(Score.__dataclass_fields__))
+
+    def __str__(self) -> str:
+        """The scores as lines of at most 80 characters."""
+        return table(self.scores)
+
+    def section(self) -> Iterator[Block]:
+        surgery = self.record.get(PROVENANCE_KEY, {})
+        yield Paragraph(self._what())
+        rows = [
+            [
+                s.task,
+                s.name,
+                _better(s),
+                _text(s),
+                "" if s.shots is None else str(s.shots),
+                "" if s.rows is None else f"{s.rows:,}",
+            ]
+            for s in self.scores
+        ]
+        head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
+        yield Table("Accuracy on tasks", head, rows, left=frozenset({1, 2}))
+        if surgery.get("program"):
+            yield Code("The program that was evaluated", str(surgery["program"]))
+
+    def _what(self) -> str:
+        name = self._subject()
+        limit = self.record.get("config", {}).get("limit")
+        some = ""
+        if isinstance(limit, int | float):
+            some = f" Only the first {limit:g} rows of each task."
+        return f"{name}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}".replace(" .", ".")
+
+    def _subject(self) -> str:
+        """What was evaluated, as the user named it."""
+        return str(
+            self.record.get("model_name")
+            or self.record.get("config", {}).get("model_args", {}).get("pretrained")
+            or self.name
+        )
+
+    @classmethod
+    def together(cls, runs: Sequence[Self]) -> list[Block]:
+        """All evaluations of a model side by side."""
+        by_run = [{(s.task, s.name): s for s in run.scores} for run in runs]
+        keys = list(dict.fromkeys(key for found in by_run for key in found))
+        rows = [
+            [task, metric, *(_text(found[task, metric]) if (task, metric) in found else "" for found in by_run)]
+            for task, metric in keys
+        ]
+        head = ["task", "metric", *(run.name for run in runs)]
+        note = "Value ± standard error. " + " ".join(f"{run.name}: {run._subject()}." for run in runs)
+        if len(runs) > 1:
+            return [Table("All evaluations side by side", head, rows, note, left=frozenset({1}))]
+        return []
+
+    def summary(self) -> Iterator[Finding]:
+        found = self.scores
+        if found:
+            named = listed(f"{s.task} {s.name} {_text(s)}" for s in found[:_NAMED])
+            more = ""
+            if len(found) > _NAMED:
+                more = f", and {plural(len(found) - _NAMED, 'number')} more"
+            yield Finding("On tasks", f"{self._subject()} has {named}{more}.")
+
+
+def _text(score: Score) -> str:
+    """The value with its standard error."""
+    return number(score.value) + (f" ± {number(score.stderr, 2)}" if score.stderr is not None else "")
+
+
+def _better(score: Score) -> str:
+    return {True: "higher", False: "lower", None: ""}[score.higher_is_better]
+
+
+def scores(results: dict[str, Any]) -> list[Score]:
+    """The numbers of what was asked for: of a group that lm-eval aggregates the group's, not those of its members."""
+    members = results.get("group_subtasks", {})
+    hidden = {child for group in results.get("groups") or {} for child in members.get(group, [])}
+    found = []
+    for task, values in results["results"].items():
+        if task in hidden or not isinstance(values, dict):
+            continue
+        rows = values.get("sample_len") or (results.get("n-samples", {}).get(task) or {}).get("effective")
+        for key, value in values.items():
+            metric, comma, way = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{way}")
+            better = results.get("higher_is_better", {}).get(task, {}).get(metric)
+            shots = results.get("n-shot", {}).get(task)
+            error = None
+            if isinstance(stderr, int | float):
+                error = float(stderr)
+            found.append(Score(task, shots, metric, way, float(value), error, rows, better))
+    return found
+
+
+def table(found: list[Score]) -> str:
+    """The numbers as lines of at most 80 characters."""
+    rows = [_HEADS, *(_cells(score) for score in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
+    for flexible in (0, 2):  # names give way
+        spare = _WIDTH - (sum(widths) + 2 * (len(widths) - 1))
+        widths[flexible] = max(min(12, widths[flexible]), widths[flexible] + min(0, spare))
+    lines = []
+    for i, row in enumerate(rows):
+        shown = row
+        if i > 1 and row[:2] == rows[i - 1][:2]:
+            shown = ("", "", *row[2:])
+        lines.append("  ".join(map(_place, shown, widths, _LEFT)).rstrip())
+    return "\n".join(lines)
+
+
+def _place(text: str, width: int, left: bool) -> str:
+    if not (len(text) <= width):
+        text = text[: width - 3] + "..."
+    if left:
+        return text.ljust(width)
+    return text.rjust(width)
+
+
+def _cells(score: Score) -> tuple[str, ...]:
+    shots = ""
+    if score.shots is not None:
+        shots = str(score.shots)
+    stderr = ""
+    if score.stderr is not None:
+        stderr = _number(score.stderr)
+    rows = ""
+    if score.rows is not None:
+        rows = f"{score.rows:,}"
+    return score.task, shots, score.name, _number(score.value), stderr, rows
+
+
+def _number(value: float) -> str:
+    if abs(value) < 1000:
+        return f"{value:.4f}"
+    return f"{value:.4g}"
+
+
+def write_results(
+    folder: Path, results: dict[str, Any], record: dict[str, Any], with_samples: bool = False
+) -> tuple[Path, ...]:
+    """Write results_<time>.json as lm-eval does, and the numbers of the table as CSV; with samples_<task>_<time>.jsonl.
+
+    The record of provenance goes under the key "surgeon". Every file is whole or not there; the results, which say
+    that all is done, come last.
+
+    Args:
+        results: of `surgeon.quality.tasks.run_tasks`.
+
+    Returns:
+        The JSON file, and the CSV file.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list, sanitize_task_name
+
+    def dumps(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
+
+    make_folder(folder)
+    moment = datetime.now().isoformat().replace(":", "-")
+    asked: dict[str, list[dict[str, Any]]] = results["samples"]
+    for task, rows in asked.items() if with_samples else ():
+        lines = []
+        for row in rows:  # as lm-eval writes them: lists of texts, which `datasets` can load again
+            requests = {
+                f"gen_args_{i}": {f"arg_{j}": part for j, part in enumerate(request)}
+                for i, request in enumerate(row["arguments"])
+            }
+            texts = {key: sanitize_list(row[key]) for key in ("resps", "filtered_resps")}
+            lines.append(dumps(row | texts | {"arguments": requests, "target": str(row["target"])}))
+        name = task
+        if "/" in task:
+            name = sanitize_task_name(task)
+        write_text(folder / f"samples_{name}_{moment}.jsonl", "".join(f"{line}\n" for line in lines))
+    hashes = {
+        task: hash_string("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows))
+        for task, rows in asked.items()
+    }
+    listed = folder / f"results_{moment}.csv"
+    whole = folder / f"results_{moment}.json"
+    columns = list(Score.__dataclass_fields__)
+    write_text(listed, pd.DataFrame(map(asdict, scores(results)), columns=columns, dtype=object).to_csv(index=False))
+    content = {key: value for key, value in results.items() if key != "samples"}
+    write_text(whole, dumps(content | {"task_hashes": hashes, PROVENANCE_KEY: record}, indent=2))
+    return whole, listed

@@ -1,0 +1,187 @@
+"""What a scan's cells say about which layers can be touched; every claim of the page's summary comes from here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from surgeon.language.operations.declare import HEATMAPS
+from surgeon.language.program import Program
+
+# What the summary asks about by name.
+PAIRS = "lp"
+PAIRS_OF_STREAMS = "2-parallel"
+PRUNE = "prune"
+TOLERANCES = (1.05, 1.10, 1.25)  # of the base perplexity, that tables and maps speak of
+_SUBLAYERS = re.compile(r"[^AF]*[AF]\d+[^AF>\[{]*")
+_SAME = 1e-6  # relative; perplexities this close are one
+
+
+@dataclass(frozen=True)
+class ScanTable:
+    """A scan's cells, ready to be asked.
+
+    Attributes:
+        cells: of the maps over stretches, as in `cells.csv`, with `ratio` (perplexity over the base's) and `changed`
+            (how many layers run in another way). Left out are stretches on which an operation changes nothing; where an
+            operation leaves the last layers of a stretch as they are (pairs of an odd stretch), `last` is the last one
+            that it changes.
+        base: perplexity of the unedited model.
+        num_layers: of the model.
+        steps_per_layer: 1 where attention and MLP read the same stream; None if the record does not say.
+        edited: whether the model runs a program of its own, of which no effective depths are told.
+    """
+
+    cells: pd.DataFrame
+    base: float
+    num_layers: int
+    steps_per_layer: int | None
+    edited: bool = False
+
+    @classmethod
+    def of(cls, cells: pd.DataFrame, base: float, record: dict[str, Any]) -> ScanTable:
+        """Ready the cells, base perplexity and record of a scan to be asked."""
+        # A model runs each of its layers' two sublayers once.
+        known = record.get("num_layers") or record.get("sublayers_run", {}).get("base", 0) // 2
+        num_layers = max(int(known), int(cells["last"].max()) + 1)
+        steps = record.get("steps_per_layer")
+        if steps not in (1, 2):
+            steps = None
+        over_stretches = cells[[varied_by(str(name)) is None for name in cells["operation"]]]
+        return cls(_changing(over_stretches, base), base, num_layers, steps, "program" in record)
+
+    @property
+    def operations(self) -> list[str]:
+        """Those with at least one cell, in the table's order."""
+        return list(dict.fromkeys(self.cells["operation"]))
+
+    def of_operation(self, name: str) -> pd.DataFrame:
+        return self.cells[self.cells["operation"] == name]
+
+    def depth(self, operation: str, changed: int) -> float | None:
+        """Effective depth with an operation on so many layers; None if it cannot be told."""
+        saved = None
+        if not self.edited:
+            saved = depth_saved(operation, changed, self.steps_per_layer)
+        if saved is None:
+            return None
+        return self.num_layers - saved
+
+
+def title_of(operation: str) -> str:
+    """As pictures name an operation."""
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].title
+    return operation
+
+
+def varied_by(operation: str) -> str | None:
+    """The parameter whose values are the columns of an operation's map, if these are not last layers."""
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].varied
+    return None
+
+
+def named_across(operation: str) -> str | None:
+    """What pictures call the values of that parameter."""
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].across or varied_by(operation)
+    return None
+
+
+def group_size(operation: str) -> int:
+    """How many layers an operation takes together: 2 for pairs, 3 for triplets, 1 where there are no groups."""
+    if operation in HEATMAPS:
+        return HEATMAPS[operation].group
+    return 1
+
+
+def changed_layers(operation: str, first: int, last: int) -> int:
+    """How many layers of a stretch an operation changes: all, or those in whole groups."""
+    size = group_size(operation)
+    return (last - first + 1) // size * size
+
+
+def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> float | None:
+    """By how many layers an operation on so many of them lessens the effective depth; None if it cannot be told."""
+    if operation not in HEATMAPS or layers < 1:
+        return None
+    known = [steps_per_layer] if steps_per_layer else [1, 2]
+    saved = {layers - edited_stretch(operation, layers, steps).effective_depth(steps) for steps in known}
+    if len(saved) == 1:
+        return saved.pop()
+    return None
+
+
+def edited_stretch(operation: str, layers: int, steps_per_layer: int) -> Program:
+    """What an operation makes of a model of so many layers, all of which it is applied to."""
+    return HEATMAPS[operation](Program.dense(layers, steps_per_layer), layers=range(layers))
+
+
+def shown_stretch(operation: str, layers: int, steps_per_layer: int, most: int = 10) -> str:
+    """The same as text for layers from 0, shortened in the middle to so many sublayers."""
+    parts = _SUBLAYERS.findall(str(edited_stretch(operation, layers, steps_per_layer)))
+    return "".join(parts if len(parts) <= most else [*parts[: most // 2], "… ", *parts[-most // 2 :]])
+
+
+def longest_within(scan: ScanTable, operation: str, tolerance: float) -> pd.Series[Any] | None:
+    """The cell with the most changed layers whose perplexity is within a multiple of the base's; the best of equals."""
+    cells = scan.of_operation(operation)
+    within = cells[cells["ratio"] <= tolerance]
+    ordered = within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True])
+    if ordered.empty:
+        return None
+    return ordered.iloc[0]
+
+
+def single_layers(scan: ScanTable, operation: str = PRUNE) -> pd.DataFrame:
+    """The cells of an operation on one layer alone, the cheapest first."""
+    cells = scan.of_operation(operation)
+    return cells[cells["first"] == cells["last"]].sort_values("ratio", kind="stable")
+
+
+def cheapest_with(scan: ScanTable, operation: str) -> pd.DataFrame:
+    """For every layer that an operation was tried on, the cheapest of the cells that change it, by `layer`."""
+    cells = scan.of_operation(operation).sort_values("ratio", kind="stable")
+    rows = []
+    for layer in range(scan.num_layers):
+        here = cells[(cells["first"] <= layer) & (layer <= cells["last"])]
+        if len(here):
+            rows.append(here.iloc[0].to_dict() | {"layer": layer})
+    return pd.DataFrame(rows)
+
+
+def never_to_touch(scan: ScanTable, operation: str, tolerance: float) -> list[int]:
+    """Layers on which an operation was tried, and always cost more than a multiple of the base perplexity."""
+    return [
+        int(cell["layer"]) for _, cell in cheapest_with(scan, operation).iterrows() if not cell["ratio"] <= tolerance
+    ]
+
+
+def best_by_depth(scan: ScanTable, operation: str) -> pd.DataFrame:
+    """The best cell for every effective depth that an operation reaches, deepest first; empty if it keeps the depth."""
+    cells = scan.of_operation(operation)
+    depths = {changed: scan.depth(operation, changed) for changed in cells["changed"].unique()}
+    if any(depth is None for depth in depths.values()) or set(depths.values()) <= {scan.num_layers}:
+        return cells.iloc[:0].assign(depth=0.0)
+    cells = cells.assign(depth=cells["changed"].map(depths).astype(float))
+    every = cells.sort_values("ratio", kind="stable").drop_duplicates("depth")
+    best: pd.DataFrame = every[np.isfinite(every["perplexity"])]
+    return best.sort_values("depth", ascending=False)
+
+
+def _changing(table: pd.DataFrame, base: float) -> pd.DataFrame:
+    cells = table.assign(ratio=table["perplexity"] / base)
+    spans = zip(cells["operation"], cells["first"], cells["last"], strict=True)
+    cells["changed"] = [changed_layers(name, int(first), int(last)) for name, first, last in spans]
+    # An order drawn at random may be the order there was.
+    same = (cells["divergence"] == 0) & np.isclose(cells["ratio"], 1, rtol=_SAME)
+    cells = cells[~same & (cells["changed"] > 0)]
+    cells = cells.assign(last=cells["first"] + cells["changed"] - 1)
+    # Of an odd stretch and the one that is a layer shorter, the same program, the one with more text.
+    most_text_first = cells.sort_values("tokens", ascending=False, kind="stable")
+    return most_text_first.drop_duplicates(["operation", "first", "last"]).sort_index()

@@ -1,0 +1,276 @@
+"""Training runs: their records and curves, which healing and training from scratch share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from surgeon.findings.blocks import Table
+from surgeon.findings.drawing import Chart, points, rule, scale
+from surgeon.findings.result import RunResult, TableFile
+from surgeon.words import TIMES, known, number
+
+_INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
+PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}  # of a distillation's loss
+UNITS = {"divergence": "divergence (nats per token)", "perplexity": "perplexity"}
+_MOST_BANDS = 3  # curves whose intervals can be told apart as areas
+_MEANS = 50  # points of the smoothed loss; with fewer rows it is drawn as it is
+_FLAT = 5.0  # times the height of the curves: intervals beyond would make lines of them
+_WIDE = 20.0  # from this ratio on an axis is logarithmic
+_ROW_STYLE = 7
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingRun(RunResult):
+    """A run that trained a model.
+
+    Attributes:
+        held_out: a row for each time that it was measured on held-out text, as in `held_out.csv`.
+        training: a row for each step that was written down, as in `training.csv`.
+    """
+
+    RECORD = "run.json"
+    TABLES: ClassVar = {
+        "held_out": TableFile("held_out.csv", ("step", "seconds", "perplexity", "divergence", *_INTERVALS)),
+        "training": TableFile(
+            "training.csv", ("step", "tokens", "seconds", "loss", "learning_rate"), may_be_empty=True
+        ),
+    }
+    LAST: ClassVar[str]  # what the record of a run that has ended has
+    BEFORE: ClassVar[str]  # what was measured at step 0
+    LOG_FROM: ClassVar[float]  # ratio of the highest to the lowest quality from which an axis is logarithmic
+
+    held_out: pd.DataFrame
+    training: pd.DataFrame
+
+    @classmethod
+    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
+        if "identity" in record and cls.LAST not in record:
+            raise ValueError(
+                f"{file} is of a run that has not ended; give the same surgeon {cls.COMMAND} command again, which goes "
+                "on where it was"
+            )
+        return {}
+
+    @property
+    def original(self) -> float | None:
+        """The unedited model's perplexity on the held-out text; None where it is not known."""
+        return None
+
+    @property
+    def tokens_per_step(self) -> float:
+        """NaN where nothing was trained."""
+        steps = float(self.record["steps"])
+        if steps > 0:
+            return float(self.record["tokens"]) / steps
+        return math.nan
+
+    def charts(self) -> Iterator[Chart]:
+        """Held-out quality, loss and learning rate."""
+        yield from held_out_charts({self.name: self})
+        if len(self.training):
+            yield from (loss_chart(self.training), rate_chart(self.training))
+
+
+def loss_chart(training: pd.DataFrame) -> Chart:
+    """The training loss at every step that was written down, smoothed where there are many, and its parts."""
+    written = training.dropna(axis="columns", how="all")
+    parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if name in written}
+    if len(parts) == 2:
+        parts = {"loss": "loss"}  # the only part is the loss itself
+    few = len(training) <= _MEANS
+    drawn = training
+    if not few:
+        drawn = _means(training, list(parts))
+
+    def draw(axes: Axes) -> None:
+        _steps_across(axes, training["step"])
+        values = pd.concat([drawn[name] for name in parts] + ([] if few else [training["loss"]]))
+        _value_axis(axes, values.tolist())
+        if not few:
+            points(axes, training["step"], training["loss"], _tips(training, "loss", "loss"), _ROW_STYLE,
+                   "loss, each row", line=False)  # fmt: skip
+        for place, (name, words) in enumerate(parts.items()):
+            label = ""
+            if not few:
+                label = f"{words}, mean of {_span(training)} rows"
+            elif len(parts) > 1:
+                label = words
+            points(axes, drawn["step"], drawn[name], _tips(drawn, name, words), place, label, marks=few)
+
+    return Chart("Loss while it trained", draw, "step", "loss", name="loss-while-it-trained")
+
+
+def rate_chart(training: pd.DataFrame) -> Chart:
+    """The learning rate."""
+    rates = training["learning_rate"]
+    highest = max((rate for rate in rates if math.isfinite(rate)), default=0.0)
+    power = 0
+    if highest > 0:
+        power = math.floor(math.log10(highest))
+    scaled = rates * 10.0**-power  # so that numbers on the axis are short
+
+    def draw(axes: Axes) -> None:
+        _steps_across(axes, training["step"])
+        scale(axes, "y", scaled.tolist(), zero=True)
+        tips = _tips(training, "learning_rate", "learning rate")
+        points(axes, training["step"], scaled, tips, marks=len(scaled) <= _MEANS)
+
+    y = "learning rate"
+    if power:
+        y = f"learning rate ({TIMES} 1e{power})"
+    return Chart("Learning rate", draw, "step", y, name="learning-rate")
+
+
+def losses_chart(runs: Mapping[str, pd.DataFrame], together: str) -> Chart:
+    """The training losses of several runs by their names, smoothed where there are many rows.
+
+    Args:
+        together: ends the title.
+    """
+    drawn = {name: one if len(one) <= _MEANS else _means(one, ["loss"]) for name, one in runs.items()}
+
+    def draw(axes: Axes) -> None:
+        _steps_across(axes, pd.concat([training["step"] for training in runs.values()]))
+        _value_axis(axes, pd.concat([one["loss"] for one in drawn.values()]).tolist())
+        for place, (name, training) in enumerate(drawn.items()):
+            points(axes, training["step"], training["loss"], (), place, name, marks=False)
+
+    return Chart(f"Loss while they trained{together}", draw, "step", "loss")
+
+
+def held_out_charts(runs: Mapping[str, TrainingRun], together: str = "") -> Iterator[Chart]:
+    """Perplexity and divergence on held-out text, a line for each run by its name.
+
+    Args:
+        runs: of one kind.
+        together: ends the titles of charts of several runs.
+    """
+    has_divergence = any(run.held_out["divergence"].notna().any() for run in runs.values())
+    for name in ("perplexity", "divergence") if has_divergence else ("perplexity",):
+        yield _held_out_chart(name, runs, together)
+
+
+def _held_out_chart(name: str, runs: Mapping[str, TrainingRun], together: str) -> Chart:
+    first = next(iter(runs.values()))
+    per_step = {run.tokens_per_step for run in runs.values()}
+    by_tokens = len(per_step) > 1 and all(math.isfinite(tokens) for tokens in per_step)
+    originals = {run.original for run in runs.values()}
+    original = None
+    if name == "perplexity" and len(originals) == 1:
+        original = first.original
+    tables = pd.concat([run.held_out for run in runs.values()])
+    values = [*tables[name], *filter(None, [original])]
+    ends = [*tables[f"{name}_low"], *tables[f"{name}_high"]]
+    too_wide = _span_of([*values, *ends]) > _FLAT * _span_of(values) > 0
+    band = len(runs) <= _MOST_BANDS
+    places = {
+        run_name: run.held_out["step"] * (run.tokens_per_step if by_tokens else 1.0) for run_name, run in runs.items()
+    }
+
+    def draw(axes: Axes) -> None:
+        _steps_across(axes, pd.concat(places.values()))
+        _value_axis(axes, values if too_wide else [*values, *ends], first.LOG_FROM, zero=name == "divergence")
+        if original is not None:
+            rule(axes, original)
+        for style, (run_name, run) in enumerate(runs.items()):
+            table = run.held_out
+            tips = [f"{run_name}, step {row['step']:g}: {name} {known(row, name)}" for _, row in table.iterrows()]
+            interval_of = None
+            if not too_wide:
+                interval_of = (table[f"{name}_low"], table[f"{name}_high"])
+            label = ""
+            if len(runs) > 1:
+                label = run_name
+            points(axes, places[run_name], table[name], tips, style, label, ends=interval_of, band=band)
+
+    shown = f"{'areas' if band else 'bars'} are 95% intervals"
+    if too_wide:
+        shown = "95% intervals are far wider than the picture"
+    caption = f"Step 0 is {first.BEFORE}; {shown}."
+    if original is not None:
+        caption += f" Dashed: the original's {name}, {number(original)}."
+    title = f"{name.capitalize()} on held-out text{together}"
+    file = ""
+    if not together:
+        file = f"{name}-on-held-out-text"
+    return Chart(title, draw, "tokens trained on" if by_tokens else "step", UNITS[name], caption, file)
+
+
+def _span_of(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    if finite:
+        return max(finite) - min(finite)
+    return 0.0
+
+
+def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
+    rows = zip(training["step"], training[column], strict=True)
+    return [f"step {step:g}: {words} {number(value)}" for step, value in rows]
+
+
+def _span(training: pd.DataFrame) -> int:
+    return math.ceil(len(training) / _MEANS)
+
+
+def _means(training: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Means of neighbouring rows, at the last one's step."""
+    parts = pd.Series(range(len(training)), index=training.index) // _span(training)
+    return training.groupby(parts).agg({"step": "last", **dict.fromkeys(columns, "mean")})
+
+
+def _steps_across(axes: Axes, steps: pd.Series[float]) -> None:
+    last = float(steps.max())
+    if not 0 <= last < math.inf:
+        raise ValueError(f"a step of {last} is none")
+    scale(axes, "x", [0.0, max(1.0, last)], zero=True)
+
+
+def _value_axis(axes: Axes, values: Sequence[float], log_from: float = _WIDE, zero: bool = False) -> None:
+    finite = [value for value in values if math.isfinite(value)]
+    log = bool(finite) and min(finite) > 0 and max(finite) > log_from * min(finite)
+    scale(axes, "y", finite, log, zero=zero and not log)
+
+
+def settings_table(settings: Any) -> Iterator[Table]:
+    """How a run was made; nothing where that is not known."""
+    rows = [[name, text] for name, text in _flat(settings or {})]
+    if rows:
+        yield Table("Settings", ["", ""], rows, left=frozenset({1}))
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 42 s, 3.5 min, 2.1 h."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Settings by name, those inside others behind their names; what is not set is left out."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        elif value is not None and value != []:
+            yield f"{before}{name}".replace("_", " "), _setting(value)
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, bool):
+        if value:
+            return "yes"
+        return "no"
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return number(value, 3)
+        return str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

@@ -1,0 +1,343 @@
+"""GPT-2 and those after it: GPT-Neo, GPT-J, GPT-NeoX, Falcon."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from surgeon.models.families.base import Family
+from surgeon.models.families.phi import PHI
+from surgeon.models.families.specs import Projection, SublayerSpec
+
+
+def _gpt2_unsupported(config: Any) -> str | None:
+    if config.add_cross_attention:
+        return "it attends to an encoder (add_cross_attention)"
+    if config.scale_attn_by_inverse_layer_idx:
+        return (
+            "its attention depends on the layer's number (scale_attn_by_inverse_layer_idx); give its folder, or what "
+            "surgeon.load makes of it, where queries are divided by that instead"
+        )
+    return None
+
+
+def _gpt2_attention_scale(config: Any) -> float | None:
+    if config.scale_attn_weights:
+        return None
+    return 1.0
+
+
+def _gpt2_unfused(fused: Any) -> dict[str, Any]:
+    return {"scale_attn_weights": fused.attention_scaling != 1.0 or fused.head_dim == 1}
+
+
+GPT2 = Family(
+    name="GPT-2",
+    model_type="gpt2",
+    summary="layer norms with shifts, learned positions, transposed weights, q, k, v packed.",
+    layers="transformer.h",
+    embedding="transformer.wte",
+    final_norm="transformer.ln_f",
+    head="lm_head",
+    attention=SublayerSpec(
+        norm="ln_1",
+        modules=("attn",),
+        projections=(
+            Projection("q", "attn.c_attn", "heads", transposed=True),
+            Projection("k", "attn.c_attn", "heads", transposed=True),
+            Projection("v", "attn.c_attn", "heads", transposed=True),
+            Projection("o", "attn.c_proj", "heads", reads_stream=False, transposed=True),
+        ),
+        counts=("split_size", "c_attn.nf"),
+        cache_slot="attn.layer_idx",
+    ),
+    mlp=SublayerSpec(
+        norm="ln_2",
+        modules=("mlp",),
+        projections=(
+            Projection("up", "mlp.c_fc", "neurons", transposed=True),
+            Projection("down", "mlp.c_proj", "neurons", reads_stream=False, transposed=True),
+        ),
+        counts=("c_fc.nf",),
+    ),
+    norm_kind="layer",
+    norm_epsilon="layer_norm_epsilon",
+    activation="activation_function",
+    intermediate="n_inner",
+    gated=False,
+    rotary=False,
+    position_embedding="transformer.wpe",
+    layer_counts=("num_hidden_layers", "n_layer"),
+    module_dropout="resid_pdrop",
+    attention_dropout="attn_pdrop",
+    embedding_dropout="embd_pdrop",
+    attention_scale=_gpt2_attention_scale,
+    heads_fill_stream=True,
+    arguments=("past_key_values", "attention_mask", "encoder_hidden_states"),
+    unsupported=_gpt2_unsupported,
+    unfused=_gpt2_unfused,
+)
+
+
+def _follow(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+    return {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]}
+
+
+def _gpt_neo_attention_scale(_: Any) -> float:
+    return 1.0
+
+
+def _gpt_neo_unfused(fused: Any) -> dict[str, Any]:
+    kinds = ["local" if kind == "sliding_attention" else "global" for kind in fused.layer_types]
+    return {"attention_types": [[[kind], 1] for kind in kinds]}
+
+
+GPT_NEO = Family(
+    name="GPT-Neo",
+    model_type="gpt_neo",
+    summary=("GPT-2's functions in plain linear layers, unscaled attention, and local windows in some layers."),
+    layers="transformer.h",
+    embedding="transformer.wte",
+    final_norm="transformer.ln_f",
+    head="lm_head",
+    attention=SublayerSpec(
+        norm="ln_1",
+        modules=("attn",),
+        projections=(
+            Projection("q", "attn.attention.q_proj", "heads"),
+            Projection("k", "attn.attention.k_proj", "heads"),
+            Projection("v", "attn.attention.v_proj", "heads"),
+            Projection("o", "attn.attention.out_proj", "heads", reads_stream=False),
+        ),
+        counts=("attention.num_heads",),
+        cache_slot="attn.attention.layer_id",
+    ),
+    mlp=SublayerSpec(
+        norm="ln_2",
+        modules=("mlp",),
+        projections=(
+            Projection("up", "mlp.c_fc", "neurons"),
+            Projection("down", "mlp.c_proj", "neurons", reads_stream=False),
+        ),
+    ),
+    norm_kind="layer",
+    norm_epsilon="layer_norm_epsilon",
+    activation="activation_function",
+    intermediate="intermediate_size",
+    gated=False,
+    rotary=False,
+    position_embedding="transformer.wpe",
+    window="window_size",
+    window_layers="attention_layers",
+    module_dropout="resid_dropout",
+    embedding_dropout="embed_dropout",
+    layer_counts=("num_hidden_layers", "num_layers", "attention_types"),
+    layer_lists=("layer_types", "attention_layers"),
+    attention_scale=_gpt_neo_attention_scale,
+    heads_fill_stream=True,
+    returns_tuple=True,
+    follow=_follow,
+    unfused=_gpt_neo_unfused,
+)
+
+
+def _gptj_unsupported(config: Any) -> str | None:
+    turned = config.rotary_dim
+    most = config.hidden_size // config.num_attention_heads
+    if not 0 < turned <= most or turned % 2:
+        return f"rotary_dim must be an even number, of a head's {most} features, not {turned}"
+    return None
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    turned = config.rotary_dim
+    features = config.hidden_size // config.num_attention_heads
+    part = turned / features
+    if int(features * part) < turned:  # it was rounded down
+        part = math.nextafter(part, 1.0)
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
+
+
+def _gptj_unfused(fused: Any) -> dict[str, Any]:
+    return {"rotary_dim": int(fused.head_dim * fused.rope_parameters["partial_rotary_factor"])}
+
+
+GPTJ = replace(
+    PHI,
+    name="GPT-J",
+    model_type="gptj",
+    summary=(
+        "attention beside a plain MLP behind one layer norm; neighbouring features turn, in a part of each head's."
+    ),
+    layers="transformer.h",
+    embedding="transformer.wte",
+    final_norm="transformer.ln_f",
+    attention=replace(
+        GPT2.attention,
+        projections=(
+            Projection("q", "attn.q_proj", "heads"),
+            Projection("k", "attn.k_proj", "heads"),
+            Projection("v", "attn.v_proj", "heads"),
+            Projection("o", "attn.out_proj", "heads", reads_stream=False),
+        ),
+        counts=("num_attention_heads",),
+    ),
+    mlp=replace(
+        PHI.mlp,
+        norm=GPT2.attention.norm,
+        projections=(
+            Projection("up", "mlp.fc_in", "neurons"),
+            Projection("down", "mlp.fc_out", "neurons", reads_stream=False),
+        ),
+    ),
+    norm_epsilon=GPT2.norm_epsilon,
+    activation=GPT2.activation,
+    intermediate=GPT2.intermediate,
+    rope=_rope,
+    rotary_neighbours=True,
+    layer_counts=GPT2.layer_counts,
+    dropout=None,
+    module_dropout=GPT2.module_dropout,
+    attention_dropout=GPT2.attention_dropout,
+    heads_fill_stream=True,
+    returns_tuple=True,
+    unsupported=_gptj_unsupported,
+    unfused=_gptj_unfused,
+)
+
+
+def _gpt_neox_variant(family: Family, config: Any) -> Family:
+    """Some models of the family run attention and MLP one after the other."""
+    return replace(family, steps_per_layer=1 if config.use_parallel_residual else 2)
+
+
+def _gpt_neox_unfused(fused: Any) -> dict[str, Any]:
+    return {"use_parallel_residual": fused.parallel_residual, "attention_bias": fused.qkv_bias or fused.o_bias}
+
+
+GPT_NEOX = Family(
+    name="GPT-NeoX",
+    model_type="gpt_neox",
+    summary="attention and MLP read the same stream, q, k, v packed head by head, partly rotary.",
+    layers="gpt_neox.layers",
+    embedding="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    head="lm_head",
+    attention=SublayerSpec(
+        norm="input_layernorm",
+        modules=("attention",),
+        projections=(
+            Projection("q", "attention.query_key_value", "heads", interleaved=True),
+            Projection("k", "attention.query_key_value", "heads", interleaved=True),
+            Projection("v", "attention.query_key_value", "heads", interleaved=True),
+            Projection("o", "attention.dense", "heads", reads_stream=False),
+        ),
+        cache_slot="attention.layer_idx",
+    ),
+    mlp=SublayerSpec(
+        norm="post_attention_layernorm",
+        modules=("mlp",),
+        projections=(
+            Projection("up", "mlp.dense_h_to_4h", "neurons"),
+            Projection("down", "mlp.dense_4h_to_h", "neurons", reads_stream=False),
+        ),
+    ),
+    norm_kind="layer",
+    norm_epsilon="layer_norm_eps",
+    activation="hidden_act",
+    intermediate="intermediate_size",
+    gated=False,
+    rotary=True,
+    partly_rotary=True,
+    stored_head="embed_out",
+    dropout="hidden_dropout",
+    embedding_dropout="hidden_dropout",
+    heads_fill_stream=True,
+    steps_per_layer=1,
+    variant=_gpt_neox_variant,
+    unfused=_gpt_neox_unfused,
+)
+
+
+def _falcon_unsupported(config: Any) -> str | None:
+    if config.alibi:
+        return "its positions are ALiBi's (alibi is true, as in falcon-rw)"
+    drops = config.hidden_dropout or (config.attention_dropout and not _beside(config))
+    if drops:
+        return f"it drops sums of sublayers while training; set hidden_dropout and attention_dropout to 0, not {drops}"
+    new = config.new_decoder_architecture
+    norms = config.num_ln_in_parallel_attn
+    if new and not config.parallel_attn:
+        return "parallel_attn is false beside new_decoder_architecture, which no class computes"
+    if norms not in ((None, 1, 2) if new else (None, 1)) and config.parallel_attn:
+        return f"num_ln_in_parallel_attn must be 1, or 2 with new_decoder_architecture, not {norms}"
+    if not (new or config.multi_query) and config.num_kv_heads != config.num_attention_heads:
+        return f"num_kv_heads must be {config.num_attention_heads}, as its heads, not {config.num_kv_heads}"
+    return None
+
+
+def _beside(config: Any) -> bool:
+    return bool(config.new_decoder_architecture or config.parallel_attn)
+
+
+def _falcon_variant(family: Family, config: Any) -> Family:
+    """Norms, their order and KV heads are otherwise in Falcon 40B and 180B, and in older models than 7B."""
+    attention = family.attention
+    mlp = family.mlp
+    if not _beside(config):
+        mlp = replace(mlp, norm="post_attention_layernorm")
+    elif config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1:
+        attention = replace(attention, norm="ln_attn")
+        mlp = replace(mlp, norm="ln_mlp")
+    one = config.multi_query and not config.new_decoder_architecture
+    steps = 1 if _beside(config) else 2
+    return replace(family, attention=attention, mlp=mlp, steps_per_layer=steps, kv_heads=1 if one else "num_kv_heads")
+
+
+def _falcon_unfused(fused: Any) -> dict[str, Any]:
+    kv_heads = fused.num_key_value_heads
+    beside = fused.parallel_residual
+    return {
+        "bias": fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias,
+        "new_decoder_architecture": beside,  # which has room for all norms that there may be
+        "parallel_attn": beside,
+        "num_kv_heads": kv_heads,
+        "multi_query": kv_heads == 1,
+    }
+
+
+FALCON = replace(
+    GPT_NEOX,
+    name="Falcon",
+    model_type="falcon",
+    summary=("attention beside a plain MLP, behind one layer norm or one each; q, k, v packed KV group by KV group."),
+    layers="transformer.h",
+    embedding="transformer.word_embeddings",
+    final_norm="transformer.ln_f",
+    attention=replace(
+        GPT_NEOX.attention,
+        modules=("self_attention",),
+        projections=(
+            Projection("q", "self_attention.query_key_value", "heads", interleaved=True),
+            Projection("k", "self_attention.query_key_value", "kv_heads", interleaved=True),
+            Projection("v", "self_attention.query_key_value", "kv_heads", interleaved=True),
+            Projection("o", "self_attention.dense", "heads", reads_stream=False),
+        ),
+        counts=("num_heads", "num_kv_heads"),
+        cache_slot="self_attention.layer_idx",
+    ),
+    mlp=replace(GPT_NEOX.mlp, norm=GPT_NEOX.attention.norm),
+    norm_epsilon="layer_norm_epsilon",
+    activation="activation",
+    intermediate="ffn_hidden_size",
+    kv_heads=1,
+    partly_rotary=False,
+    stored_head=None,
+    dropout=None,
+    attention_dropout=None,
+    embedding_dropout=None,
+    returns_tuple=True,
+    unsupported=_falcon_unsupported,
+    variant=_falcon_variant,
+    unfused=_falcon_unfused,
+)

@@ -1,1 +1,0 @@
-"""What was measured, as records and tables, and the cards that show it."""

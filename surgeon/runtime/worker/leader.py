@@ -1,0 +1,178 @@
+"""Rank 0's side of the work on some requests: it decides what each pass computes, and chooses tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice, takewhile
+from operator import eq
+
+from surgeon.runtime.batching.blocks import BlockPool
+from surgeon.runtime.batching.limits import Limits
+from surgeon.runtime.batching.request import Choice, Request
+from surgeon.runtime.batching.scheduler import Output, Scheduler
+from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
+from surgeon.runtime.comm.pipes import Sender
+from surgeon.runtime.comm.ring import Ring
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.rank_model import Results
+from surgeon.runtime.model.sampling import Sampler
+from surgeon.runtime.worker.messages import Progress, Recorded, Report
+
+RECORDING_SECONDS = 60.0
+
+
+class Drafting(tuple[Row, ...]):
+    """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
+
+
+class RowsToRecord(tuple[Row, ...]):
+    """To every rank but the first: the rows of a pass that is only to be recorded."""
+
+
+class Leader:
+    """Rank 0's side of the work on some requests.
+
+    Args:
+        sender: to the other ranks.
+    """
+
+    def __init__(
+        self, engine: RankEngine, cache: PagedCache, blocks: int, limits: Limits, sender: Sender | Ring
+    ) -> None:
+        self.engine = engine
+        self.cache = cache
+        draft = engine.plan.draft
+        catches_up = draft is not None and draft.keeps_own
+        self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits, catches_up)
+        self._sender = sender
+        self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
+
+    def record_ahead(self, seconds: float = RECORDING_SECONDS) -> Iterator[Recorded]:
+        """Have passes recorded that texts will come to, as many as the seconds suffice for; the rest when they come."""
+        passes = self.engine.passes_to_record(self.cache, self.scheduler.limits.max_batch)
+        end = time.monotonic() + seconds
+        for done, rows in enumerate(passes, start=1):
+            if time.monotonic() > end:
+                return
+            self._sender.send(RowsToRecord(rows))
+            self.engine.record_ahead(rows, self.cache)
+            yield Recorded(done, len(passes))
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.submit(request)
+        if not request.sampling.greedy:
+            self._sampler.add(request)
+
+    def cancel(self, request: int) -> Output | None:
+        """End a request; None if it is not open."""
+        self._sampler.remove(request)
+        return self.scheduler.cancel(request)
+
+    def step(self) -> list[Output]:
+        """One pass on all ranks, the passes before it that draft tokens for it, and what it brings."""
+        began = time.perf_counter()
+        chunks = self.scheduler.plan()
+        planned = time.perf_counter() - began  # with what is drafted, which may take long to choose
+        if self.scheduler.limits.looked_up:
+            chunks, drafts = self._look_up(chunks)
+        else:
+            drafts = self._draft(chunks)
+        began = time.perf_counter() - planned
+        rows = [row for chunk, drafted in zip(chunks, drafts, strict=True) for row in chunk.rows(drafted)]
+        self._sender.send(rows)
+        results = self.engine.step(rows, self.cache)
+        chosen = self._choose(chunks, drafts, results)
+        if self.scheduler.ahead is not None:
+            single = all(row.start and len(row.tokens) == 1 for row in rows)
+            note = self.scheduler.ahead.note_pass if single else self.scheduler.ahead.prompts.note
+            note(sum(len(row.tokens) for row in rows), time.perf_counter() - began)
+        outputs = self.scheduler.advance(chunks, chosen, results.scores)
+        self._note(outputs)
+        return outputs
+
+    def _note(self, outputs: list[Output]) -> None:
+        """Count new tokens, and forget the texts that have ended."""
+        self.engine.counts.new += sum(output.token is not None for output in outputs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._sampler.remove(output.request)
+
+    def _draft(self, chunks: list[ScheduledChunk]) -> list[list[int]]:
+        """The tokens drafted for each chunk; none for most, or those with the most of them come first.
+
+        A draft with keys of its own has a pass of chunks that only make up for what it has missed.
+        """
+        drafts: list[list[int]] = [[] for _ in chunks]
+        passes = [chunk.drafts or int(chunk.missed > 0) for chunk in chunks]
+        for number in range(max(passes, default=0)):
+            going = [place for place, most in enumerate(passes) if most > number]
+            began = time.perf_counter()
+            rows = [row for place in going for row in chunks[place].drafting_rows(drafts[place])]
+            self._sender.send(Drafting(rows))
+            results = self.engine.draft(rows, self.cache)
+            asking = [place for place in going if chunks[place].drafts > number]
+            drawn = [chunks[place] for place in asking if chunks[place].wanted == Wanted.LOGITS]
+            tokens = {
+                # Any token, if the logits are not finite.
+                Wanted.BEST: iter(max(0, token) for token in results.best),
+                Wanted.LOGITS: iter(() if results.logits is None else self._sampler.draft(ids(drawn), results.logits)),
+            }
+            for place in asking:
+                drafts[place].append(next(tokens[chunks[place].wanted]))
+            if (ahead := self.scheduler.ahead) is not None:
+                count = sum(len(row.tokens) for row in rows)
+                note = ahead.note_draft if count == len(rows) else ahead.note_missed
+                note(count, time.perf_counter() - began)
+        return drafts
+
+    def _look_up(self, chunks: list[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[list[int]]]:
+        """The chunks with as many drafts as were found in their own texts, and these."""
+        began = time.perf_counter()
+        drafts = [
+            chunk.sequence.lookup.drafts(chunk.sequence.tokens, chunk.drafts) if chunk.drafts else []
+            for chunk in chunks
+        ]
+        for chunk, found in zip(chunks, drafts, strict=True):
+            if chunk.wanted == Wanted.LOGITS:
+                self._sampler.offer(chunk.sequence.request.id, found)
+        if self.scheduler.ahead is not None and any(drafts):
+            self.scheduler.ahead.note_draft(len(chunks), time.perf_counter() - began)
+        return [chunk._replace(drafts=len(found)) for chunk, found in zip(chunks, drafts, strict=True)], drafts
+
+    def _choose(self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results) -> list[list[Choice]]:
+        """The next tokens of every chunk that wants one: the drafted ones that are right, and one more.
+
+        That is UNDEFINED where the logits are not finite.
+        """
+        likeliest = iter(results.best)
+        judged = iter(list[list[Choice]]())
+        if results.logits is not None:
+            wanting = (chunk for chunk in chunks if chunk.wanted == Wanted.LOGITS)
+            judged = iter(self._sampler.judge(ids(wanting), results.logits))
+        chosen: list[list[Choice]] = []
+        for chunk, drafted in zip(chunks, drafts, strict=True):
+            if chunk.wanted == Wanted.BEST:
+                best = list(islice(likeliest, len(drafted) + 1))
+                right = takewhile(bool, map(eq, best, drafted))
+                chosen.append([(token, None) for token in best[: sum(right) + 1]])
+            elif chunk.wanted == Wanted.LOGITS:
+                chosen.append(next(judged))
+        return chosen
+
+    def progress(self, outputs: list[Output]) -> Progress:
+        """What the starting process is told."""
+        return Progress.of(outputs, self.scheduler, self.engine.figures)
+
+    def report(self, message: Report) -> None:
+        """Have all other ranks send an account."""
+        self._sender.send(message)
+
+    def end(self) -> None:
+        self._sender.send(None)
+
+
+def ids(chunks: Iterable[ScheduledChunk]) -> list[int]:
+    """Those of their requests."""
+    return [chunk.sequence.request.id for chunk in chunks]

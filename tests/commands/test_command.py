@@ -1,0 +1,102 @@
+"""One declaration: options of the command line, the section Args, and checks follow from a function's signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from surgeon.commands.command import command, line_of, option, several
+
+SEEN: list[Any] = []
+
+
+def _colour(
+    red: Annotated[int, option("How red.", "--red")] = 0, warm: Annotated[bool, option("Warm.")] = False
+) -> str:
+    return f"{red} {'warm' if warm else 'cold'}"
+
+
+def _show(call: Callable[[], str], twice: Annotated[bool, option("Say it twice.")] = False) -> int:
+    said = call()
+    print(said, said if twice else "")
+    return 3
+
+
+@command(_show)
+def paint(
+    wall: Annotated[str | Path, option("The wall.", kind=str)],
+    *,
+    coats: Annotated[int | None, option("How many, as --tools allow.", least=1)] = None,
+    tools: Annotated[str | Sequence[str], several("What with.", "--tool")] = ("brush",),
+    sizes: Annotated[Sequence[int], several("Of them.")] = (1, 2),
+    dry: Annotated[bool, option("Let it not dry.")] = True,
+    how: Annotated[Literal["fast", "slow"], option("How.")] = "fast",
+    colour: Annotated[str | int, option("The colour.", made_by=_colour)] = 5,
+    on_end: Callable[[], None] | None = None,
+) -> str:
+    """Paint a wall.
+
+    Well.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    SEEN[:] = [wall, coats, tools, sizes, dry, how, colour, on_end]
+    return f"painted {wall}"
+
+
+APP = typer.Typer()
+APP.command()(line_of(paint))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        (["north"], ["north", None, ("brush",), (1, 2), True, "fast", "5 cold", None]),
+        (
+            ["--coats", "3", "--tool", "a,b", "--tool", "c", "--no-dry", "--warm", "--sizes", "8,1,8", "south"],
+            ["south", 3, ["a", "b", "c"], [8, 1], False, "fast", "5 warm", None],
+        ),
+    ],
+)
+def test_the_function_gets_the_options(arguments: list[str], seen: list[Any]) -> None:
+    result = CliRunner().invoke(APP, arguments, standalone_mode=False)
+    assert (result.return_value, SEEN) == (3, seen)
+
+
+def test_options_of_the_command_line_alone() -> None:
+    assert CliRunner().invoke(APP, ["north", "--twice"]).output == "painted north painted north\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["north", "--coats", "0"], ["north", "--how", "well"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    assert CliRunner().invoke(APP, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("sizes", ["0", "x", ","])
+def test_wrong_values(sizes: str) -> None:
+    assert isinstance(CliRunner().invoke(APP, ["north", "--sizes", sizes]).exception, ValueError)
+
+
+def test_it_stays_a_function() -> None:
+    assert paint("east", coats=2, tools="roller", colour="red", dry=False) == "painted east"
+    assert SEEN == ["east", 2, "roller", (1, 2), False, "fast", "red", None]
+    with pytest.raises(ValueError, match="coats must be at least 1, not 0"):
+        paint("east", coats=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'coat'"):
+        paint("east", coat=1)  # type: ignore[call-arg]
+
+
+def test_the_docstring_has_the_help() -> None:
+    assert paint.__doc__ is not None
+    assert paint.__doc__.startswith(
+        "Paint a wall.\n\nWell.\n\nArgs:\n    wall: The wall.\n    coats: How many, as `tools` "
+    )
+    assert "as `tools` allow." in paint.__doc__
+    assert paint.__doc__.endswith("\n    colour: The colour.\n\nRaises:\n    ValueError: if there is none.")
+    assert "Raises" not in CliRunner().invoke(APP, ["--help"]).output

@@ -1,0 +1,50 @@
+"""`surgeon demo` from end to end, on a few tokens and stretches of layers."""
+
+from __future__ import annotations
+
+import shlex
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from surgeon.cli import demo
+from surgeon.commands import app, scan
+from surgeon.commands.app import main
+from surgeon.language.recipe import read_recipe
+from surgeon.words import WIDTH
+
+
+@pytest.mark.long
+@pytest.mark.thorough
+def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "scan", partial(scan.scan, every=4))
+    output = tmp_path / "demo"
+    assert main(["demo", "-o", str(output), "--trials", "3"]) == 0
+    captured = capsys.readouterr()
+    table = captured.out.partition("The demo model on two ranks")[2].partition("Divergence is")[0]
+    rows = {line.split("  ")[0]: line.split() for line in table.splitlines()}
+    dense, ladder = (next(rows[name] for name in rows if name.startswith(start)) for start in ("dense", "ladder"))
+    # The name of scattered pairs takes several lines, and its numbers stand on the last of them.
+    pairs = table.partition("\nLP pairs")[2].partition("\nladder")[0].split()
+    assert dense[1] == "16"
+    assert dense[3:5] == ["0.0000", "32"]
+    assert pairs[-6] == "12"
+    assert pairs[-3] == "24"
+    assert ladder[2] == "16"
+    lines = [line for line in (captured.out + captured.err).splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= 80
+    page = (output / "report.html").read_text(encoding="utf-8")
+    assert "The winner, trial" in page
+    assert f"The page    {output / 'report.html'}" in captured.out
+    for picture in ("scan/heatmap-prune.png", "search/search.png"):
+        assert (output / picture).exists()
+    assert read_recipe(output / "search" / "recipe.yaml").program(16).effective_depth() == 12
+    assert "$ surgeon scan demo" in captured.err
+
+
+@pytest.mark.parametrize("command", [command for _, command in demo.NEXT])
+def test_what_to_try_next_can_be_typed(command: str) -> None:
+    name, *arguments = shlex.split(command)
+    assert app._built(app.app).commands[name].make_context(name, arguments)
+    assert len(f"  surgeon {command}") <= WIDTH

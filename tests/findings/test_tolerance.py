@@ -1,0 +1,79 @@
+"""What is read out of a scan's cells: depths, changed layers, the program of a stretch."""
+
+from __future__ import annotations
+
+import re
+
+import pandas as pd
+import pytest
+
+from surgeon.analysis.cells import HEATMAPS
+from surgeon.findings.scan import Scan
+from surgeon.findings.tolerance import ScanTable, best_by_depth, changed_layers, depth_saved, shown_stretch
+from surgeon.language.program import Program
+from tests.findings.run_folders import BASE, scan_cells
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("operation", [name for name, heatmap in HEATMAPS.items() if heatmap.varied is None])
+def test_depth_is_that_of_the_whole_program(operation: str, steps: int) -> None:
+    dense = Program.dense(9, steps)
+    for first, last in ((0, 8), (2, 2), (2, 3), (3, 7), (1, 6)):
+        program = HEATMAPS[operation](dense, layers=range(first, last + 1))
+        changed = changed_layers(operation, first, last)
+        saved = 0.0 if changed == 0 else depth_saved(operation, changed, steps)
+        assert saved is not None
+        assert 9 - saved == program.effective_depth(steps)
+
+
+def test_depth_that_depends_on_the_family() -> None:
+    assert depth_saved("prune-attention", 4, None) is None
+    assert depth_saved("prune-attention", 4, 2) == 2
+    assert depth_saved("lp", 4, None) == 2
+    assert depth_saved("of another version", 4, 2) is None
+
+
+def test_the_program_of_a_stretch_moved_to_its_place() -> None:
+    """As the page's script does it: every layer's number grows by the first layer's."""
+    for operation in ("merge", "repeat", "parallel", "2-parallel", "lp", "ladder", "prune-mlp"):
+        text = shown_stretch(operation, 4, 2, most=1000)
+        moved = re.sub(r"([AF])(\d+)", lambda found: f"{found[1]}{int(found[2]) + 3}", text)
+        program = HEATMAPS[operation](Program.dense(9), layers=range(3, 7))
+        before, after = Program.dense(9).nodes[:6], Program.dense(9).nodes[14:]
+        assert Program(before + Program.parse(moved).nodes + after) == program
+
+
+def scan_of(operations: tuple[str, ...], num_layers: int) -> ScanTable:
+    table = pd.DataFrame(scan_cells(operations, num_layers))
+    numbers = [name for name in table.columns if name != "operation"]
+    table = table.astype(dict.fromkeys(numbers, float)).astype({"first": int, "last": int})
+    return Scan(table, BASE, record={"sublayers_run": {"base": 2 * num_layers}}).touched
+
+
+def test_a_model_with_a_program_of_its_own_has_no_depths() -> None:
+    record = {"num_layers": 4, "program": "{A0 F0 A1 F1 | A2 F2 A3 F3}"}
+    cells = pd.DataFrame(scan_cells(("prune",), 4)[:1]).astype({"perplexity": float})
+    assert Scan(cells, BASE, record=record).touched.depth("prune", 1) is None
+    del record["program"]
+    assert Scan(cells, BASE, record=record).touched.depth("prune", 1) == 3
+
+
+def test_cells_that_change_nothing_do_not_count() -> None:
+    scan = scan_of(("merge", "lp"), 5)
+    assert scan.num_layers == 5
+    assert not (scan.cells["first"] == scan.cells["last"]).any()
+    pairs = scan.of_operation("lp")
+    assert set(zip(pairs["first"], pairs["last"], strict=True)) == {
+        (0, 1), (0, 3), (1, 2), (1, 4), (2, 3), (3, 4)
+    }  # fmt: skip
+
+
+def test_the_best_stretch_of_every_depth() -> None:
+    scan = scan_of(("prune", "ladder"), 6)
+    best = best_by_depth(scan, "prune")
+    assert list(best["depth"]) == [5, 4, 3, 2, 1, 0]
+    for _, cell in best.iterrows():
+        same = scan.of_operation("prune")
+        assert cell["ratio"] == same[same["changed"] == 6 - cell["depth"]]["ratio"].min()
+    assert best_by_depth(scan, "ladder").empty, "a ladder keeps the depth"
+    assert list(best_by_depth(scan_of(("repeat",), 3), "repeat")["depth"]) == [6, 5, 4]

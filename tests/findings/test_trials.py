@@ -1,0 +1,130 @@
+"""What the table of a search's trials says, against sums by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.image import imread
+from scipy import stats
+
+from surgeon.findings.search import SearchRun
+from surgeon.findings.trials import TrialTable
+
+NAN = math.nan
+
+
+def trials(rows: list[tuple[float, str, float, bool, bool]], by: str = "divergence") -> TrialTable:
+    """Of level, edits, measure, and whether whole and within."""
+    table = pd.DataFrame(
+        [
+            {"trial": number, "source": "window", "level": level, "edits": edits, "depth": 5.0, by: value,
+             "whole": whole, "within": within, "program": "A0 F0"}
+            for number, (level, edits, value, whole, within) in enumerate(rows)
+        ]
+    )  # fmt: skip
+    return TrialTable(table, by)
+
+
+BUDGET = trials(
+    [
+        (NAN, "pair 0:2", 0.4, True, True),
+        (NAN, "pair 1:3; drop 3:4 mlp", 0.2, True, True),
+        (NAN, "pair 1:3", 0.1, True, False),  # breaks the budget
+        (NAN, "pair 2:4", 0.15, False, False),  # stopped: an estimate
+        (NAN, "pair 1:3; drop 2:3 mlp", 0.3, True, True),
+    ]
+)
+LEVELS = trials(
+    [
+        (5.0, "pair 0:2", 0.4, True, True),
+        (4.0, "pair 0:2; pair 2:4", 8.0, True, True),
+        (5.0, "pair 1:3", 0.1, True, True),
+        (4.0, "pair 1:3; pair 3:5", 2.0, True, True),
+    ]
+)
+
+
+def test_the_best_so_far_is_whole_and_within_the_budget() -> None:
+    assert BUDGET.best_so_far.tolist() == [0.4, 0.2, 0.2, 0.2, 0.2]
+    assert BUDGET.ranked == [1, 4, 0]
+    assert BUDGET.good == [1]
+    assert not BUDGET.has_levels
+    assert BUDGET.tip(3) == "trial 3, depth 5, divergence 0.15 (estimate, stopped early): pair 2:4"
+
+
+def test_levels_are_compared_with_themselves_only() -> None:
+    assert LEVELS.relative.tolist() == pytest.approx([4, 4, 1, 1])
+    # Unknown until both levels have a trial; then the geometric mean of both.
+    assert math.isnan(LEVELS.best_so_far[0])
+    assert LEVELS.best_so_far[1:].tolist() == pytest.approx([4, 2, 1])
+    assert LEVELS.best_of_levels == [2, 3]
+    assert LEVELS.good == [2, 3]
+
+
+def test_layers_that_good_trials_change() -> None:
+    assert BUDGET.spaces() == ["pair", "drop"]
+    assert BUDGET.touched("drop", 5, BUDGET.good).tolist() == [0, 0, 0, 1, 0]
+    assert BUDGET.touched("pair", 5, range(5)).tolist() == pytest.approx([0.2, 0.8, 0.8, 0.2, 0])
+
+
+def test_what_goes_with_an_edit_is_a_ratio_of_geometric_means_with_welchs_interval() -> None:
+    rng = np.random.default_rng(3)
+    rows: list[tuple[float, str, float, bool, bool]] = []
+    for number in range(24):
+        level, has = float(number % 2), number % 3 == 0
+        value = math.exp(5 * level + (1.0 if has else 0.0) + 0.1 * rng.normal())
+        rows.append(
+            (level, "pair 0:2; pair 3:5" if has else f"pair {number % 2 + 4}:{number % 2 + 6}", value, True, True)
+        )
+    found = {str(one.edit): one for one in trials(rows).effects()}
+    logs = np.log([row[2] for row in rows])
+    for level in (0.0, 1.0):
+        own = np.array([row[0] == level for row in rows])
+        logs[own] -= logs[own].mean()
+    has = np.array(["pair 0:2" in row[1] for row in rows])
+    expected = stats.ttest_ind(logs[has], logs[~has], equal_var=False).confidence_interval(0.95)
+    one = found["pair 0:2"]
+    assert (one.low, one.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
+    assert one.ratio == pytest.approx(math.e, rel=0.1)
+    assert one.excludes_one
+    assert one.trials == 8
+    assert one.ratio == found["pair 3:5"].ratio, "what always comes together is not told apart"
+    assert not BUDGET.effects(), "too few trials with any edit, and without it"
+
+
+def test_edits_in_few_words() -> None:
+    texts = "; ".join(f"ladder {k}:{k + 1}" for k in range(3, 9))
+    table = trials(
+        [(NAN, f"drop 0:1 mlp; {texts}; pair 10:12; pair 12:14", 1.0, True, True), (NAN, "", 2.0, True, True)]
+    )
+    assert table.short_edits(0) == "drop mlp 0:1; ladder 3:9; pair 10:12 12:14"
+    assert table.short_edits(1) == "no edits"
+
+
+def test_odd_numbers_are_no_trouble(tmp_path: Path) -> None:
+    """Programs that predict nothing, a search in which nothing is within the budget, one trial."""
+    for rows in (
+        [(NAN, "pair 0:2", math.inf, True, True), (NAN, "pair 1:3", 0.5, True, True)],
+        [(NAN, "pair 0:2", 0.5, True, False), (NAN, "", 0.0, True, False)],
+        [(NAN, "", 0.5, True, True)],
+        [(4.0, "pair 0:2", math.inf, True, True), (5.0, "pair 1:3", 0.5, False, False)],
+    ):
+        table = trials(rows)
+        SearchRun(table.table.assign(depth=5.0, perplexity=9.0), record={"num_layers": 6}).draw(tmp_path)
+        height, width = imread(tmp_path / "search.png").shape[:2]
+        assert width > height > 500
+        assert len(table.best_so_far) == len(rows)
+
+
+def test_what_trials_are_ranked_by() -> None:
+    def by(record: dict[str, str]) -> str:
+        return SearchRun(BUDGET.table, record=record).trial_table.by
+
+    assert by({}) == "divergence"
+    assert by({"objective": "latency@cpu-2,perplexity"}) == "perplexity"
+    assert by({"objective": "accuracy:piqa"}) == "divergence"
+    assert trials([(NAN, "", 3.0, True, True)], "perplexity").values.tolist() == [3.0]
