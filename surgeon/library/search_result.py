@@ -20,8 +20,8 @@ from surgeon.quality.text import OWN, VERIFIED
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.drafting import FoundDraft, by_verified_keys
 from surgeon.searches.front import QualityCurve, quality_curves
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.here import drafts_here, fast_enough_here
-from surgeon.searches.question import Question
 from surgeon.searches.results import (
     SearchWork,
     Winner,
@@ -30,9 +30,8 @@ from surgeon.searches.results import (
     quality_table,
     write_front,
 )
-from surgeon.searches.salient import against_most_salient
 from surgeon.searches.trial import MeasuredProgram, Trial
-from surgeon.searches.winners import RUNNERS_UP, remeasure
+from surgeon.searches.winners import RUNNERS_UP, against_most_salient, remeasure
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +46,7 @@ class SearchResult(SearchRun):
     """
 
     _: KW_ONLY
-    question: Question
+    question: PricedQuestion
     winner: Winner
     work: SearchWork
     curves: Sequence[QualityCurve]
@@ -65,7 +64,7 @@ class SearchResult(SearchRun):
 
 
 def end_search(
-    question: Question,
+    question: PricedQuestion,
     trials: Sequence[Trial],
     tables: dict[str, pd.DataFrame],
     setup: SearchSetup,
@@ -142,7 +141,7 @@ def end_search(
 
 
 def _as_draft(
-    question: Question, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
+    question: PricedQuestion, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
 ) -> FoundDraft:
     """What the winner is worth as a draft, measured where it is asked for of this machine."""
     settings, program, known = question.settings, winner.trial.program, [winner.trial.measured]

@@ -93,11 +93,11 @@ def _read(aspect: Aspect, amount: str, text: str) -> Limit:
         share = float(amount[:-1])
     except ValueError:
         share = math.nan
-    if quantity.measured and not 1 <= share < math.inf:
+    if not aspect.is_priced and not 1 <= share < math.inf:
         raise ValueError(f"{amount} of the unedited model's should be at least 1x, such as 1.05x")
     if aspect.deep and not 0 < share < math.inf:
         raise ValueError(f"{amount} of the unedited model's should be above 0, such as 1x or 1.25x")
-    if not (quantity.measured or aspect.deep) and not 0 < share <= 1:
+    if aspect.is_priced and not aspect.deep and not 0 < share <= 1:
         raise ValueError(f"{amount} of the unedited model's should be above 0 and at most 1x, such as 0.8x")
     return Limit(aspect, share, relative=True, text=text)
 
@@ -166,10 +166,9 @@ class SearchBudget:
         Args:
             original: the unedited model, measured on the same text.
         """
-        names = [limit.aspect.name for limit in self.of_quality]
         return tuple(
-            _shortfall(getattr(measured, name), limit.most(getattr(original, name)), math.inf)
-            for limit, name in zip(self.of_quality, names, strict=True)
+            _shortfall(limit.aspect.measured(measured), limit.most(limit.aspect.measured(original)), math.inf)
+            for limit in self.of_quality
         )
 
     def require_work(self) -> tuple[str, ...]:

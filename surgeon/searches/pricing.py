@@ -33,7 +33,7 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
-from surgeon.searches.quantities import ACCURACY, DRAFT, DRAFT_PASS, HERE, Aspect
+from surgeon.searches.quantities import DRAFT_PASS, HERE, Aspect
 from surgeon.searches.trial import MeasuredProgram, Trial
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
@@ -115,13 +115,7 @@ class Pricing:
         """The same, or what was measured; infinite where it is not known."""
         if aspect.is_priced:
             return self.price(aspect, program)
-        if aspect.name == ACCURACY:
-            value = 1 - measured.more.get(str(aspect), math.nan)
-        elif aspect.name == DRAFT:
-            value = measured.draft_time
-        else:
-            value = float(getattr(measured, aspect.name))
-        return math.inf if math.isnan(value) else value
+        return aspect.measured(measured)
 
     def costs(self, aspects: Sequence[Aspect], trial: Trial) -> tuple[float, ...]:
         program = trial.program

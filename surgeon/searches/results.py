@@ -20,9 +20,9 @@ from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
 from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import FrontPoint, QualityCurve
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.quantities import DEPTH, Aspect
-from surgeon.searches.question import Question
 from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial
@@ -60,15 +60,14 @@ class Winner:
                 unseen = next(one.unseen for one in comparison.finalists if one.trial.number == self.trial.number)
                 short = budget.quality_shortfalls(unseen, comparison.original)
                 missed += [
-                    f"{limit} is not kept on held-out text{when}: "
-                    f"{limit.aspect.show(getattr(unseen, limit.aspect.name))}"
+                    f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.measured(unseen))}"
                     for limit, lacks in zip(budget.of_quality, short, strict=True)
                     if lacks
                 ]
         return missed
 
 
-def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
+def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFrame:
     """One row per trial, in the order they were asked for: its edits, its costs, its quality, its program."""
     rows = []
     for trial in trials:
@@ -90,7 +89,7 @@ def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
+def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
     """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
     mixture, pricing = question.mixture, question.budget.pricing
     dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
@@ -112,7 +111,7 @@ def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
 
 
 def write_front(
-    folder: Path, front: Sequence[FrontPoint], question: Question, model: str, model_hash: str
+    folder: Path, front: Sequence[FrontPoint], question: PricedQuestion, model: str, model_hash: str
 ) -> pd.DataFrame:
     """Write a recipe for each point of a front, `front/NN-recipe.yaml`; those of an earlier front are removed.
 
@@ -173,7 +172,7 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"trial": "Int64"}) if rows else pd.DataFrame()
 
 
-def _priced(question: Question) -> list[Aspect]:
+def _priced(question: PricedQuestion) -> list[Aspect]:
     return list(dict.fromkeys([DEPTH, *question.budget.pricing.aspects]))
 
 
@@ -206,7 +205,7 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
     ]
 
 
-def commented(recipe: Recipe, question: Question, winner: Winner, record: Mapping[str, Any]) -> str:
+def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]) -> str:
     """The winner's recipe as text, with what was measured in comments."""
     trial, measured, original = winner.trial, winner.trial.measured, question.original
     low, high = measured.divergence_low, measured.divergence_high
@@ -264,7 +263,7 @@ class SearchWork:
         return {"edits": self.edits, "tokens_of_edits": self.tokens, "sublayers": ran, "sentence": self.line}
 
 
-def found_json(question: Question, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
+def found_json(question: PricedQuestion, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
     """What was found in numbers, as JSON values; what is not finite is None."""
     trial, more = winner.trial, winner.trial.measured.more
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}

@@ -12,10 +12,11 @@ from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, NSGAIISampler,
 from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.errors import did_you_mean
+from surgeon.searches.question import SURGEON
 from surgeon.searches.search import LEVEL, PROGRAM, SOURCE, Search
 from surgeon.searches.trial import Proposal
 
-SURGEON, CMAES = "surgeon", "cmaes"
+CMAES = "cmaes"
 POPULATION = 16  # of nsga2: searches have tens of trials, and Optuna's 50 would all be drawn at random
 
 

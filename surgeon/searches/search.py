@@ -22,10 +22,10 @@ from optuna.trial import FrozenTrial, TrialState
 from surgeon.findings.edit import SOURCES, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.known import Known
-from surgeon.searches.parameters import EditParameters
+from surgeon.searches.mixture import EditParameters
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.question import Question
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
@@ -51,7 +51,7 @@ class Search:
             have measured choices of several edits; None: none is.
     """
 
-    question: Question
+    question: PricedQuestion
     evaluator: Evaluator
     known_terms: Terms | None = None
     known: Known = field(default_factory=Known)
@@ -274,7 +274,7 @@ class Search:
         spaces = {edit.space for edit in choice}
         return spaces.pop() if len(spaces) == 1 else MIXTURE
 
-    def _proposer(self, question: Question) -> Proposer:
+    def _proposer(self, question: PricedQuestion) -> Proposer:
         number = {edit: place for place, edit in enumerate(self.question.mixture.edits)}
         terms = self.terms.of([number[edit] for edit in question.mixture.edits])
         known = self._known_choices
