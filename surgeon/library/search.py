@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
 
 DEFAULT_STUDY = "search"
+SEARCH_FORMAT = 2  # of studies; those of 0.2.0 say none, and are begun anew
 WORKER = ("-P", "-m", "surgeon.library.search_worker")  # not from the current folder, in which anything may lie
 
 
@@ -301,7 +302,12 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
 
 def _open_study(subject: Subject, options: Question, known: Known, storage: StudyStorage) -> optuna.Study:
     """The study in its storage, new or gone on with."""
-    settings = {"format": FORMAT, "model_hash": subject.opened.hash, "data": subject.windows.digest}
+    settings = {
+        "format": FORMAT,
+        "search_format": SEARCH_FORMAT,
+        "model_hash": subject.opened.hash,
+        "data": subject.windows.digest,
+    }
     settings |= {**options.identity, "sampler": options.sampler, "seed": options.seed, **known.identity}
     name = options.study or DEFAULT_STUDY
     if options.study is None and options.storage is not None:
