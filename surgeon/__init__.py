@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from surgeon.commands.check import check
     from surgeon.commands.edit import edit
     from surgeon.commands.evaluate import evaluate
+    from surgeon.commands.explore import explore
     from surgeon.commands.export import export
     from surgeon.commands.families import families
     from surgeon.commands.generate import generate
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
-    from surgeon.library.explore import explore
     from surgeon.library.search import search
     from surgeon.library.search_problem import SearchProblem
     from surgeon.models.edit import program_of, restore
@@ -65,7 +65,6 @@ _ELSEWHERE = {
     "TrainSettings": "surgeon.training.settings",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
-    "explore": "surgeon.library.explore",
     "load": "surgeon.exports.saving",
     "open": "surgeon.opened:open_model",
     "program_of": "surgeon.models.edit",

@@ -18,15 +18,15 @@ from typing import Annotated, Any
 
 import typer
 
-from surgeon.cli.demo import demo
-from surgeon.cli.explore import explore
 from surgeon.cli.search import search
 from surgeon.commands.bench import bench
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.card import card
 from surgeon.commands.check import check
 from surgeon.commands.command import line_of
+from surgeon.commands.demo import demo
 from surgeon.commands.evaluate import evaluate
+from surgeon.commands.explore import explore
 from surgeon.commands.export import export
 from surgeon.commands.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
 from surgeon.commands.families import families

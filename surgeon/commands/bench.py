@@ -114,10 +114,10 @@ def bench(
     from surgeon.benchmarks.plans import Needs, plan_candidates
     from surgeon.benchmarks.tables import bench_record, bench_table
     from surgeon.benchmarks.timelines import check_trace, write_trace
+    from surgeon.commands.opening import as_list, as_range
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload
     from surgeon.findings.bench import Benchmark
-    from surgeon.library.opening import as_list, as_range
     from surgeon.opened import EditedModel, Model
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress

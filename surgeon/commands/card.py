@@ -22,9 +22,9 @@ def card(
     write, or that was changed since, is kept unless you say --overwrite. Prints the file's name.
     """
     from surgeon.checkpoint.inherit import CARD_FILE
+    from surgeon.commands.opening import as_list
     from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
     from surgeon.findings.measured import Measured, read_measured
-    from surgeon.library.opening import as_list
 
     folder = Path(checkpoint)
     found = open_edited(folder)

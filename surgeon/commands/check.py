@@ -64,9 +64,9 @@ def check(
     from surgeon.checkpoint.config import find_config
     from surgeon.checkpoint.read import read_json
     from surgeon.commands.capabilities import Capabilities, facts_of, with_shapes
+    from surgeon.commands.opening import check_counts
     from surgeon.errors import did_you_mean
     from surgeon.findings.check import Check
-    from surgeon.library.opening import check_counts
     from surgeon.models.families import Unsupported
     from surgeon.models.unknown import mechanisms
     from surgeon.named import model_name

@@ -16,7 +16,7 @@ import textwrap
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -136,7 +136,12 @@ class CommandParameter:
 
 def declared(function: Callable[..., Any]) -> list[CommandParameter]:
     """The parameters of a function that are options, in order."""
-    names = _Names(inspect.unwrap(function).__globals__, globals(), vars(builtins))
+    return _declared(inspect.unwrap(function))
+
+
+@cache
+def _declared(function: Callable[..., Any]) -> list[CommandParameter]:
+    names = _Names(function.__globals__, globals(), vars(builtins))
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = _evaluated(parameter.annotation, names)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from surgeon.checkpoint.random_weights import RandomCheckpoint
+from surgeon.commands.opening import has_weights_of_its_model
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
-from surgeon.library.opening import has_weights_of_its_model
 from surgeon.named import is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.service_options import CODA, LOOKUP
 
 
 def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
-    """Say what drafts tokens for a model, by a program, a recipe (.yaml) or an edit.
+    """Say what drafts tokens for a model, by a program, a recipe (.yaml), or an edit of it.
 
     "coda", "lookup" and variants are themselves. Of a model without weights its shapes alone tell whether a draft is of
     another one.

@@ -86,7 +86,7 @@ def evaluate(
         OSError: if the output cannot be written.
     """
     from surgeon.analysis.evaluate import Evaluation, factors_of, load_asked, on_tasks, on_text
-    from surgeon.library.opening import as_list
+    from surgeon.commands.opening import as_list
     from surgeon.opened import EditedModel, choose_device, open_edited
     from surgeon.processes.files import make_folder
     from surgeon.quality.data import load_windows, window_for

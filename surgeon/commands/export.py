@@ -183,11 +183,11 @@ def export(
     from torch import nn
 
     from surgeon.analysis.factors.recipe_factors import with_factors
+    from surgeon.commands.opening import as_list
     from surgeon.exports.export import DTYPES, plan_export, write_export
     from surgeon.exports.plan import check_exportable
     from surgeon.exports.staging import check_target
     from surgeon.findings.measured import read_measured
-    from surgeon.library.opening import as_list
     from surgeon.memory import parse_size
     from surgeon.opened import open_edited
     from surgeon.progress import progress

@@ -194,7 +194,7 @@ def generate(
 
     texts_by_place = _by_place(prompts)
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
-        from surgeon.library.opening import stored_model
+        from surgeon.commands.opening import stored_model
         from surgeon.opened import open_model
 
         model, program = stored_model(model, program)

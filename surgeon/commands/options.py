@@ -145,11 +145,10 @@ Draft = Annotated[
         'Have tokens drafted by another program over the same weights: one such as "A0 F0 [A1 A2] [F1 F2]", '
         "that of a recipe (.yaml), or a variant of the model by its name, such as lp or tracks:4, as surgeon bench "
         "compares them; and verified several at a time by the model: the same greedy tokens, and the same "
-        "distribution of drawn ones. It has the model's weights and cache, and norms or adapters of its own if "
-        "it is a folder that surgeon heal --as-draft has written. Or by what came behind the same few tokens "
-        "before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; surgeon heal "
-        "--racks writes them).",
-        metavar="[RECIPE|PROGRAM|VARIANT|FOLDER|lookup|coda]",
+        "distribution of drawn ones. It has the model's weights and cache. Or by what came behind the same few "
+        "tokens before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; "
+        "surgeon heal --racks writes them).",
+        metavar="[RECIPE|PROGRAM|VARIANT|lookup|coda]",
         kind=str,
     ),
 ]
@@ -157,7 +156,7 @@ DraftTokens = Annotated[
     int | None,
     option(
         "How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so far, none "
-        "among them; with coda 1.",
+        "among them.",
         least=1,
     ),
 ]

@@ -238,11 +238,11 @@ def predict(
         ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
             fit into memory; in a sweep that is said in its cells.
     """
+    from surgeon.commands.opening import as_list, as_range
     from surgeon.commands.predictions import PredictionInputs, experts_of, heading_of, record_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.findings.prediction import Predictions
-    from surgeon.library.opening import as_list, as_range
     from surgeon.opened import EditedModel, Model
 
     candidates = open_candidates(model, as_list(compare), program, as_range(layers))

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, Unpack
 import pandas as pd
 
 from surgeon.commands.drafts import draft_program
+from surgeon.commands.opening import as_list, as_range
 from surgeon.cost.best import (
     METRICS,
     Allowance,
@@ -34,7 +35,6 @@ from surgeon.findings.best import BestPrograms
 from surgeon.findings.drafts import DRAFT_COLUMNS, DraftRun
 from surgeon.findings.prediction import AXES, words_of
 from surgeon.language.program import Program
-from surgeon.library.opening import as_list, as_range
 from surgeon.named import on_disk
 from surgeon.opened import EditedModel, Model
 from surgeon.processes.files import make_folder

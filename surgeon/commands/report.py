@@ -75,10 +75,10 @@ def report(
         ValueError: if a folder holds no known record, or a file is damaged, naming it.
         OSError: if the page cannot be written.
     """
+    from surgeon.commands.opening import as_folder
     from surgeon.findings.explore import Exploration
     from surgeon.findings.page import write_page
     from surgeon.findings.result import RunResult, read_record
-    from surgeon.library.opening import as_folder
 
     several = [runs] if isinstance(runs, str | Path | RunResult) else runs
     paths: dict[Path, None] = {}

@@ -122,7 +122,7 @@ def scan(
     from surgeon.analysis.scan import scan as measure
     from surgeon.analysis.screen import rounds
     from surgeon.analysis.subject import open_subject
-    from surgeon.library.opening import as_list, as_range, warn
+    from surgeon.commands.opening import as_list, as_range, warn
     from surgeon.opened import open_model
 
     opened = open_model(model)

@@ -69,8 +69,8 @@ def similarity(
     from surgeon.analysis.proxies import correlate, damages, read_scan
     from surgeon.analysis.similarity import similarity as measure
     from surgeon.analysis.subject import open_subject
+    from surgeon.commands.opening import as_folder
     from surgeon.findings.sensitivity import Sensitivity
-    from surgeon.library.opening import as_folder
 
     if sensitivity is not None and scan is None:
         raise ValueError("sensitivity is used with scan only; give scan, too, a folder made by surgeon scan")

@@ -115,8 +115,8 @@ def spectrum(
     from surgeon.analysis.spectrum import spectrum as find
     from surgeon.analysis.spectrum_tables import notes_on
     from surgeon.analysis.subject import open_subject
+    from surgeon.commands.opening import as_list, as_range, warn
     from surgeon.findings.spectrum import parse_ranks
-    from surgeon.library.opening import as_list, as_range, warn
     from surgeon.opened import open_model
     from surgeon.quality.data import tokens_before_rest, window_for
 

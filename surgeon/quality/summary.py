@@ -48,7 +48,6 @@ def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, flo
     """The interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
     if len(values) < 2 or not np.isfinite(values).all():
         return -math.inf, math.inf
-    from scipy import stats  # half a second that a page of files need not wait
 
     error = float(stats.sem(values))
     if error == 0:
@@ -238,7 +237,6 @@ def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple
     if count < 2 or not np.isfinite(values).all():
         return interval(values)
     variance = np.var(values, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
-    from scipy import stats
 
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
     mean = float(base.mean() + difference.mean())

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.cli import demo
-from surgeon.commands import app, scan
+from surgeon.commands import app, demo, scan
 from surgeon.commands.app import main
 from surgeon.language.recipe import read_recipe
 from surgeon.words import WIDTH

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.cli.explore import _opened
+from surgeon.commands.explore import _opened
 from tests.commands.conftest import Run
 
 

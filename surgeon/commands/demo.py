@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from surgeon.commands.command import command, option
 from surgeon.words import WIDTH
 
 if TYPE_CHECKING:
@@ -55,26 +54,21 @@ QUICK = Effort(tokens=512, window=128, trials=12, new_tokens=16, rounds=2)
 FULL = Effort(tokens=2048, window=None, trials=40, new_tokens=64, rounds=3)
 
 
+@command(lambda call: call())
 def demo(
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Folder for everything the demo makes. Default: quick or full, in demo-output."
-        ),
+        option("Folder for everything the demo makes. Default: quick or full, in demo-output.", "--output", "-o"),
     ] = None,
-    depth: Annotated[
-        int, typer.Option(min=8, max=15, help="Effective depth to search for; the demo model has 16 layers.")
-    ] = 12,
+    depth: Annotated[int, option("Effective depth to search for; the demo model has 16 layers.", min=8, max=15)] = 12,
     tokens: Annotated[
-        int | None, typer.Option(help=f"Tokens to measure on. Default: {QUICK.tokens}, or {FULL.tokens} with --full.")
+        int | None, option(f"Tokens to measure on. Default: {QUICK.tokens}, or {FULL.tokens} with --full.")
     ] = None,
     trials: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Trials of the search. Default: {QUICK.trials}, or {FULL.trials} with --full."),
+        option(f"Trials of the search. Default: {QUICK.trials}, or {FULL.trials} with --full.", least=1),
     ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Measure on more text and for longer; takes four times as long.")
-    ] = False,
+    full: Annotated[bool, option("Measure on more text and for longer; takes four times as long.")] = False,
 ) -> None:
     """Scan, search, export and generate on two ranks, with a small model that ships with surgeon.
 
@@ -96,8 +90,8 @@ def demo(
     )
     page = steps.page("scan", "search", "lp", "ladder")
     print(f"\nThe page    {page.file}\nPictures    {steps.folder}/*/*.png\n\nWith a model of your own, next:")
-    for purpose, command in NEXT:
-        print(f"\n  # {purpose}\n  surgeon {command}")
+    for purpose, typed in NEXT:
+        print(f"\n  # {purpose}\n  surgeon {typed}")
 
 
 @dataclass(frozen=True)

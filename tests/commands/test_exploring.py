@@ -17,17 +17,18 @@ import pytest
 import typer
 
 import surgeon
+from surgeon.commands import exploring as module
 from surgeon.commands.app import app, main
+from surgeon.commands.explore import explore
+from surgeon.commands.exploring import HERE, plan_rounds
+from surgeon.commands.next_steps import NextSteps
 from surgeon.cost.hardware_file import MACHINES
 from surgeon.findings.check import Check, Verdict
 from surgeon.findings.explore import Exploration, NextStep
 from surgeon.findings.scan import Scan
 from surgeon.language.recipe import read_recipe
-from surgeon.library import explore as module
-from surgeon.library.explore import HERE, explore
-from surgeon.library.explore_rounds import plan_rounds
-from surgeon.library.next_steps import NextSteps
 from surgeon.progress import TimeOver
+from surgeon.provenance import provenance
 
 
 def parse(commands: Sequence[NextStep]) -> list[str]:
@@ -154,15 +155,15 @@ class Passes:
         patched.setattr(module, "time_limit", self._limit)
         for name in ("scan", "similarity", "search"):
             patched.setattr(module, name, self._pass(name))
-        patched.setattr(module._Exploring, "draw", self._drawing())
-        patched.setattr(module._Exploring, "_measure_machine", lambda _: self.ran.append("machine"))
+        patched.setattr(module.Exploring, "draw", self._drawing())
+        patched.setattr(module.Exploring, "_measure_machine", lambda _: self.ran.append("machine"))
         opened = surgeon.open(model)
         answers = [Verdict("scan", "lp", "yes"), Verdict("scan", "similarity", "yes"), Verdict("search", "pair", "yes")]
-        record = {"model": "tiny", "model_hash": opened.hash, "format": module.provenance("", "")["format"]}
+        record = {"model": "tiny", "model_hash": opened.hash, "format": provenance("", "")["format"]}
         record |= {"command": "surgeon explore", "data": "a.txt", "separator": None, "memory": None, "hardware": []}
         rounds = plan_rounds(opened.num_layers, 64, 1 << 20)
         self.said: list[str] = []
-        self.exploring = module._Exploring(
+        self.exploring = module.Exploring(
             opened, "a.txt", Check.of(answers), folder, rounds, record | {"minutes": minutes}, [], self.said.append, 0.0
         )
         self.exploring.go_on_with_the_folder()

@@ -1,4 +1,4 @@
-"""`surgeon.explore`: what a model can spare, within some minutes, on one page with what to do next.
+"""An exploration under way, as `surgeon.explore` begins it.
 
 It goes in rounds of fixed sizes, each on more text and with finer stretches than the one before, until the minutes are
 over. The page has what there is after the first pass, and again whenever there is much more.
@@ -7,7 +7,6 @@ over. The page has what there is after the first pass, and again whenever there 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from surgeon.analysis import screen
 from surgeon.analysis.cells import SCANNED
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.check import RANKS, check
+from surgeon.commands.next_steps import NextSteps
 from surgeon.commands.predict import predict
 from surgeon.commands.report import ReportPage, report
 from surgeon.commands.scan import scan
@@ -34,17 +34,13 @@ from surgeon.findings.result import RunResult
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchRun
 from surgeon.findings.similarity import Similarity
-from surgeon.library.explore_rounds import SIZES, ExploreRound, plan_rounds
-from surgeon.library.next_steps import NextSteps
-from surgeon.library.opening import as_list
 from surgeon.library.search import search
-from surgeon.opened import Model, open_model
+from surgeon.opened import Model
 from surgeon.processes.files import make_folder, write_text
 from surgeon.progress import TimeOver, clock, time_limit
-from surgeon.provenance import provenance
-from surgeon.quality.data import DEMO, load_windows, window_for
+from surgeon.quality.data import load_windows, window_for
 from surgeon.threads import usable_cores
-from surgeon.words import hanging, known, number, plural
+from surgeon.words import known, number, plural
 
 MAPS = (*SCANNED, "lp")
 SPACES = {"pair": "pair", "drop": "drop:layers"}  # what a knee is looked for in, by what a check calls it
@@ -58,70 +54,50 @@ _SELDOM = 5  # times as long as a page takes, until there is another one
 _MEASURING = 0.3  # of the time that is left, for measuring this machine
 _PROBE = 0.2  # seconds, to see how much of the processors is free
 
+# Of a round: tokens of the text, in how many places stretches begin at least, trials for each layer.
+SIZES = ((256, 3, 1), (1024, 6, 2), (2048, 12, 4), (4096, 24, 8), (8192, math.inf, 8))
+WINDOWS, SHORTEST = 16, 64  # that a text is cut into; tokens of the shortest window
 
-def explore(
-    model: str | Path | Model,
-    data: str | Path | None = None,
-    output: str | Path = "runs/explore",
-    *,
-    minutes: float = 10,
-    hardware: str | Path | Sequence[str | Path] = (),
-    separator: str | None = None,
-    memory: int | str | None = None,
-    say: Callable[[str], Any] | None = None,
-) -> Exploration:
-    """Check, scan and search a model for some minutes; what the folder has already is gone on with.
 
-    Rounds go from little text to more, and from long stretches of layers to all. Each has a screened scan, similarity,
-    and a search for the depth at which quality breaks off (the knee); predictions are for the hardware found.
+@dataclass(frozen=True)
+class ExploreRound:
+    """What a round measures on.
+
+    Attributes:
+        tokens: of the text, in windows of `window`; a search holds out as many.
+        every: stretches of layers begin at its multiples, and their lengths are such.
+        trials: of the search, at most.
+    """
+
+    number: int
+    tokens: int
+    window: int
+    every: int
+    trials: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"round-{self.number}"
+
+
+def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
+    """The rounds for a model of so many layers, the smallest first.
 
     Args:
-        model: a folder, a hub name, "demo", or a model that is open.
-        data: a text file, a table or a dataset (docs/texts.md), or "demo".
-        output: folder for the page (explore.html), the recipe of the program at the knee (knee.yaml), explore.csv,
-            explore.json, and a folder for each round.
-        minutes: after which it stops, with what earlier calls on the folder took; what is measured by then counts.
-        hardware: what else is predicted for: names such as "h100-sxm", or files as `calibrate` writes them.
-        separator: between documents of the text.
-        memory: the most that the process may take, in bytes or as text ("2GB").
-        say: gets a line about each step as it begins; by default it goes to standard error.
-
-    Raises:
-        FileNotFoundError, ValueError: if the model, the text or a hardware cannot be used, no text is given or too
-            little, or the folder holds an exploration of something else.
-        OSError: if the folder cannot be written to.
+        window: the longest that the model may get.
+        text: tokens that there are.
     """
-    if not 0 < minutes < math.inf:
-        raise ValueError(f"minutes must be a number above 0, not {minutes:g}; an exploration takes about 10")
-    begun, opened = time.monotonic(), open_model(model)
-    if data is None and opened.name != DEMO:  # what a model can spare is another thing on every kind of text
-        raise ValueError(
-            f"no text was given to explore {opened.name} on; give one of the kind that the model is for, a few pages "
-            "or more: a UTF-8 file, a .jsonl or .parquet file, a dataset's name, or demo (Python source files)"
-        )
-    source = DEMO if data is None else str(data)
-    machines = [load_hardware(one) for one in as_list(hardware)]
-    checked = check(opened)
-    if checked.refused is not None:
-        raise ValueError(checked.refused)
-    rounds = _rounds(opened, source, separator)
-    record = provenance(opened.name, opened.hash, data=source, separator=separator, minutes=minutes)
-    record |= {"hardware": as_list(hardware), "memory": memory}
-    exploring = _Exploring(opened, source, checked, Path(output), rounds, record, machines, say or _say, begun)
-    exploring.go_on_with_the_folder()
-    exploring.steps["check"] = checked.described["model"], time.monotonic() - begun
-    for one in rounds:
-        exploring.measure(one)
-    if exploring.undrawn:
-        exploring.draw()
-    return exploring.end()
+    rounds = []
+    for count, (tokens, places, trials) in enumerate(SIZES, start=1):
+        most = min(tokens, text // 2)
+        longest = min(window, max(SHORTEST, most // WINDOWS))
+        every = 1 << int(math.log2(max(1.0, layers / places)))  # a power of 2, so that finer grids hold coarser ones
+        rounds.append(ExploreRound(count, most // longest * longest, longest, every, trials * layers))
+    return rounds
 
 
-def _say(line: str) -> None:
-    print(hanging("", line), file=sys.stderr, flush=True)
-
-
-def _rounds(model: Model, data: str, separator: str | None) -> list[ExploreRound]:
+def rounds_for(model: Model, data: str, separator: str | None) -> list[ExploreRound]:
     """The rounds that a text is long enough for.
 
     Raises:
@@ -138,7 +114,7 @@ def _rounds(model: Model, data: str, separator: str | None) -> list[ExploreRound
 
 
 @dataclass
-class _Exploring:
+class Exploring:
     """An exploration under way.
 
     Attributes:

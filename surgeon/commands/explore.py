@@ -1,0 +1,118 @@
+"""`surgeon explore`, `surgeon.explore`: what a model can spare, the first command for a model of one's own."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from surgeon.commands.command import command, keyword, option, several
+from surgeon.commands.options import DATA_HELP, Memory, ModelName, Output, Separator
+from surgeon.words import hanging
+
+if TYPE_CHECKING:
+    from surgeon.findings.explore import Exploration
+
+
+def _show(
+    call: Callable[[], Exploration],
+    open_page: Annotated[
+        bool, option("Open the page in a browser at the end, where there is a display.", "--open")
+    ] = False,
+) -> None:
+    found = call()
+    print(f"{found}\n")
+    print(found.page.file)
+    if open_page and not _opened(found.page.file):
+        print("there is no display to open it on; copy the file to where there is one", file=sys.stderr)
+
+
+def _opened(page: Path) -> bool:
+    """Open a page in the user's browser; not in one that would take the terminal, where there is no display."""
+    import webbrowser
+
+    if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))):
+        return False
+    return webbrowser.open(page.resolve().as_uri())
+
+
+@command(_show)
+def explore(
+    model: ModelName,
+    data: Annotated[
+        str | Path | None,
+        option(DATA_HELP + " Of the kind that the model is for; a few pages will do.", "--data", kind=str),
+    ] = None,
+    output: Output = "runs/explore",
+    *,
+    minutes: Annotated[float, option("After which it stops, with what was measured by then.")] = 10,
+    hardware: Annotated[
+        str | Path | Sequence[str | Path],
+        several(
+            "Predict for this hardware beside what is found here, as surgeon predict does.",
+            metavar="NAME|FILE.yaml",
+            kind=list[str],
+        ),
+    ] = (),
+    separator: Separator = None,
+    memory: Memory = None,
+    say: Annotated[
+        Callable[[str], Any] | None,
+        keyword("Gets a line about each step as it begins; by default it goes to standard error."),
+    ] = None,
+) -> Exploration:
+    """Find what a model can spare, within some minutes, and put it on one page with what to do next.
+
+    Goes in rounds, each on more text and finer than the one before, until the minutes are over: a screened scan of
+    stretches of layers, what each layer owes to the one before (CKA), and a search for the depth at which quality
+    breaks off (the knee); with predictions for the hardware found. The page, explore.html, ends each story with the
+    command that goes on with it; knee.yaml is the recipe of the program at the knee.
+
+    Interrupted, the same command goes on where it was; with more --minutes, too.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model, the text or a hardware cannot be used, no text is given or too
+            little, or the folder holds an exploration of something else.
+        OSError: if the folder cannot be written to.
+    """
+    from surgeon.commands.check import check
+    from surgeon.commands.exploring import Exploring, rounds_for
+    from surgeon.commands.opening import as_list
+    from surgeon.cost.hardware_file import load_hardware
+    from surgeon.opened import open_model
+    from surgeon.provenance import provenance
+    from surgeon.quality.data import DEMO
+
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"minutes must be a number above 0, not {minutes:g}; an exploration takes about 10")
+    begun = time.monotonic()
+    opened = open_model(model)
+    if data is None and opened.name != DEMO:  # what a model can spare is another thing on every kind of text
+        raise ValueError(
+            f"no text was given to explore {opened.name} on; give one of the kind that the model is for, a few pages "
+            "or more: a UTF-8 file, a .jsonl or .parquet file, a dataset's name, or demo (Python source files)"
+        )
+    source = DEMO if data is None else str(data)
+    machines = [load_hardware(one) for one in as_list(hardware)]
+    checked = check(opened)
+    if checked.refused is not None:
+        raise ValueError(checked.refused)
+    rounds = rounds_for(opened, source, separator)
+    record = provenance(opened.name, opened.hash, data=source, separator=separator, minutes=minutes)
+    record |= {"hardware": as_list(hardware), "memory": memory}
+    exploring = Exploring(opened, source, checked, Path(output), rounds, record, machines, say or _say, begun)
+    exploring.go_on_with_the_folder()
+    exploring.steps["check"] = checked.described["model"], time.monotonic() - begun
+    for one in rounds:
+        exploring.measure(one)
+    if exploring.undrawn:
+        exploring.draw()
+    return exploring.end()
+
+
+def _say(line: str) -> None:
+    print(hanging("", line), file=sys.stderr, flush=True)
