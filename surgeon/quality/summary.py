@@ -46,6 +46,8 @@ def mean_divergence(divergence: Values) -> float:
 
 def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """The interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
+    from scipy import stats  # half a second that who only reads qualities need not wait
+
     if len(values) < 2 or not np.isfinite(values).all():
         return -math.inf, math.inf
 
@@ -232,6 +234,8 @@ def _known(low: float, high: float) -> tuple[float, float]:
 
 
 def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple[float, float]:
+    from scipy import stats
+
     count = len(values)
     of_all = len(base)
     if count < 2 or not np.isfinite(values).all():
