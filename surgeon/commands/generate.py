@@ -277,7 +277,8 @@ def _encode(model: Model, prompts: Mapping[str, str], most: int) -> list[list[in
     from surgeon.checkpoint.encoding import Encoder
     from surgeon.checkpoint.texts import encode
 
-    encoder, found = Encoder(model.tokenizer), []
+    encoder = Encoder(model.tokenizer)
+    found = []
     for place, prompt in prompts.items():
         try:
             found.append(encode(encoder, prompt, most))
@@ -319,7 +320,8 @@ def _json_line(text: GeneratedText, drafting: bool) -> str:
     names = "prompt", "text", "finish_reason", "tokens"
     record: dict[str, Any] = {name: getattr(text, name) for name in names}
     if drafting:
-        usage, rate = text.usage, text.tokens_per_second
+        usage = text.usage
+        rate = text.tokens_per_second
         record |= {"drafted": usage.drafted, "accepted": usage.accepted}
         record |= {"tokens_per_pass": round(usage.tokens_per_pass, 2)}
         record |= {"tokens_per_second": None if rate is None else round(rate, 2)}
