@@ -27,7 +27,7 @@ from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
 from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
-from surgeon.commands.drafts import draft_program
+from surgeon.commands.on_ranks import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict

@@ -194,7 +194,7 @@ def generate(
 
     texts_by_place = _by_place(prompts)
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
-        from surgeon.commands.opening import stored_model
+        from surgeon.commands.on_ranks import stored_model
         from surgeon.opened import open_model
 
         model, program = stored_model(model, program)
@@ -208,8 +208,8 @@ def generate(
     on = RankOptions.of(ranks)
     with early_ranks(on) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
-        from surgeon.commands.drafts import draft_program
         from surgeon.commands.generation import GeneratedText, Generation
+        from surgeon.commands.on_ranks import draft_program
         from surgeon.opened import open_model
         from surgeon.runtime.plan.checks import make_plan
         from surgeon.runtime.service import Service

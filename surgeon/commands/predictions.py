@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 import pandas as pd
 
-from surgeon.commands.drafts import draft_program
+from surgeon.commands.on_ranks import draft_program
 from surgeon.commands.opening import as_list, as_range
 from surgeon.cost.best import (
     METRICS,
