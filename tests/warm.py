@@ -44,7 +44,7 @@ FOR_TRAINING = (
     "transformers.trainer",
     "torch.utils.tensorboard",
 )
-FOR_SEARCHES = ("surgeon.searches.study.shared_study",)
+FOR_SEARCHES = ("surgeon.searches.study",)
 FOR_COMMANDS = (
     "surgeon.commands.app",
     "surgeon.runtime.service",

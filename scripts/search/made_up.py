@@ -8,20 +8,19 @@ It writes a line into LOG for every trial that it begins to measure.
 from __future__ import annotations
 
 import hashlib
-import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from optuna.distributions import IntDistribution
-from optuna.trial import FrozenTrial, TrialState, create_trial
+import optuna
 
-from surgeon.searches.study.shared_study import PROGRAM, SharedStudy, Told
-from surgeon.searches.study.storage import open_storage
+from surgeon.searches.storage import open_storage
+from surgeon.searches.study import kept, open_study, run_trials
 
-LAYERS, TRIALS, TOGETHER = 12, 60, 3
+LAYERS = 12
+TRIALS = 60
 
 
 def key(params: Mapping[str, int]) -> str:
@@ -29,43 +28,32 @@ def key(params: Mapping[str, int]) -> str:
     return "".join(map(str, params.values()))
 
 
-def ask(stored: Sequence[FrozenTrial], count: int) -> list[FrozenTrial]:
-    """Some that nobody has tried, from anywhere on."""
-    tried, found = {key(trial.params) for trial in stored}, list[FrozenTrial]()
-    start = random.randrange(2**LAYERS)
-    for number in range(start, start + 2**LAYERS):
-        params = {f"layer {layer}": number >> layer & 1 for layer in range(LAYERS)}
-        if key(params) not in tried and len(found) < count:
-            kinds = {name: IntDistribution(0, 1) for name in params}
-            known = {PROGRAM: key(params)}
-            found.append(create_trial(state=TrialState.RUNNING, params=params, distributions=kinds, user_attrs=known))
-    return found
-
-
 def divergence(program: str) -> float:
     """A number that follows from what is tried, and from nothing else."""
     return int.from_bytes(hashlib.sha256(program.encode()).digest()[:4], "big") / 2**32
 
 
-def open_study(storage: str, name: str) -> SharedStudy:
+def made_up_study(storage: str, name: str) -> optuna.Study:
     """The study; `storage` as `surgeon search --storage` takes it."""
     opened = open_storage(storage, Path(tempfile.gettempdir()))
-    return SharedStudy(opened, name, {"layers": LAYERS})
+    study = open_study(opened, name, {"layers": LAYERS}, ["divergence"])
+    study.sampler = optuna.samplers.RandomSampler()
+    return study
 
 
 def main() -> None:
     storage, name, seconds, log = sys.argv[1:]
 
-    def measure(taken: Sequence[FrozenTrial], _: Sequence[FrozenTrial]) -> list[Told]:
+    def measure(trial: optuna.Trial) -> float:
+        params = {f"layer {layer}": trial.suggest_int(f"layer {layer}", 0, 1) for layer in range(LAYERS)}
         with Path(log).open("a") as file:
-            file.writelines(f"{key(trial.params)}\n" for trial in taken)
-        time.sleep(float(seconds) * len(taken))
-        return [Told([divergence(key(trial.params))]) for trial in taken]
+            file.write(f"{key(params)}\n")
+        time.sleep(float(seconds))
+        return divergence(key(params))
 
-    study = open_study(storage, name)
-    assert study.kept("base", lambda: time.sleep(float(seconds)) or 7) == 7
-    for _ in study.run(ask, measure, TRIALS, TOGETHER):
-        pass
+    study = made_up_study(storage, name)
+    assert kept(study, "base", lambda: time.sleep(float(seconds)) or 7) == 7
+    run_trials(study, measure, TRIALS, None, lambda _: None)
 
 
 if __name__ == "__main__":

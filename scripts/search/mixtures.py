@@ -18,6 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scripts.search.given import try_programs
+
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.deployment import Deployment
@@ -34,7 +36,6 @@ from surgeon.searches.settings import SearchSettings
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial
-from surgeon.searches.trying import try_programs
 
 
 @dataclass(frozen=True)

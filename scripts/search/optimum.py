@@ -22,6 +22,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
+from scripts.search.given import try_programs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgeon.analysis.subject import Subject, open_subject
@@ -39,7 +40,6 @@ from surgeon.searches.settings import SearchSettings
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import Trial
-from surgeon.searches.trying import try_programs
 
 TRIALS = (30, 60, 120)
 ENUMERATED = 16  # layers, up to which all choices are measured
@@ -140,7 +140,7 @@ def _search(known: Measured, depth: int) -> list[Trial]:
     original = known.evaluator.measure([dense])[dense]
     settings = SearchSettings("pair", f"depth={depth}")
     question = Question(settings, known.mixture, SearchBudget(settings.limits, pricing), original)
-    return [*try_programs(Search(question, known.evaluator, known.terms), max(TRIALS))]
+    return try_programs(Search(question, known.evaluator, known.terms), max(TRIALS))
 
 
 def _windows(known: Measured, depth: int) -> float:

@@ -20,6 +20,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 from surgeon.findings.blocks import Table
 from surgeon.processes.files import whole_file
@@ -180,17 +181,18 @@ def sheet(picture: Picture, heading: str) -> Figure:
     across = min(len(panels), max(1, int(_WIDEST / width)))
     down = math.ceil(len(panels) / across)
     across = math.ceil(len(panels) / down)
-    inches = ((across * width + 90) / POINTS, (down * (height + 40) + 70) / POINTS)
+    inches = ((across * width + 90) / POINTS, (down * (height + 60) + 70) / POINTS)
     figure = Figure(figsize=inches, layout="constrained", dpi=110)
     places = list(figure.subplots(down, across, squeeze=False).flat)
     for axes, one in zip(places, panels, strict=False):
         one.draw(axes)
         said = " ".join(filter(None, [one.caption, above(axes)]))
-        below = textwrap.fill(said, int(one.size[0] / 5.2))
-        axes.set_title(f"{one.title}\n{below}".strip(), fontsize=10, loc="left")
+        words = textwrap.fill(said, int(one.size[0] / 5.2))
+        axes.set_title(f"{one.title}\n{words}".strip(), fontsize=10, loc="left")
         if axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
-            keys = (0.5, -48 / one.size[1])
-            axes.legend(fontsize=9, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=keys)
+            below = axes.transAxes + ScaledTranslation(0, -40 / POINTS, figure.dpi_scale_trans)
+            place: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below}
+            axes.legend(fontsize=9, frameon=False, ncols=2, **place)
         if (legend := getattr(one, "legend", None)) is not None:
             legend.beside(figure, [axes])
     for axes in places[len(panels) :]:

@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import optuna
+
 from surgeon.analysis.subject import Subject
 from surgeon.commands.opening import check_counts, warn
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import SearchRun
+from surgeon.library.search_heal import require_text_to_heal
 from surgeon.library.search_result import SearchResult, end_search
 from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings
 from surgeon.memory import free_bytes
@@ -31,9 +34,7 @@ from surgeon.quality.data import (
     tokens_before_rest,
     window_for,
 )
-from surgeon.searches.choosing import compared_by
 from surgeon.searches.evaluate import KEPT_SHARE
-from surgeon.searches.healer import CandidateHealing
 from surgeon.searches.here import ROUNDS, ranks_here
 from surgeon.searches.known import Known
 from surgeon.searches.quantities import ACCURACY, HERE
@@ -43,15 +44,14 @@ from surgeon.searches.results import (
     terms_table,
     trials_table,
 )
-from surgeon.searches.samplers import SURGEON, require_sampler
+from surgeon.searches.samplers import SURGEON, make_sampler, require_sampler
 from surgeon.searches.search import Search
 from surgeon.searches.settings import SearchSettings
-from surgeon.searches.study.shared_study import FINISHED, SharedStudy
-from surgeon.searches.study.storage import StudyStorage, open_storage
-from surgeon.searches.study.workers import WorkerProcesses, interruptible
+from surgeon.searches.storage import StudyStorage, naming_storage, open_storage
+from surgeon.searches.study import FINISHED, counted, kept, open_study, run_trials
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import Trial
-from surgeon.searches.trying import try_programs
+from surgeon.searches.workers import WorkerProcesses, interruptible
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
@@ -73,7 +73,9 @@ class SearchOptions:
     memory: int | str | None
     holdout: int | None
     holdout_data: str | None
-    healing: CandidateHealing
+    heal: int | None
+    heal_data: str | None
+    heal_batch: int
     storage: str | None
     study: str | None
     workers: int
@@ -83,7 +85,7 @@ class SearchOptions:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SearchOptions:
         """The inverse of `asdict`."""
-        kinds = {"text": SearchText, "settings": SearchSettings, "healing": CandidateHealing}
+        kinds = {"text": SearchText, "settings": SearchSettings}
         read = {name: kind(**values[name]) for name, kind in kinds.items()}
         return cls(**{**values, **read, "using": tuple(values["using"])})
 
@@ -172,7 +174,9 @@ def search(
         memory,
         holdout,
         None if holdout_data is None else str(holdout_data),
-        CandidateHealing(heal, None if heal_data is None else str(heal_data), heal_batch, holdout),
+        heal,
+        None if heal_data is None else str(heal_data),
+        heal_batch,
         storage,
         study,
         workers,
@@ -202,31 +206,34 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     setup = asked.load(model, options.text, options.memory, options.using, output, make=not worker)
     subject, known = setup.subject, setup.known
     unseen = _held_out(subject, options)
-    healer = options.healing.healer(
-        subject, unseen, compared_by(settings.objectives), output / "healing", setup.factors, setup.factors_follow
-    )
-    kept = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
-    evaluator = setup.evaluator(output, kept=kept)
+    heal = None
+    if options.heal is not None and options.heal_data is not None and unseen is not None:
+        heal = options.heal_data, options.heal, options.heal_batch
+        tokens = options.heal * options.heal_batch * unseen.ids.shape[1]
+        require_text_to_heal(subject.opened, options.heal_data, tokens, subject.windows, unseen)
+    room = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
+    evaluator = setup.evaluator(output, kept=room)
     tasks = _tasks(setup, output)
     original = evaluator.measure([evaluator.dense])[evaluator.dense]
     given = {"model": opened.name, "options": asdict(options)}
-    others = WorkerProcesses(1 if worker else options.workers, WORKER, given, output)
-    with interruptible(worker), others:
+    with interruptible(worker), naming_storage(storage):
         study = _open_study(subject, options, known, storage)
         if not worker:
-            finished = [trial for trial in study.trials() if trial.state in FINISHED]
-            warn(lost_trials(output, study.name, storage.place, len(finished)))
+            finished = [trial for trial in counted(study) if trial.state in FINISHED]
+            warn(lost_trials(output, study.study_name, storage.place, len(finished)))
         here = None
         if settings.is_timed_here:
             on = sorted({1, settings.ranks})
-            machine = study.kept("here", lambda: calibrate(HERE, subject.opened, on, ROUNDS), others=bool(worker))
-            here = parse_hardware(machine)
+            here = parse_hardware(kept(study, "here", lambda: calibrate(HERE, subject.opened, on, ROUNDS)))
         question = setup.question(original, here)
-        searching = Search(question, evaluator, races=options.sampler == SURGEON, known=known)
+        searching = Search(question, evaluator, known=known)
         if options.sampler == SURGEON:  # the others do not go by terms
-            searching.known_terms = _terms(study, searching, others=bool(worker))
-        trials = _try_programs(study, searching, options, until)
-        work = SearchWork.of(searching.known_terms, study.trials())
+            searching.known_terms = _terms(study, searching)
+        # Each session draws other numbers; those of ours follow from the trials alone.
+        study.sampler = make_sampler(searching, options.sampler, options.seed + len(study.trials))
+        with WorkerProcesses(1 if worker else options.workers, WORKER, given, output):
+            trials = _run_trials(study, searching, options, until)
+        work = SearchWork.of(searching.known_terms, study.trials)
     if worker:
         return None
     tables = {"trials": trials_table(question, trials)}
@@ -235,14 +242,16 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     for name, table in tables.items():  # they are there where no trial keeps the budget, too
         SearchRun.TABLES[name].write(output, table)
     by = {"sampler": options.sampler} | ({} if options.sampler == SURGEON else {"seed": options.seed})
-    record = subject.provenance(**settings.identity, **by, trials=len(trials), study=study.name, storage=storage.place)
+    record = subject.provenance(
+        **settings.identity, **by, trials=len(trials), study=study.study_name, storage=storage.place
+    )
     if known.passes:
         record["using"] = known.record(setup.mixture, trials)
     record["sublayers_run"], record["work"] = round(work.alone + work.together, 1), work.to_json()
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
-    return end_search(question, trials, tables, setup, unseen, healer, record, work, output)
+    return end_search(question, trials, tables, setup, unseen, heal, record, work, output)
 
 
 def _require_what_it_takes(options: SearchOptions, model: Model) -> None:
@@ -253,14 +262,29 @@ def _require_what_it_takes(options: SearchOptions, model: Model) -> None:
             measured here at last cannot be.
     """
     settings = options.settings
-    if settings.draft is not None and options.healing.steps is not None:
+    if settings.draft is not None and options.heal is not None:
         raise ValueError(
             "a draft that is healed has weights of its own, and a search is for those over the model's; leave heal out"
         )
     if settings.is_timed_here:
         ranks_here(settings)
     require_sampler(options.sampler, len(settings.recorded))
-    options.healing.require_layers_in_turn(model.own)
+    if options.heal is None:
+        if options.heal_data is not None:
+            raise ValueError("text to heal on without a number of steps heals nothing; say how many steps")
+        return
+    if options.heal_data is None:
+        raise ValueError(f"to heal for {options.heal} steps takes text, apart from the one that is searched on")
+    if options.holdout == 0:
+        raise ValueError(
+            f"candidates that are healed ({options.heal} steps) are compared on held-out text, and with 0 tokens none "
+            "is held out; leave that out"
+        )
+    if model.own is not None:
+        raise ValueError(
+            "candidates are healed of models whose layers run one after the other; search without, and heal what the "
+            "recipe gives: surgeon heal recipe.yaml"
+        )
 
 
 def _text_before_rest(asked: AskedSearch, model: str | Path | Model, options: SearchOptions) -> SearchText:
@@ -296,7 +320,7 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
     return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output, factors=setup.factors)
 
 
-def _open_study(subject: Subject, options: SearchOptions, known: Known, storage: StudyStorage) -> SharedStudy:
+def _open_study(subject: Subject, options: SearchOptions, known: Known, storage: StudyStorage) -> optuna.Study:
     """The study in its storage, new or gone on with."""
     settings = {"format": FORMAT, "model_hash": subject.opened.hash, "data": subject.windows.digest}
     settings |= {**options.settings.identity, "sampler": options.sampler, "seed": options.seed, **known.identity}
@@ -305,15 +329,11 @@ def _open_study(subject: Subject, options: SearchOptions, known: Known, storage:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         name = f"{DEFAULT_STUDY} {subject.opened.label} {digest[:8]}"
     objectives = tuple(map(str, options.settings.recorded))
-    return SharedStudy(storage, name, settings, objectives, workers=options.workers)
+    return open_study(storage, name, settings, objectives)
 
 
-def _terms(study: SharedStudy, searching: Search, others: bool) -> Terms:
-    """What edits do alone, as the study has it.
-
-    Args:
-        others: whether another worker of this machine measures it.
-    """
+def _terms(study: optuna.Study, searching: Search) -> Terms:
+    """What edits do alone, as the study has it."""
     evaluator = searching.evaluator
 
     def compute() -> Any:
@@ -324,24 +344,20 @@ def _terms(study: SharedStudy, searching: Search, others: bool) -> Terms:
             return searching.measured_terms().to_json()
 
     try:
-        return Terms.from_json(study.kept("terms", compute, others))
+        return Terms.from_json(kept(study, "terms", compute))
     finally:
         evaluator.ran = lambda _: None
 
 
-def _try_programs(study: SharedStudy, searching: Search, options: SearchOptions, until: float | None) -> list[Trial]:
-    """Run all trials, with the other workers; those of earlier commands are among what is returned.
-
-    Args:
-        until: as `try_programs` takes it.
-    """
+def _run_trials(study: optuna.Study, searching: Search, options: SearchOptions, until: float | None) -> list[Trial]:
+    """Run all trials, with the other workers; those of earlier commands are among what is returned."""
     question = searching.question
-    found = {trial.number: trial for trial in searching.finished(study.trials())}
+    found = searching.finished(counted(study))
+    with progress("search", options.trials, "trials", len(found), lambda: question.best_in_words(found)) as ran:
 
-    with progress(
-        "search", options.trials, "trials", len(found), lambda: question.best_in_words(found.values())
-    ) as ran:
-        for trial in try_programs(searching, options.trials, options.sampler, options.seed, study, until=until):
-            found[trial.number] = trial
+        def tell(_: object) -> None:
+            found[:] = searching.finished(counted(study))
             ran(1)
-    return sorted(found.values(), key=lambda trial: trial.number)
+
+        run_trials(study, searching.objective, options.trials, until, tell)
+    return searching.finished(counted(study))

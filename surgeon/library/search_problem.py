@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
@@ -16,9 +16,8 @@ from surgeon.language.recipe import Recipe
 from surgeon.library.search_setup import AskedSearch, SearchText, Using, folders, search_settings
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.searches.samplers import SURGEON, distributions, make_sampler
+from surgeon.searches.samplers import SURGEON, make_sampler
 from surgeon.searches.search import Search
-from surgeon.searches.trying import attributes, told
 
 
 class SearchProblem(Search):
@@ -106,25 +105,6 @@ class SearchProblem(Search):
             ImportError: if it needs a package that is not installed.
         """
         return make_sampler(self, name, seed)
-
-    def objective(self, trial: optuna.Trial) -> float | tuple[float, ...]:
-        """Measure what a trial's parameters say."""
-        for name, kind in distributions(self, trial.study.sampler).items():
-            if isinstance(kind, IntDistribution):
-                trial.suggest_int(name, kind.low, kind.high)
-            elif isinstance(kind, CategoricalDistribution):
-                trial.suggest_categorical(name, kind.choices)
-        proposal = self.proposal(trial.params)
-        with self.lock:
-            before = self.evaluator.sublayers
-            (measured,) = self.measure([proposal], ())
-            ran = self.evaluator.sublayers - before
-        found = told(self, trial.params, measured, ran)
-        for name, value in {**attributes(proposal), **found.attributes}.items():
-            trial.set_user_attr(name, value)
-        for name, amount in found.constraints.items():
-            trial.set_constraint(name, amount)
-        return tuple(found.values) if len(found.values) > 1 else found.values[0]
 
     def program(self, trial: FrozenTrial | optuna.Trial) -> Program:
         """What a trial of this problem tries."""

@@ -11,6 +11,8 @@ import pandas as pd
 
 from surgeon.findings.search import SearchRun
 from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
+from surgeon.library.search_heal import heal_finalists
 from surgeon.library.search_setup import SearchSetup
 from surgeon.processes.files import write_text
 from surgeon.quality.data import Windows
@@ -18,8 +20,6 @@ from surgeon.quality.text import OWN, VERIFIED
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.drafting import FoundDraft, by_verified_keys
 from surgeon.searches.front import QualityCurve, quality_curves
-from surgeon.searches.healer import CandidateHealer
-from surgeon.searches.healing import JOURNAL_FILE, HealedPrograms, heal_candidates
 from surgeon.searches.here import drafts_here, fast_enough_here
 from surgeon.searches.question import Question
 from surgeon.searches.results import (
@@ -31,7 +31,6 @@ from surgeon.searches.results import (
     write_front,
 )
 from surgeon.searches.salient import against_most_salient
-from surgeon.searches.study.storage import say_aside
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.winners import RUNNERS_UP, remeasure
 
@@ -71,7 +70,7 @@ def end_search(
     tables: dict[str, pd.DataFrame],
     setup: SearchSetup,
     unseen: Windows | None,
-    healer: CandidateHealer | None,
+    heal: tuple[str, int, int] | None,
     record: dict[str, Any],
     work: SearchWork,
     output: Path,
@@ -81,7 +80,7 @@ def end_search(
     Args:
         tables: of trials and terms.
         unseen: the held-out text, if there is one.
-        healer: of the winner and the runners-up, before the last choice among them; None to choose as they are.
+        heal: text, steps and batch of a healing of the finalists before the last choice among them; None: of none.
     """
     settings, opened, pricing = question.settings, setup.subject.opened, question.budget.pricing
     along = () if settings.draft else question.along
@@ -111,10 +110,13 @@ def end_search(
         by = compared_by(question.objectives)
         compared = remeasure(first, runners_up, opened.program, lambda _: measured, by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
-        if healer is not None:
-            with HealedPrograms(output / JOURNAL_FILE, healer.key) as known:
-                healed = heal_candidates(compared, healer, known, healer.how, say_aside)
-            winner = replace(winner, trial=healed.chosen, healing=healed, healed_by=healer.record)
+        if heal is not None:
+
+            def recipe_of(trial: Trial) -> Recipe:
+                return question.mixture.recipe(trial.proposal.choice, opened.reference, opened.hash)
+
+            healed = heal_finalists(compared, recipe_of, opened, unseen, output, *heal)
+            winner = replace(winner, trial=healed.after.chosen.trial, healing=healed)
     if settings.draft is not None:
         winner = replace(winner, draft=_as_draft(question, winner, setup, unseen, why_own))
     if salient in measured:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,9 @@ class AskedSearch:
         programs = mixture.single_edits
         made = open_factors(subject, programs, ranks, folder / "factors", make)
         factors = most_important(subject.model, programs, subject.windows, factors=made, memory=subject.memory)
-        follow = {} if ranks is None or ranks.method == "plain" else ranks.parameters
-        follow |= {} if factors is made else {"units": subject.windows.digest}
-        follow |= {"experts": sorted(orders.items())} if orders else {}
         if self.model.own is not None:
             restore(subject.model)  # its program is the one that others are compared with
-        return SearchSetup(subject, self.settings, mixture, self.budget, known, factors, follow)
+        return SearchSetup(subject, self.settings, mixture, self.budget, known, factors)
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,6 @@ class SearchSetup:
         mixture: of edits as passes have measured them, on the text.
         budget: as `AskedSearch` has it.
         factors: of matrices that programs have ranks for, and the choice of units; None: there are none.
-        factors_follow: what these follow from, as JSON values.
     """
 
     subject: Subject
@@ -138,7 +134,6 @@ class SearchSetup:
     budget: SearchBudget | None
     known: Known
     factors: FactorSource | None
-    factors_follow: Mapping[str, Any]
 
     def evaluator(self, folder: Path, unseen: Windows | None = None, kept: int | None = None) -> Evaluator:
         """What measures programs on the text of the search, or on text that it has not seen.

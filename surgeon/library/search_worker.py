@@ -6,7 +6,7 @@ import sys
 
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.library.search import SearchOptions, join_search
-from surgeon.searches.study.workers import given_to_worker
+from surgeon.searches.workers import given_to_worker
 from surgeon.threads import wait_asleep
 
 INTERRUPTED = 130  # as a shell has it

@@ -46,9 +46,10 @@ def mean_divergence(divergence: Values) -> float:
 
 def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """The interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
+    from scipy import stats  # half a second that who only reads qualities need not wait
+
     if len(values) < 2 or not np.isfinite(values).all():
         return -math.inf, math.inf
-    from scipy import stats  # half a second that a page of files need not wait
 
     error = float(stats.sem(values))
     if error == 0:
@@ -233,12 +234,13 @@ def _known(low: float, high: float) -> tuple[float, float]:
 
 
 def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple[float, float]:
+    from scipy import stats
+
     count = len(values)
     of_all = len(base)
     if count < 2 or not np.isfinite(values).all():
         return interval(values)
     variance = np.var(values, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
-    from scipy import stats
 
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
     mean = float(base.mean() + difference.mean())

@@ -29,7 +29,7 @@ from surgeon.searches.limits import Limit
 from surgeon.searches.quantities import HERE, show_seconds
 from surgeon.searches.question import Question
 from surgeon.searches.settings import SearchSettings
-from surgeon.searches.study.storage import say_aside
+from surgeon.searches.storage import say_aside
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import RUNNERS_UP
 

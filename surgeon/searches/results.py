@@ -20,14 +20,13 @@ from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
 from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import FrontPoint, QualityCurve
-from surgeon.searches.healing import HealedComparison
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.quantities import DEPTH, Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial
-from surgeon.searches.winners import HeldOutComparison, quality_json
+from surgeon.searches.winners import HealedFinalists, HeldOutComparison, quality_json
 from surgeon.words import WIDTH, plural
 
 FRONT_FOLDER = "front"
@@ -42,7 +41,6 @@ class Winner:
         comparison: with its runners-up on held-out text; None if none was held out.
         text: which held-out text that is (`Windows.record`).
         healing: of both; None if none was healed.
-        healed_by: what healed them, as JSON values.
         draft: what it is worth as a draft, where that was asked for.
     """
 
@@ -50,8 +48,7 @@ class Winner:
     why: str
     comparison: HeldOutComparison | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
-    healing: HealedComparison | None = None
-    healed_by: Mapping[str, Any] = field(default_factory=dict)
+    healing: HealedFinalists | None = None
     draft: FoundDraft | None = None
 
     def missed_unseen(self, budget: SearchBudget) -> list[str]:
@@ -279,7 +276,7 @@ def found_json(question: Question, winner: Winner, curves: Sequence[QualityCurve
         missed = winner.missed_unseen(question.budget)
         found["held_out"] = dict(winner.text) | winner.comparison.to_json() | {"limits_missed": missed}
     if winner.healing is not None:
-        found["healing"] = dict(winner.healed_by) | winner.healing.to_json()
+        found["healing"] = winner.healing.to_json()
     if winner.draft is not None:
         found["draft"] = winner.draft.to_json()
     if question.mixture.refused:

@@ -30,11 +30,11 @@ class SurgerySampler(BaseSampler):
         search: as `surgeon.SearchProblem` is one.
 
     Attributes:
-        skipped: of what it would say first, how much it leaves to others who ask at the same moment.
+        is_exhausted: whether nothing was left when it was asked last.
     """
 
     def __init__(self, search: Search) -> None:
-        self.search, self.skipped = search, 0
+        self.search = search
         self.is_exhausted = False
         self._others = RandomSampler(seed=0)
 
@@ -51,8 +51,11 @@ class SurgerySampler(BaseSampler):
             stored = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
             finished = self.search.finished(stored)
             # Of one that was asked for by somebody else just now the parameters are not there yet.
-            running = {one.user_attrs.get(PROGRAM, "") for one in stored if not one.state.is_finished()}
-            proposal = self.search.next_proposal(finished, running, self.skipped)
+            open_ = [one for one in stored if not one.state.is_finished()]
+            running = {one.user_attrs[PROGRAM] for one in open_ if PROGRAM in one.user_attrs}
+            # Those who ask at this moment, and asked first, get what would be said first.
+            asking = sum(PROGRAM not in one.user_attrs and one.number < trial.number for one in open_)
+            proposal = self.search.next_proposal(finished, running, asking)
             self.is_exhausted = proposal is None
             if proposal is None:
                 best = min(finished, key=lambda one: (one.measured.divergence, one.number), default=None)
@@ -110,8 +113,3 @@ def require_sampler(name: str, objectives: int) -> None:
             f"the sampler cmaes makes one objective small, and this search has {objectives}; give a budget that limits "
             "a cost and one objective, or use another sampler"
         )
-
-
-def distributions(search: Search, sampler: BaseSampler) -> dict[str, BaseDistribution]:
-    """The search's parameters as a sampler knows them."""
-    return search.parameters.numbers if isinstance(sampler, CmaEsSampler) else search.parameters.categories

@@ -14,16 +14,18 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from optuna.trial import FrozenTrial
+import optuna
+from optuna.distributions import CategoricalDistribution, IntDistribution
+from optuna.samplers import CmaEsSampler
+from optuna.trial import FrozenTrial, TrialState
 
-from surgeon.findings.edit import Choice
+from surgeon.findings.edit import SOURCES, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
 from surgeon.searches.parameters import EditParameters
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.question import Question
-from surgeon.searches.study.shared_study import FINISHED
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
@@ -35,6 +37,7 @@ DIGITS = 9  # of what was measured: further ones may depend on what it was measu
 PROGRAM, EDITS, SOURCE, LEVEL = "program", "edits", "source", "level"  # attributes of trials
 MEASURED, SUBLAYERS = "measured", "sublayers"  # the same, when they are told
 _WORST = 100.0  # of a constraint
+_OUTSIDE = 1e6  # what a sampler without constraints is told of programs outside the budget, beside how far
 
 
 @dataclass
@@ -43,7 +46,6 @@ class Search:
 
     Attributes:
         known_terms: of the mixture's edits; None: they are measured when they are asked for.
-        races: whether a program is stopped when it is hopelessly worse than the best so far.
         known: what passes have found, which is not measured again.
         sure: how many standard deviations above the best a choice has to be predicted to be ruled out, where passes
             have measured choices of several edits; None: none is.
@@ -52,7 +54,6 @@ class Search:
     question: Question
     evaluator: Evaluator
     known_terms: Terms | None = None
-    races: bool = True
     known: Known = field(default_factory=Known)
     sure: float | None = 3.0
     lock: Lock = field(default_factory=Lock, init=False, repr=False)  # for threads of one study: one asks or measures
@@ -153,10 +154,10 @@ class Search:
         level = known[LEVEL] if LEVEL in known else self.question.level(program)
         return Proposal(str(program), known.get(SOURCE, ""), choice, level)
 
-    def trial(self, stored: FrozenTrial) -> Trial:
+    def trial(self, stored: FrozenTrial, number: int) -> Trial:
         """A finished trial of a study; of one that another objective measured its first value alone is known."""
         measured = stored.user_attrs.get(MEASURED) or repr(stored.values)
-        known = stored.number, measured, *stored.params.values()
+        known = number, measured, *stored.params.values()
         if known not in self._trials:
             proposal = self.proposal(stored.params, stored.user_attrs)
             if MEASURED in stored.user_attrs:
@@ -165,31 +166,71 @@ class Search:
             else:
                 value = stored.values[0] if stored.values else math.inf
                 found = MeasuredProgram(value, value, math.nan, math.nan, 0)
-            self._trials[known] = Trial(stored.number, proposal, found)
+            self._trials[known] = Trial(number, proposal, found)
         return self._trials[known]
 
     def finished(self, stored: Sequence[FrozenTrial]) -> list[Trial]:
-        """Of a study's trials those that are finished and say this search's edits, in order."""
+        """Of a study's trials those that are finished and say this search's edits, in order.
+
+        Their numbers are their places among those that were not given up.
+        """
+        kept = (one for one in stored if one.state != TrialState.FAIL)
         return [
-            self.trial(one)
-            for one in stored
-            if one.state in FINISHED and self.parameters.edits.keys() <= one.params.keys()
+            self.trial(one, place)
+            for place, one in enumerate(kept)
+            if one.state.is_finished() and self.parameters.edits.keys() <= one.params.keys()
         ]
 
-    def measure(self, proposals: Sequence[Proposal], earlier: Sequence[Trial]) -> list[MeasuredProgram]:
-        """Measure some proposals, each against the best of its kind so far; what is known already is not run again."""
-        known = {trial.proposal.key: trial.measured for trial in earlier if trial.measured.whole}
-        passed = {proposal.key: self.known.measured(Program.parse(proposal.key)) for proposal in proposals}
-        known |= {
-            key: measured for key, measured in passed.items() if measured is not None and self._says_all(measured)
+    def objective(self, trial: optuna.Trial) -> float | tuple[float, ...]:
+        """Measure what a trial's parameters say."""
+        sampler = trial.study.sampler
+        is_numbered = isinstance(sampler, CmaEsSampler)  # which knows no categories, and no constraints
+        for name, kind in (self.parameters.numbers if is_numbered else self.parameters.categories).items():
+            if isinstance(kind, IntDistribution):
+                trial.suggest_int(name, kind.low, kind.high)
+            elif isinstance(kind, CategoricalDistribution):
+                trial.suggest_categorical(name, kind.choices)
+        # What the sampler has said of the trial is in the storage only.
+        proposal = self.proposal(trial.params, trial.storage.get_trial(trial._trial_id).user_attrs)
+        with self.lock:
+            stored = trial.study.get_trials(deepcopy=False)
+            earlier = self.finished([one for one in stored if one.number != trial.number])
+            before = self.evaluator.sublayers
+            measured = self.measure(proposal, earlier, races=proposal.source in SOURCES)
+            ran = self.evaluator.sublayers - before
+        constraints = self.constraints(proposal, measured)
+        attributes = {
+            PROGRAM: proposal.key,
+            EDITS: "; ".join(map(str, proposal.choice)),
+            SOURCE: proposal.source or str(sampler).removesuffix("Sampler"),
+            MEASURED: json.dumps(measured.to_json()),  # readers of JSON do not agree on infinities and NaN
+            SUBLAYERS: round(ran, 1),
         }
-        fresh = [proposal for proposal in proposals if proposal.key not in known]
-        rivals = {proposal.key: self._rival(proposal, earlier) for proposal in fresh}
-        for rival in {None if rival is None else rival.number: rival for rival in rivals.values()}.values():
-            against = [Program.parse(key) for key, other in rivals.items() if other is rival]
-            measured = self.evaluator.measure(against, None if rival is None else rival.measured)
-            known |= {str(program): found for program, found in measured.items()}
-        return [self.question.valued(Program.parse(one.key), known[one.key]) for one in proposals]
+        for name, value in attributes.items():
+            trial.set_user_attr(name, value)
+        for name, amount in constraints.items():
+            trial.set_constraint(name, amount)
+        costs = self.costs(proposal, measured)
+        if is_numbered and any(constraints.values()):
+            return _OUTSIDE + math.fsum(constraints.values())
+        if len(costs) > 1:
+            return tuple(costs)
+        if not measured.whole:
+            trial.report(costs[0], len(measured.divergences))
+            raise optuna.TrialPruned
+        return costs[0]
+
+    def measure(self, proposal: Proposal, earlier: Sequence[Trial], races: bool = True) -> MeasuredProgram:
+        """Measure a proposal against the best of its kind so far; what is known already is not run again."""
+        program = Program.parse(proposal.key)
+        same = next((one.measured for one in earlier if one.proposal.key == proposal.key and one.measured.whole), None)
+        passed = self.known.measured(program)
+        if passed is not None and self._says_all(passed):
+            same = passed
+        if same is None:
+            rival = self._rival(proposal, earlier) if races else None
+            same = self.evaluator.measure([program], None if rival is None else rival.measured)[program]
+        return self.question.valued(program, same)
 
     def _says_all(self, measured: MeasuredProgram) -> bool:
         """Whether what a pass has measured of a program is all that the objectives take."""
@@ -212,7 +253,7 @@ class Search:
 
         None where programs are not compared by their divergence: only that is known before a program has run through.
         """
-        if not self.races or not self._is_by_divergence:
+        if not self._is_by_divergence:
             return None
         kind = MIXTURE if not self.question.along else self._space_of(proposal.choice)
         same = [

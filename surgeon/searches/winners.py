@@ -153,6 +153,60 @@ class HeldOutComparison:
         }
 
 
+@dataclass(frozen=True)
+class HealedFinalists:
+    """Finalists on held-out text before and after healing; the earlier winner comes first in `after`."""
+
+    before: HeldOutComparison
+    after: HeldOutComparison
+    how: str
+
+    def table(self) -> list[str]:
+        rows = [f"{'trial':>5}  {'divergence':>10} {'healed':>8}  {'perplexity':>10} {'healed':>8}"]
+        healed = {one.trial.number: one.unseen for one in self.after.finalists}
+        for one in self.before.finalists:
+            before = one.unseen
+            after = healed[one.trial.number]
+            rows.append(
+                f"{one.trial.number:>5}  {before.divergence:>10.4g} {after.divergence:>8.4g}  "
+                f"{before.perplexity:>10.4g} {after.perplexity:>8.4g}"
+            )
+        return rows
+
+    def lines(self) -> list[str]:
+        first = self.before.chosen.trial.number
+        chosen = self.after.chosen.trial.number
+        found = [f"{len(self.before.finalists)} finalists were {self.how}"]
+        found += [
+            f"healed, {said}" for said in self.after.verdicts(lambda one: (self.after.searched.unseen, one.unseen))
+        ]
+        if chosen != first:
+            found.append(f"HEALING CHANGES THE CHOICE: trial {chosen} is the winner, not trial {first}")
+        elif len(self.before.finalists) > 1:
+            found.append(f"healing does not change the choice: trial {first} is the winner")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        healed = {one.trial.number: one.unseen for one in self.after.finalists}
+        candidates = [
+            {
+                "trial": one.trial.number,
+                "program": one.trial.proposal.key,
+                "before": quality_json(one.unseen),
+                "after": quality_json(healed[one.trial.number]),
+            }
+            for one in self.before.finalists
+        ]
+        return {
+            "by": self.after.by,
+            "candidates": candidates,
+            "winner_before": self.before.chosen.trial.number,
+            "winner": self.after.chosen.trial.number,
+            "changed": self.after.chosen.trial != self.before.chosen.trial,
+            "sentences": self.lines(),
+        }
+
+
 def remeasure(
     winner: Trial, runners_up: Sequence[Trial], dense: Program, evaluate: Evaluate, by: Measured = "divergence"
 ) -> HeldOutComparison:

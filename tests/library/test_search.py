@@ -12,7 +12,7 @@ import pytest
 import surgeon
 from surgeon.commands.app import main
 from surgeon.library import search, search_worker
-from surgeon.searches.study.workers import GIVEN
+from surgeon.searches.workers import GIVEN
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import optuna
 
 from surgeon.cost.deployment import Deployment
 from surgeon.findings.edit import Edit
@@ -16,10 +17,12 @@ from surgeon.opened import Model
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import Question
+from surgeon.searches.samplers import SURGEON, make_sampler
 from surgeon.searches.search import Search
 from surgeon.searches.settings import SearchSettings
+from surgeon.searches.study import counted, run_trials
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import MeasuredProgram, Proposal
+from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 
 LAYERS, WINDOWS = 10, 4
@@ -60,6 +63,14 @@ class MadeUpSearch(Search):
         made: Any = self.evaluator
         made.known[found.key] = damage(found.choice)
         return found
+
+
+def try_programs(searching: Search, trials: int, sampler: str = SURGEON, seed: int = 0) -> list[Trial]:
+    """Run a search in a study in memory."""
+    directions = ["minimize"] * len(searching.question.settings.recorded)
+    study = optuna.create_study(directions=directions, sampler=make_sampler(searching, sampler, seed))
+    run_trials(study, searching.objective, trials, None, lambda _: None)
+    return searching.finished(counted(study))
 
 
 def search(spaces: str, budget: str | None, objectives: str = "divergence") -> tuple[Search, Any]:

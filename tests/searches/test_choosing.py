@@ -10,8 +10,7 @@ import pytest
 from surgeon.searches.choosing import choose, ranked
 from surgeon.searches.front import Knee, QualityCurve
 from surgeon.searches.trial import Proposal, Trial
-from surgeon.searches.trying import try_programs
-from tests.searches.made_up_search import search
+from tests.searches.made_up_search import search, try_programs
 
 
 def test_quality_that_nothing_has_says_the_nearest() -> None:

@@ -22,9 +22,8 @@ from surgeon.searches.known import FEW, Known, KnownPass, measured_ranks, read_k
 from surgeon.searches.known_factors import open_factors
 from surgeon.searches.settings import SearchSettings
 from surgeon.searches.terms import TermsPlan
-from surgeon.searches.trying import try_programs
 from surgeon.testing.spaces import small_model
-from tests.searches.made_up_search import LAYERS, damage, search
+from tests.searches.made_up_search import LAYERS, damage, search, try_programs
 from tests.tiny_models import save_checkpoint
 
 TEXT: dict[str, Any] = {"tokens": 256, "window": 32}

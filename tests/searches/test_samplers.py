@@ -16,26 +16,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.searches.samplers import SAMPLERS, SurgerySampler, make_sampler
 from surgeon.searches.search import Search
-from surgeon.searches.trying import told, try_programs
-from tests.searches.made_up_search import search
+from tests.searches.made_up_search import search, try_programs
 
 INSTALLED = [name for name in SAMPLERS if name != "cmaes" or find_spec("cmaes")]
-
-
-def objective(searching: Search) -> Any:
-    """As `SearchProblem.objective`, without a model."""
-
-    def measured(trial: optuna.Trial) -> Sequence[float]:
-        for name, kind in searching.parameters.categories.items():
-            trial.suggest_categorical(name, kind.choices)  # type: ignore[attr-defined]
-        proposal = searching.proposal(trial.params)
-        (found,) = searching.measure([proposal], [])
-        result = told(searching, trial.params, found, 0.0)
-        for limit, amount in result.constraints.items():
-            trial.set_constraint(limit, amount)
-        return result.values
-
-    return measured
 
 
 def study_of(searching: Search, **options: Any) -> optuna.Study:
@@ -50,7 +33,7 @@ def keys(searching: Search, trials: Sequence[FrozenTrial]) -> list[str]:
 def test_a_study_that_is_optimised_finds_what_a_search_finds() -> None:
     searching, _ = search("pair,drop:layers", "depth=7")
     study = study_of(searching)
-    study.optimize(objective(searching), n_trials=30)
+    study.optimize(searching.objective, n_trials=30)
     assert len({*keys(searching, study.trials)}) == 30
     other, _ = search("pair,drop:layers", "depth=7")
     assert study.best_value == pytest.approx(min(trial.measured.divergence for trial in try_programs(other, 30)))
@@ -61,7 +44,7 @@ def test_a_study_that_is_optimised_finds_what_a_search_finds() -> None:
 
 def test_ask_and_tell_with_several_running_at_once() -> None:
     searching, _ = search("pair", "depth=7")
-    study, measured = study_of(searching), objective(searching)
+    study, measured = study_of(searching), searching.objective
     waiting = [study.ask(searching.parameters.categories) for _ in range(12)]
     assert len({*keys(searching, [trial._cached_frozen_trial for trial in waiting])}) == 12
     for trial in waiting[::2]:
@@ -84,13 +67,13 @@ def test_studies_in_every_storage_of_which_threads_and_later_sessions_go_on(stor
     }
     searching, _ = search("pair", "depth=7")
     study = study_of(searching, storage=backends[storage](), study_name="search")
-    study.optimize(objective(searching), n_trials=6)
+    study.optimize(searching.objective, n_trials=6)
     if storage == "memory":
-        study.optimize(objective(searching), n_trials=6, n_jobs=2)
+        study.optimize(searching.objective, n_trials=6, n_jobs=2)
     else:
         again, _ = search("pair", "depth=7")
         loaded = optuna.load_study(study_name="search", storage=backends[storage](), sampler=SurgerySampler(again))
-        loaded.optimize(objective(again), n_trials=6)
+        loaded.optimize(again.objective, n_trials=6)
     found = optuna.load_study(study_name="search", storage=study._storage).trials
     assert len(found) == 12
     assert len({*keys(searching, found)}) == 12 or storage == "memory"
@@ -100,7 +83,7 @@ def test_studies_in_every_storage_of_which_threads_and_later_sessions_go_on(stor
 def test_several_objectives_give_a_front_and_a_terminator_ends_a_study() -> None:
     searching, _ = search("pair", None)
     study = study_of(searching)
-    study.optimize(objective(searching), n_trials=30)
+    study.optimize(searching.objective, n_trials=30)
     assert {trial.values[1] for trial in study.best_trials} >= {9.0, 8.0, 7.0, 6.0, 5.0}
     single, _ = search("pair", "depth=7")
     study = study_of(single)
@@ -110,7 +93,7 @@ def test_several_objectives_give_a_front_and_a_terminator_ends_a_study() -> None
         min_n_trials=8,
     )
     callback = optuna.terminator.TerminatorCallback(terminator)
-    study.optimize(objective(single), n_trials=60, callbacks=[callback])
+    study.optimize(single.objective, n_trials=60, callbacks=[callback])
     assert 8 <= len(study.trials) < 60
 
 
@@ -121,17 +104,17 @@ def test_trials_that_others_chose_and_measured_are_learnt_from() -> None:
         (trial for trial in try_programs(search("pair", "depth=7")[0], 40)), key=lambda trial: trial.measured.divergence
     )
     study.enqueue_trial(searching.parameters.values(best.proposal.choice))
-    study.optimize(objective(searching), n_trials=8)
+    study.optimize(searching.objective, n_trials=8)
     assert study.best_trial.number == 0
     assert len({*keys(searching, study.trials)}) == 8
-    broken = searching.trial(study.trials[0])
+    broken = searching.trial(study.trials[0], 0)
     assert broken.measured.divergence == study.trials[0].value
 
 
 def test_a_space_that_is_tried_out_stops_the_study() -> None:
     searching, _ = search("pair", "depth=9")
     study = study_of(searching)
-    study.optimize(objective(searching), n_trials=200)
+    study.optimize(searching.objective, n_trials=200)
     other, _ = search("pair", "depth=9")
     assert len({*keys(searching, study.trials)}) == len([*try_programs(other, 200)]) == len(study.trials) - 1 < 199
 
@@ -160,15 +143,15 @@ def test_what_breaks_limits_is_worse_than_all_others_to_a_sampler_without_constr
 
 
 def test_workers_that_ask_at_the_same_moment_ask_for_different_trials() -> None:
+    """Others have begun a trial each of which nothing is said yet."""
     searching, _ = search("pair,drop:layers", "depth=7")
     asked: list[str] = []
-    for skipped in (0, 2, 4):
-        sampler = SurgerySampler(searching)
-        sampler.skipped = skipped
-        study = optuna.create_study(sampler=sampler)
-        waiting = [study.ask(searching.parameters.categories) for _ in range(2)]
-        asked += keys(searching, [trial._cached_frozen_trial for trial in waiting])
-    assert len({*asked}) == 6
+    for others in range(4):
+        study = optuna.create_study(sampler=SurgerySampler(searching))
+        for _ in range(others):
+            study._storage.create_new_trial(study._study_id)
+        asked += keys(searching, [study.ask(searching.parameters.categories)._cached_frozen_trial])
+    assert len({*asked}) == 4
 
 
 def test_samplers_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

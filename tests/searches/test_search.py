@@ -13,9 +13,8 @@ from surgeon.searches.results import Winner
 from surgeon.searches.search import BATCH, MIXTURE
 from surgeon.searches.settings import SearchSettings
 from surgeon.searches.trial import Trial
-from surgeon.searches.trying import try_programs
 from surgeon.searches.winners import Finalist, HeldOutComparison
-from tests.searches.made_up_search import damage, search
+from tests.searches.made_up_search import damage, search, try_programs
 from tests.tiny_models import tiny_model
 
 
@@ -123,9 +122,9 @@ def test_a_program_that_is_known_is_not_measured_again() -> None:
     searching, evaluator = search("pair", "depth=9")
     choice = searching.question.mixture.edits[:1]
     proposal = searching.proposal(searching.parameters.values(choice))
-    (first,) = searching.measure([proposal], [])
+    first = searching.measure(proposal, [])
     evaluator.known.clear()
-    assert searching.measure([proposal], [Trial(0, proposal, first)]) == [first]
+    assert searching.measure(proposal, [Trial(0, proposal, first)]) == first
     assert first.divergence == damage(choice)
 
 

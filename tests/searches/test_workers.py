@@ -14,14 +14,14 @@ import psutil
 import pytest
 import torch
 
-from surgeon.searches.study.workers import WorkerProcesses, interruptible
+from surgeon.searches.workers import WorkerProcesses, interruptible
 from tests.waiting import PATIENCE, wait_until
 
 # What a worker runs in these tests: it writes down what it was given, and that it was interrupted.
 CODE = """
 import os, sys, time
 from pathlib import Path
-from surgeon.searches.study.workers import given_to_worker
+from surgeon.searches.workers import given_to_worker
 index, given = given_to_worker()
 folder, what = Path(given["folder"]), given["what"]
 (folder / str(index)).write_text(" ".join([os.environ["OMP_NUM_THREADS"], what, *sys.argv[1:]]))
@@ -35,14 +35,14 @@ COMMAND = ["-c", CODE, "a"]
 ORPHAN = """
 import sys, time
 from pathlib import Path
-from surgeon.searches.study import workers
+from surgeon.searches import workers
 with workers.WorkerProcesses(2, ["-c", Path(sys.argv[2]).read_text(), sys.argv[1]], {}, Path(sys.argv[1])):
     time.sleep(60)
 """
 CHILD = """
 import sys, time
 from pathlib import Path
-from surgeon.searches.study.workers import interruptible
+from surgeon.searches.workers import interruptible
 try:
     with interruptible(1):
         Path(sys.argv[1], "started").touch()

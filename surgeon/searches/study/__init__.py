@@ -1,1 +1,0 @@
-"""The study of a search in its storage, and the workers that share it."""
