@@ -278,7 +278,7 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
     for name, call in calls.items():
         with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
             call(model, "demo", there, **{name: 0})
-    with pytest.raises(ValueError, match="num_fewshot must be at least 0 examples, not -1"):
+    with pytest.raises(ValueError, match="num_fewshot must be at least 0, not -1"):
         surgeon.evaluate(model, tasks="x.jsonl", num_fewshot=-1)
     with pytest.raises(FileNotFoundError, match=r"there is no task file .*x\.jsonl"):
         surgeon.evaluate(model, tasks=tmp_path / "x.jsonl")

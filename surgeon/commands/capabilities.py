@@ -27,7 +27,7 @@ from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
 from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
-from surgeon.commands.drafts import draft_program
+from surgeon.commands.on_ranks import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
@@ -61,7 +61,8 @@ from surgeon.words import listed, plural
 LENGTH = 2  # layers of the stretches that maps are tried on, and tracks
 ADAPTER_RANK = 16
 TRACKS = 2  # native ones
-PAIRS, FACTORS = "lp", "lowrank"  # maps
+PAIRS = "lp"
+FACTORS = "lowrank"  # maps
 
 Said = str | tuple[str, float] | Verdict  # what there is to say of what works, with the memory that it takes
 Question = tuple[str, Callable[[], Said]]
@@ -133,7 +134,8 @@ class Capabilities:
     @cached_property
     def kinds(self) -> list[str]:
         """What each layer has that others may not: entries of lists in the configuration, and the shapes of weights."""
-        model, family = self.model, self.model.family
+        model = self.model
+        family = self.model.family
         lists = per_layer_lists(family, model.config, model.checkpoint.config).values()
         said = [*lists, windowed_layers(family, model.config), rotated_layers(family, model.config)]
         layers = decoder_layers(restore(self.skeleton))
@@ -156,7 +158,8 @@ class Capabilities:
             length = min(max(LENGTH, heatmap.group), model.num_layers)
             shortest = 1 if heatmap.varied else length
             try:
-                chosen, shapes = select([name], model.num_layers, max_length=length), model.shapes.layer_shapes
+                chosen = select([name], model.num_layers, max_length=length)
+                shapes = model.shapes.layer_shapes
                 cells = selected_cells([chosen], model.num_layers, 0, model.family.steps_per_layer, shapes, model.own)
             except ValueError as refusal:
                 found[name] = refusal
@@ -275,7 +278,8 @@ class Capabilities:
         plan = self._plan_on(ranks)
         sizes = footprint(plan, self.model.weights)
         blocks = sizes.blocks(1, plan.max_tokens, PASS_TOKENS["cuda"])
-        weights, cache = max(sizes.weights), blocks * max(sizes.block)
+        weights = max(sizes.weights)
+        cache = blocks * max(sizes.block)
         said = f"{show_size(weights)} weights, {show_size(cache)} cache of a text of {plan.max_tokens:,} tokens"
         return f"{said}, {self.dtype}, on each", weights + cache
 
@@ -305,7 +309,8 @@ class Capabilities:
 
     def _served(self, program: Program) -> str:
         layout = layout_of(self.model, program)
-        config, sources = copy.copy(self.model.config), [layer.sources[0] for layer in layout.layers]
+        config = copy.copy(self.model.config)
+        sources = [layer.sources[0] for layer in layout.layers]
         entries = self.model.family.per_layer_entries(config, sources) | {"num_hidden_layers": len(sources)}
         for name, value in entries.items():
             setattr(config, name, value)
@@ -385,7 +390,8 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdic
         questions: of one of so many places that are alike.
     """
     given = [(answer("", what, ask), count) for what, count, ask in questions]
-    total, said = sum(count for _, count in given), dict[str, int]()
+    total = sum(count for _, count in given)
+    said = dict[str, int]()
     for one, count in given:
         if one.works == YES:
             said[one.why] = said.get(one.why, 0) + count
@@ -395,7 +401,8 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdic
     parts = [f"{why} ({count} of {total} places)" if len(said) > 1 else why for why, count in said.items()]
     if not refused:
         return Verdict("", "", YES, "; ".join(parts))
-    first, lost = refused[0][0], sum(count for _, count in refused)
+    first = refused[0][0]
+    lost = sum(count for _, count in refused)
     listed_all = lost == len(refused)
     where = listed(one.what for one, _ in refused) if listed_all else f"{lost} of {total} places, as {first.what}"
     return Verdict("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))

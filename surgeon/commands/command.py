@@ -105,7 +105,8 @@ def command(
         def call(*positional: Any, **given: Any) -> Any:
             bound = signature.bind(*positional, **given).arguments
             for one in parameters:
-                least, value = one.option.least, bound.get(one.name)
+                least = one.option.least
+                value = bound.get(one.name)
                 if least is not None and isinstance(value, int | float) and value < least:
                     raise ValueError(f"{one.name} must be at least {least:g}, not {value}")
             return function(*positional, **given)
@@ -235,7 +236,8 @@ def _typer_parameters(parameters: Sequence[CommandParameter]) -> Iterator[inspec
 
 
 def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
-    declaration, default = one.option, one.default
+    declaration = one.option
+    default = one.default
     kind, is_list = _read_as(one)
     more = {"help": declaration.help, "min": declaration.least, **declaration.more}
     flags = declaration.flags

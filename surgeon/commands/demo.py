@@ -131,7 +131,9 @@ class DemoSteps:
         """The recipe that was found."""
         from surgeon.library.search import search
 
-        output, effort, budget = self.folder / "search", self.effort, f"depth={depth}"
+        output = self.folder / "search"
+        effort = self.effort
+        budget = f"depth={depth}"
         _announce(
             f"2. Which layers should run in pairs, for a depth of {depth}?",
             f"search demo --budget {budget} {effort.text} --trials {effort.trials} -o {_quoted(output)}",
@@ -245,7 +247,8 @@ def _print_table(contenders: list[Contender], measured: list[MeasuredProgram], s
         rates = [f"{1 / min(one.per_token for one in result.rounds):.0f}" for result in results]
         decoding = results[0].rounds[-1].decode_pass
         assert decoding is not None, "more than one token is new"
-        depth, syncs = Program.parse(results[0].plan.program).effective_depth(), decoding.layers.all_reduces
+        depth = Program.parse(results[0].plan.program).effective_depth()
+        syncs = decoding.layers.all_reduces
         qualities = f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}"
         table.add_row(contender.name, f"{depth:g}", *qualities, str(syncs), *rates)
     print("\nThe demo model on two ranks")

@@ -44,7 +44,9 @@ from surgeon.words import known, number, plural
 
 MAPS = (*SCANNED, "lp")
 SPACES = {"pair": "pair", "drop": "drop:layers"}  # what a knee is looked for in, by what a check calls it
-PAGE, KNEE, HERE = "explore.html", "knee.yaml", "this-machine.yaml"
+PAGE = "explore.html"
+KNEE = "knee.yaml"
+HERE = "this-machine.yaml"
 BATCHES = (1, 8)  # that are predicted
 _OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short as edits
 _TRYING = 0.6  # of the time that is left, for trials; winners are measured again behind them
@@ -56,7 +58,8 @@ _PROBE = 0.2  # seconds, to see how much of the processors is free
 
 # Of a round: tokens of the text, in how many places stretches begin at least, trials for each layer.
 SIZES = ((256, 3, 1), (1024, 6, 2), (2048, 12, 4), (4096, 24, 8), (8192, math.inf, 8))
-WINDOWS, SHORTEST = 16, 64  # that a text is cut into; tokens of the shortest window
+WINDOWS = 16
+SHORTEST = 64  # that a text is cut into; tokens of the shortest window
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ def rounds_for(model: Model, data: str, separator: str | None) -> list[ExploreRo
     Raises:
         ValueError: if it is too short for the first.
     """
-    least, most = 2 * SIZES[0][0], 2 * SIZES[-1][0]
+    least = 2 * SIZES[0][0]
+    most = 2 * SIZES[-1][0]
     there = load_windows(model.tokenizer, data, 2, most, separator, at_most=True).ids.numel()
     if there < least:
         raise ValueError(
@@ -282,7 +286,8 @@ class Exploring:
         ranks = [count for count in (1, 2) if self._works("ranks", [plural(count, "rank")])]
         if self._here() is not None or 1 not in ranks:
             return
-        did, start = "a part of the time was not enough to measure it", self._begin("machine", "what it can do")
+        did = "a part of the time was not enough to measure it"
+        start = self._begin("machine", "what it can do")
         try:
             with time_limit(_MEASURING * self.left):
                 calibrate(self.model, self.folder / HERE, ranks=ranks, rounds=1)
@@ -322,7 +327,9 @@ class Exploring:
     def draw(self) -> None:
         """Put all that there is on the page, with what to do next."""
         start = time.monotonic()
-        scanned, similar, found = self._scan(), self._similarity(), self._search()
+        scanned = self._scan()
+        similar = self._similarity()
+        found = self._search()
         if found is not None:
             write_text(self.folder / KNEE, found.recipe_text)
         self._predict(None if found is None else self.folder / KNEE)
@@ -366,7 +373,8 @@ class Exploring:
         machines = {one.name: one for one in [*([] if here is None else [here]), *self.machines]}
         self.predictions = []
         for machine in machines.values():
-            start, folder = time.monotonic(), self.folder / "predict" / machine.name
+            start = time.monotonic()
+            folder = self.folder / "predict" / machine.name
             most = 2 if machine.name == Path(HERE).stem else machine.devices
             axes = {"ranks": [count for count in RANKS if count <= most], "batch": BATCHES}
             try:
@@ -413,7 +421,8 @@ class Exploring:
 def _free_share() -> float:
     """The share of the processors that torch computes with which is free for this process, as tried for a moment."""
     matrix = torch.ones(512, 512)
-    start, used = time.monotonic(), time.process_time()
+    start = time.monotonic()
+    used = time.process_time()
     while (seconds := time.monotonic() - start) < _PROBE:
         torch.mm(matrix, matrix)
     return min(1.0, max(0.01, (time.process_time() - used) / seconds / torch.get_num_threads()))

@@ -194,7 +194,7 @@ def generate(
 
     texts_by_place = _by_place(prompts)
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
-        from surgeon.commands.opening import stored_model
+        from surgeon.commands.on_ranks import stored_model
         from surgeon.opened import open_model
 
         model, program = stored_model(model, program)
@@ -208,8 +208,8 @@ def generate(
     on = RankOptions.of(ranks)
     with early_ranks(on) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
-        from surgeon.commands.drafts import draft_program
         from surgeon.commands.generation import GeneratedText, Generation
+        from surgeon.commands.on_ranks import draft_program
         from surgeon.opened import open_model
         from surgeon.runtime.plan.checks import make_plan
         from surgeon.runtime.service import Service
@@ -277,7 +277,8 @@ def _encode(model: Model, prompts: Mapping[str, str], most: int) -> list[list[in
     from surgeon.checkpoint.encoding import Encoder
     from surgeon.checkpoint.texts import encode
 
-    encoder, found = Encoder(model.tokenizer), []
+    encoder = Encoder(model.tokenizer)
+    found = []
     for place, prompt in prompts.items():
         try:
             found.append(encode(encoder, prompt, most))
@@ -319,7 +320,8 @@ def _json_line(text: GeneratedText, drafting: bool) -> str:
     names = "prompt", "text", "finish_reason", "tokens"
     record: dict[str, Any] = {name: getattr(text, name) for name in names}
     if drafting:
-        usage, rate = text.usage, text.tokens_per_second
+        usage = text.usage
+        rate = text.tokens_per_second
         record |= {"drafted": usage.drafted, "accepted": usage.accepted}
         record |= {"tokens_per_pass": round(usage.tokens_per_pass, 2)}
         record |= {"tokens_per_second": None if rate is None else round(rate, 2)}

@@ -74,7 +74,9 @@ class Generation:
         return self.table().to_html(max_rows=12, index=False)
 
     def __str__(self) -> str:
-        plan, usages, first = self.plan, [text.usage for text in self.texts], self.figures[0]
+        plan = self.plan
+        usages = [text.usage for text in self.texts]
+        first = self.figures[0]
         program = Program.parse(plan.program)
         depth = program.effective_depth(plan.family.steps_per_layer)
         cached = sum(usage.cached for usage in usages)
@@ -110,8 +112,10 @@ class Generation:
 
     def _drafts(self) -> list[str]:
         """How many drafted tokens were right, and what a token takes then."""
-        usages, first = [text.usage for text in self.texts], self.figures[0]
-        drafted, accepted = sum(usage.drafted for usage in usages), sum(usage.accepted for usage in usages)
+        usages = [text.usage for text in self.texts]
+        first = self.figures[0]
+        drafted = sum(usage.drafted for usage in usages)
+        accepted = sum(usage.accepted for usage in usages)
         if not drafted:
             return ["drafts   none: the texts were too short, or it would not have paid"]
         phases = first.drafting, first.decode
@@ -126,7 +130,8 @@ class Generation:
 
     def _collectives(self, program: Program) -> list[str]:
         """Those of a pass, beside the program's own count."""
-        unit, compression = "token" if len(self.texts) == 1 else "pass", self.ranks.compression
+        unit = "token" if len(self.texts) == 1 else "pass"
+        compression = self.ranks.compression
         layers = _PerPass(self.figures, lambda phase: phase.layers)
         vocabulary = _PerPass(self.figures, lambda phase: phase.vocabulary)
         norms = norm_sums(self.plan)

@@ -107,7 +107,8 @@ class NextSteps:
         )
 
     def _scan_on(self, scan: Scan) -> NextStep:
-        every, missing = scan.record["every"], scan.record.get("cells_missing", 0)
+        every = scan.record["every"]
+        missing = scan.record.get("cells_missing", 0)
         what = "Draw the other maps"
         why = "Ladders, repeats, low ranks, widths: all that a scan knows, on the same text."
         operations = "all"
@@ -147,7 +148,8 @@ class NextSteps:
 
     @property
     def _text(self) -> str:
-        text, separator = f"--data {quote(self.record['data'])}", self.record["separator"]
+        text = f"--data {quote(self.record['data'])}"
+        separator = self.record["separator"]
         return text if separator is None else f"{text} --separator {quote(separator)}"
 
     @property

@@ -1,4 +1,4 @@
-"""What the functions of the library have in common: how they take models, layers and results, and warn."""
+"""How commands take layers, lists and results of other passes, and how they warn."""
 
 from __future__ import annotations
 
@@ -7,38 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.errors import shown
 from surgeon.findings.result import RunResult
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
-from surgeon.opened import EditedModel, Model
-
-
-def stored_model(
-    model: str | Path | Model | EditedModel, program: Program | str | None
-) -> tuple[str | Path | Model, Program | str | None]:
-    """What ranks are given: a model as it is stored, and the program to run in place of its own, if any.
-
-    Raises:
-        ValueError: if an edited model is given a program, too, or has factors, heads or neurons that do not follow
-            from its matrices alone.
-    """
-    if not isinstance(model, EditedModel):
-        return model, program
-    if program is not None:
-        raise ValueError(f"{model.name} was edited, and has a program of its own; give the program with its model")
-    if not has_weights_of_its_model(model):
-        raise ValueError(
-            f"{model.name} was edited to have factors, heads or neurons that its matrices alone do not tell; export "
-            "it, and give the folder"
-        )
-    return model.model, model.asked
-
-
-def has_weights_of_its_model(edited: EditedModel) -> bool:
-    """Whether all that an edited model computes with follows from the matrices of its model."""
-    return edited.factors is None and (edited.recipe is None or plan_factors(edited.recipe, edited.model).is_of_weights)
 
 
 def as_range(layers: range | str | None) -> range | None:

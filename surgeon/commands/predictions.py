@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 import pandas as pd
 
-from surgeon.commands.drafts import draft_program
+from surgeon.commands.on_ranks import draft_program
 from surgeon.commands.opening import as_list, as_range
 from surgeon.cost.best import (
     METRICS,
@@ -108,8 +108,10 @@ class PredictionInputs:
 
 def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     """What all predictions have in common."""
-    deployments, loads = [cell.deployment for cell in cells], [cell.workload for cell in cells]
-    common, ranks = deployments[0], {one.ranks for one in deployments}
+    deployments = [cell.deployment for cell in cells]
+    loads = [cell.workload for cell in cells]
+    common = deployments[0]
+    ranks = {one.ranks for one in deployments}
     most = max(ranks)
     words = [words_of("ranks", most)] if len(ranks) == 1 else []
     if most > 1:
@@ -176,7 +178,9 @@ def best_programs(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     asked["sweep"] = asked.get("sweep") or f"ranks=1..{machine.devices},batch=1..256"
     question = PredictionInputs.of(known, machine, asked, 1)
-    deployment, load, folder = question.deployment, question.workload, question.folder
+    deployment = question.deployment
+    load = question.workload
+    folder = question.folder
     links = 1 if deployment.link else max(1, len(machine.links))
     with progress("predict", len(known) * links * prod(map(len, question.axes.values())), "predictions") as advance:
         choices = survey(known, machine, deployment, load, question.axes, by, advance)
@@ -219,8 +223,11 @@ def predict_drafts(
         drafting = replace(drafting, name=there.stem)
     chances = check_chances([acceptance] if isinstance(acceptance, int | float) else acceptance)
     question = PredictionInputs.of([first, drafting], hardware, asked, batch)
-    cells, machine, folder = question.cells(), question.hardware, question.folder
-    rows, refused = list[dict[str, float]](), list[str]()
+    cells = question.cells()
+    machine = question.hardware
+    folder = question.folder
+    rows = list[dict[str, float]]()
+    refused = list[str]()
     for plain, alone in zip(cells[::2], cells[1::2], strict=True):
         try:
             rows += draft_cells(plain, alone, machine, chances)

@@ -133,8 +133,7 @@ def serve(
     """
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
     from surgeon.checkpoint.generation_defaults import read_defaults
-    from surgeon.commands.drafts import draft_program
-    from surgeon.commands.opening import stored_model
+    from surgeon.commands.on_ranks import draft_program, stored_model
     from surgeon.memory import parse_size
     from surgeon.opened import open_model
     from surgeon.runtime.service import Service

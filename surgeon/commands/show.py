@@ -78,7 +78,8 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     from surgeon.checkpoint.sizes import size_lines
     from surgeon.findings.outline import outline_text
 
-    program, steps = found.program, found.steps_per_layer
+    program = found.program
+    steps = found.steps_per_layer
     yield "name", f"{found.name}, {what_it_is(found)}"
     yield "model", _model(found)
     yield "depth", f"{found.depth:g} of {found.num_layers} layers one after the other"
@@ -150,8 +151,10 @@ def _value(value: Any) -> str:
 
 def _parameters(found: Surgery) -> Iterator[str]:
     """How many are left, if that is another number than before."""
-    shapes, program = found.stored.family.layer_shapes(found.stored.config), found.program
-    left, before = program.parameters(shapes), found.unedited.parameters(shapes)
+    shapes = found.stored.family.layer_shapes(found.stored.config)
+    program = found.program
+    left = program.parameters(shapes)
+    before = found.unedited.parameters(shapes)
     source = found.report.get("source", {}).get("parameters")
     if left != before:
         yield f"{left:,} of {before:,} in the layers' matrices ({left / before:.1%})"
@@ -163,7 +166,8 @@ def _parameters(found: Surgery) -> Iterator[str]:
 def _model(found: Surgery) -> str:
     from surgeon.processes.files import show_bytes
 
-    stored, config = found.stored, found.stored.config
+    stored = found.stored
+    config = found.stored.config
     units = stored.family.units(config)
     text = (
         f"{stored.family.name}, {config.hidden_size} wide, {units['heads']} heads over {units['kv_heads']} KV heads, "
@@ -171,7 +175,8 @@ def _model(found: Surgery) -> str:
     )
     shapes = stored.family.layer_shapes(config)
     if (mixture := shapes.mixture) is not None:
-        active, all_of_them = found.program.active_parameters(shapes), found.program.parameters(shapes)
+        active = found.program.active_parameters(shapes)
+        all_of_them = found.program.parameters(shapes)
         text += f", {mixture.experts} experts of which a token goes to {mixture.top_k}"
         text += f" ({active / all_of_them:.0%} of the layers' matrices)"
     if found.recipe is not None:
@@ -181,7 +186,8 @@ def _model(found: Surgery) -> str:
 
 
 def _proof(proof: dict[str, Any], whose: str) -> str:
-    tokens, exact = proof["tokens"], proof["exact"]
+    tokens = proof["tokens"]
+    exact = proof["exact"]
     text = f"on {tokens} random tokens its logits differ from {whose} by {exact:.1g} of their scale"
     rounded = proof["dtype"] != "float32"  # float32 stands for all that was not rounded
     return text + (f", {proof['written']:.1g} as stored in {proof['dtype']}" if rounded else "")

@@ -144,7 +144,8 @@ def spectrum(
     files = [*found.files, *found.draw(folder)]
     if share is not None:
         if share.allocation == "damage":  # again, with what the matrices of each layer do together
-            scratch, how = folder / "factors", found.record["method"]
+            scratch = folder / "factors"
+            how = found.record["method"]
             chosen = corrected_ranks(subject, found.curves, share, how, text, scratch)
             shutil.rmtree(scratch)
         else:

@@ -162,6 +162,7 @@ def _story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> d
 
 
 def _in_words(plan: Blueprint) -> str:
-    program, seed = str(plan.program), plan.config.settings.seed
+    program = str(plan.program)
+    seed = plan.config.settings.seed
     program = program if len(program) <= _PROGRAM_SHOWN else f"{program[: _PROGRAM_SHOWN - 3]}..."
     return f"{plan.family.name} of {plan.parameters:,} random weights (seed {seed}), program {program}"

@@ -1,16 +1,42 @@
-"""With what a model drafts on ranks, as `surgeon.generate` and `surgeon.serve` take it."""
+"""What ranks are given, of what `surgeon.generate` and `surgeon.serve` take: a model, and what drafts for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.checkpoint.random_weights import RandomCheckpoint
-from surgeon.commands.opening import has_weights_of_its_model
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.named import is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.service_options import CODA, LOOKUP
+
+
+def stored_model(
+    model: str | Path | Model | EditedModel, program: Program | str | None
+) -> tuple[str | Path | Model, Program | str | None]:
+    """What ranks are given: a model as it is stored, and the program to run in place of its own, if any.
+
+    Raises:
+        ValueError: if an edited model is given a program, too, or has factors, heads or neurons that do not follow
+            from its matrices alone.
+    """
+    if not isinstance(model, EditedModel):
+        return model, program
+    if program is not None:
+        raise ValueError(f"{model.name} was edited, and has a program of its own; give the program with its model")
+    if not has_weights_of_its_model(model):
+        raise ValueError(
+            f"{model.name} was edited to have factors, heads or neurons that its matrices alone do not tell; export "
+            "it, and give the folder"
+        )
+    return model.model, model.asked
+
+
+def has_weights_of_its_model(edited: EditedModel) -> bool:
+    """Whether all that an edited model computes with follows from the matrices of its model."""
+    return edited.factors is None and (edited.recipe is None or plan_factors(edited.recipe, edited.model).is_of_weights)
 
 
 def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
