@@ -290,7 +290,8 @@ def _held_out(subject: Subject, options: Question) -> Windows | None:
 
 def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
     """What measures the tasks among the objectives, which are loaded before anything is measured; None without any."""
-    subject, objectives = setup.subject, setup.settings.objectives
+    subject = setup.subject
+    objectives = setup.settings.objectives
     if not any(objective.name == ACCURACY for objective in objectives):
         return None
     with needs_extra("tasks", "measuring tasks"):
@@ -322,7 +323,8 @@ def _terms(study: optuna.Study, searching: Search) -> Terms:
     evaluator = searching.evaluator
 
     def compute() -> Any:
-        plan, ids = searching.terms_plan, evaluator.windows.ids
+        plan = searching.terms_plan
+        ids = evaluator.windows.ids
         what = f"search: {len(plan.programs)} single edits on {plan.tokens(ids):,} tokens"
         with progress(what, plan.work(ids), "sublayers") as ran:
             evaluator.ran = ran

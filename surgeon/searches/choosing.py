@@ -63,7 +63,9 @@ def compared_by(objectives: Sequence[Aspect]) -> Measured:
     if any(objective.name == DRAFT for objective in objectives):
         return DRAFT_TIME
     names = [str(objective) for objective in objectives if str(objective) in get_args(Measured)]
-    return "perplexity" if names[:1] == ["perplexity"] else "divergence"
+    if names[:1] == ["perplexity"]:
+        return "perplexity"
+    return "divergence"
 
 
 def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
@@ -101,9 +103,11 @@ def _at_the_knee(
     if knee is not None:
         words = f"The best at the knee, {along.show(knee)}"
     elif kept := [prices[trial.number] for trial in trials if trial.measured.perplexity <= most]:
-        knee, words = min(kept), f"The best at the least {along} that keeps perplexity within 10% (there is no knee)"
+        knee = min(kept)
+        words = f"The best at the least {along} that keeps perplexity within 10% (there is no knee)"
     else:
-        knee, words = math.inf, "The least changed (there is no knee, and none keeps perplexity within 10%)"
+        knee = math.inf
+        words = "The least changed (there is no knee, and none keeps perplexity within 10%)"
     cheap = [trial for trial in trials if prices[trial.number] <= knee + 1e-9 * abs(knee)]
     return _as_dear(question, ranked(question, cheap)), words
 

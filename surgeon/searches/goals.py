@@ -50,7 +50,8 @@ class PricedQuestion:
 
     def drafted(self, program: Program, *measured: MeasuredProgram) -> list[DraftedPrediction]:
         """Drafting by a program as it was measured on each of several texts, where drafts are asked for."""
-        settings, pricing = self.settings, self.budget.pricing
+        settings = self.settings
+        pricing = self.budget.pricing
         if settings.draft is None:
             return []
         found = (drafted(pricing, settings.draft, program, one, settings.acceptance) for one in measured)
@@ -106,7 +107,8 @@ class PricedQuestion:
 
         Where costs are looked along that are no objectives: in the objectives and one of these, for each of them.
         """
-        pricing, others = self.budget.pricing, [cost for cost in self.along if cost not in self.objectives]
+        pricing = self.budget.pricing
+        others = [cost for cost in self.along if cost not in self.objectives]
         trades = [(*self.objectives, cost) for cost in others] or [self.objectives]
         best = {point.trial.number: point.trial for one in trades for point in pareto_front(trials, one, pricing)}
         points = [FrontPoint(trial, pricing.costs(self.traded, trial)) for trial in best.values()]
@@ -149,7 +151,9 @@ class PricedQuestion:
     def _wanted(self) -> float | None:
         """Of the cost that is looked along between limits, the level that is the limit."""
         limits = [limit for limit in self.budget.of_programs if limit not in self._kept]
-        return self.budget.most(limits[0]) if limits else None
+        if limits:
+            return self.budget.most(limits[0])
+        return None
 
     def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
         """How many of a round's trials each goal gets: evenly along a cost, or where quality ends if it is limited.

@@ -143,7 +143,8 @@ def fast_enough_here(
     Raises:
         ValueError: if none of the first few does.
     """
-    limits, dense = question.budget.limits, question.mixture.model.program
+    limits = question.budget.limits
+    dense = question.mixture.model.program
     if not any(limit.aspect.on == HERE for limit in limits):
         return ranked
     programs = [trial.program for trial in ranked[: RUNNERS_UP + 1]]
@@ -164,7 +165,8 @@ def fast_enough_here(
 
 def missed_here(limits: Sequence[Limit], program: Program, dense: Program, times: Mapping[Program, TimeHere]) -> str:
     """Which limits on time here a program is measured to miss, in words; empty where it keeps all of them."""
-    own, original = times[program], times[dense]
+    own = times[program]
+    original = times[dense]
     missed = []
     for limit in limits:
         if limit.aspect.on == HERE:

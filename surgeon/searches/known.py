@@ -122,7 +122,9 @@ class Known:
     @property
     def identity(self) -> dict[str, Any]:
         """What a study of it depends on, beside its settings."""
-        return {"using": [one.digest for one in self.passes]} if self.passes else {}
+        if self.passes:
+            return {"using": [one.digest for one in self.passes]}
+        return {}
 
     @property
     def ranks(self) -> MeasuredRanks | None:
@@ -152,7 +154,8 @@ class Known:
     def choices(self, mixture: Mixture) -> dict[Choice, float]:
         """The divergence of unbroken stretches of edits, of two or more, on the search's text."""
         texts = [text for one in self.passes if one.ranks is None for text in one.programs]
-        with_ranks, found = any("@" in text for text in texts), dict[Choice, float]()
+        with_ranks = any("@" in text for text in texts)
+        found = dict[Choice, float]()
         for stretch in mixture.stretches() if texts else ():
             if stretch[0].space == LowRanks.name and not with_ranks:
                 continue  # such stretches are many
@@ -288,7 +291,8 @@ def _by_layer(layers: pd.Series[int], values: pd.Series[float]) -> dict[int, flo
 def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
     Scan.read(folder, model.hash)
     identity, values = read_programs(folder / JOURNAL, "scan")
-    programs, divergence = {}, {}
+    programs = {}
+    divergence = {}
     for text, (nll, diverged, done, *accepted) in values.items():
         seen = ~np.isnan(done)
         divergence[text] = mean_divergence(diverged[seen])
@@ -301,16 +305,19 @@ def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
 def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
     record = Spectrum.read(folder, model.hash).record
     identity, found = read_findings(folder)
-    method, calibration = record["method"], record.get("calibration_text")
+    method = record["method"]
+    calibration = record.get("calibration_text")
     if calibration is None:
         raise ValueError(
             f"{folder} was made by an earlier version of surgeon spectrum, and does not name the text that its factors "
             "go by; run the same command again"
         )
-    programs, divergence = {}, {}
+    programs = {}
+    divergence = {}
     ranks: dict[tuple[int, str], list[int]] = {}
     for truncation, quality in found.damage.items():
-        matrix, rank = truncation.matrix, truncation.rank
+        matrix = truncation.matrix
+        rank = truncation.rank
         if truncation.method != method or not saves(rank, *found.spectra[matrix].size):
             continue
         ranks.setdefault((matrix.layer, matrix.role), []).append(rank)
@@ -350,7 +357,8 @@ class NestedFactors:
     highest: Mapping[tuple[int, str], int]
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        rank, (layer,) = sublayer.rank(role), sublayer.layers
+        rank = sublayer.rank(role)
+        (layer,) = sublayer.layers
         whole = replace(sublayer, ranks=((role, self.highest[layer, role]),))
         first, second = self.source.factors(whole, role, matrix)
         return Factors(first[:rank], second[:, :rank])

@@ -36,7 +36,9 @@ class Limit:
 
     def most(self, dense: float) -> float:
         """The limit, given the unedited model's cost."""
-        return self.amount * dense if self.relative else self.amount
+        if self.relative:
+            return self.amount * dense
+        return self.amount
 
 
 def parse_limits(text: str) -> tuple[Limit, ...]:
@@ -191,7 +193,9 @@ def _more_of(limit: Limit) -> str:
     if limit.aspect.deep:
         return "more"
     deeper = limit.aspect.name == "depth" and not limit.relative
-    return f"less, or for a deeper model by depth>={limit.amount:g}" if deeper else "less"
+    if deeper:
+        return f"less, or for a deeper model by depth>={limit.amount:g}"
+    return "less"
 
 
 def _shortfall(cost: float, most: float, dense: float) -> float:

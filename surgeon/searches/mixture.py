@@ -313,7 +313,9 @@ class EditParameters:
         place = value if isinstance(value, int) else texts.index(value) if value in texts else -1
         if not 0 <= place < len(texts):
             raise ValueError(f"the parameter {name} is {value!r}; it should be one of {', '.join(map(repr, texts))}")
-        return self.edits[name][place - 1] if place else None
+        if place:
+            return self.edits[name][place - 1]
+        return None
 
     @cached_property
     def _texts(self) -> dict[str, list[str]]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # who reads quantities does without numpy
     from surgeon.searches.trial import MeasuredProgram
 
 HERE = "here"  # in the place of a hardware: this machine
-DRAFT, DRAFT_PASS = "draft", "draft_pass"
+DRAFT = "draft"
+DRAFT_PASS = "draft_pass"
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
@@ -103,11 +104,15 @@ def show_seconds(seconds: float) -> str:
 
 
 def _show_number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+    if value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def _show_times(cost: float) -> str:
-    return f"{1 / cost:.4g}x" if cost else "infinite"
+    if cost:
+        return f"{1 / cost:.4g}x"
+    return "infinite"
 
 
 QUANTITIES = {
@@ -156,13 +161,17 @@ class Aspect:
     deep: bool = False
 
     def __str__(self) -> str:
-        return self.name if self.on is None else f"{self.name}{':' if self.name == ACCURACY else '@'}{self.on}"
+        if self.on is None:
+            return self.name
+        return f"{self.name}{':' if self.name == ACCURACY else '@'}{self.on}"
 
     @property
     def quantity(self) -> Quantity:
         if self.deep:
             return _DEEP
-        return _ACCURACY if self.name == ACCURACY else QUANTITIES[self.name]
+        if self.name == ACCURACY:
+            return _ACCURACY
+        return QUANTITIES[self.name]
 
     @property
     def is_priced(self) -> bool:
@@ -174,7 +183,9 @@ class Aspect:
         measure = self.quantity.measure
         assert measure is not None, f"{self} follows from a program"
         value = measure(found, str(self))
-        return math.inf if math.isnan(value) else value
+        if math.isnan(value):
+            return math.inf
+        return value
 
     def natural(self, cost: float) -> float:
         """The number as people know it: accuracy, speedup, or the cost itself."""
@@ -182,7 +193,9 @@ class Aspect:
             return 1 - cost
         if self.deep:
             return -cost
-        return 1 / cost if self.quantity.upward and cost else cost
+        if self.quantity.upward and cost:
+            return 1 / cost
+        return cost
 
     @property
     def label(self) -> str:
@@ -196,7 +209,8 @@ class Aspect:
         return f"{self.name} {self.quantity.show(cost)}" + (f"@{self.on}" if self.on else "")
 
 
-DEPTH, SIZE = Aspect("depth"), Aspect("size")
+DEPTH = Aspect("depth")
+SIZE = Aspect("size")
 
 
 def aspect_of(name: str, on: str | None, text: str) -> Aspect:

@@ -117,14 +117,18 @@ class Question:
 
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
-        return () if self.budget is None else parse_limits(self.budget)
+        if self.budget is None:
+            return ()
+        return parse_limits(self.budget)
 
     @cached_property
     def objectives(self) -> tuple[Aspect, ...]:
         found = parse_objectives(self.objective)
         # A model that is destroyed has least of every cost.
         is_of_quality = any(not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits)))
-        return found if is_of_quality else (Aspect("divergence"), *found)
+        if is_of_quality:
+            return found
+        return (Aspect("divergence"), *found)
 
     @cached_property
     def draft(self) -> Aspect | None:
@@ -134,7 +138,9 @@ class Question:
     @property
     def acceptance(self) -> str:
         """By which acceptance drafts are looked for."""
-        return SAMPLED if self.sampled_acceptance else GREEDY
+        if self.sampled_acceptance:
+            return SAMPLED
+        return GREEDY
 
     @property
     def recorded(self) -> tuple[Aspect, ...]:
@@ -159,10 +165,14 @@ class Question:
             return (costs[0],)
         limited = [limit.aspect for limit in self.limits if limit.aspect.is_priced]
         if limited:
-            return (limited[0],) if self.is_between_limits else ()
+            if self.is_between_limits:
+                return (limited[0],)
+            return ()
         spaces = [] if self.space is None else parse_spaces(self.space)
         smaller = not spaces or any("size" in each.serves and "depth" not in each.serves for each in spaces)
-        return (DEPTH, SIZE) if smaller and not self.limits else (DEPTH,)
+        if smaller and not self.limits:
+            return (DEPTH, SIZE)
+        return (DEPTH,)
 
     @property
     def is_between_limits(self) -> bool:
@@ -192,13 +202,16 @@ class Question:
             ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
         """
         assert self.space is not None, "`on` names the spaces"
-        spaces, stored = parse_spaces(self.space, self.ranks), model.in_turn
+        spaces = parse_spaces(self.space, self.ranks)
+        stored = model.in_turn
         mixture = Mixture(spaces, stored, self.ranks, self._obstacle(stored))
         mixture.require_edits()
         return mixture
 
     def _obstacle(self, model: Model) -> DraftObstacles | None:
-        return None if self.draft is None else DraftObstacles(model, self.ranks)
+        if self.draft is None:
+            return None
+        return DraftObstacles(model, self.ranks)
 
     def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
         """What a model's programs cost; as `priced`."""

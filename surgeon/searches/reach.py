@@ -88,7 +88,8 @@ def _out_of_reach(budget: SearchBudget, limit: Limit, nearest: Nearest, mixture:
     if before == after:
         moves = "raises" if limit.aspect.quantity.upward else "lowers"
         return f"{limit} is out of reach: no edit of {spaces} {moves} the model's {before}"
-    verb, end = ("bring" if "," in spaces else "brings"), ("most" if limit.aspect.quantity.upward else "least")
+    verb = "bring" if "," in spaces else "brings"
+    end = "most" if limit.aspect.quantity.upward else "least"
     last = sum(mixture.attentions_lost[edit] for edit in nearest.choice) == mixture.most_lost > 0
     why = ", as a program has to keep one attention" if last else ""
     return f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}{why}"
@@ -103,7 +104,8 @@ def _by_integers(budget: SearchBudget, mixture: Mixture) -> Choice:
     dense = np.array([budget.dense(limit) for limit in budget.of_programs])
     most = np.array([budget.most(limit) for limit in budget.of_programs])
     scale = np.where(dense > most, dense - most, np.abs(most))
-    edits, saved = [], []
+    edits = []
+    saved = []
     for edit in mixture.edits:
         costs = np.array([budget.cost(limit, mixture.program((edit,))) for limit in budget.of_programs])
         if np.isfinite(costs).all() and (costs < dense).any():
@@ -157,14 +159,16 @@ def _better(budget: SearchBudget, mixture: Mixture, found: Nearest) -> Nearest |
     """The best that one more edit, or one less, makes of a choice; None if it is no better."""
     changed = [tuple(edit for edit in found.choice if edit != out) for out in found.choice]
     changed += [as_choice((*found.choice, edit)) for edit in mixture.edits if mixture.is_free(found.choice, edit)]
-    best, least = None, sum(found.shortfalls) * (1 - 1e-9)
+    best = None
+    least = sum(found.shortfalls) * (1 - 1e-9)
     for choice in changed:
         try:
             other = _reached(budget, mixture, choice)
         except ValueError:
             continue
         if sum(other.shortfalls) < least and not math.isinf(sum(other.shortfalls)):
-            best, least = other, sum(other.shortfalls)
+            best = other
+            least = sum(other.shortfalls)
     return best
 
 

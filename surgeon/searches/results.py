@@ -91,11 +91,13 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
 
 def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
     """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
-    mixture, pricing = question.mixture, question.budget.pricing
+    mixture = question.mixture
+    pricing = question.budget.pricing
     dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
     rows = []
     for place, edit in enumerate(mixture.edits):
-        program, others = mixture.program((edit,)), np.delete(terms.correlation[place], place)
+        program = mixture.program((edit,))
+        others = np.delete(terms.correlation[place], place)
         row = {
             "edit": str(edit),
             "space": edit.space,
@@ -119,10 +121,12 @@ def write_front(
         One row per point: what is traded, the trial, its quality, whether it keeps the budget, its recipe.
     """
     (folder / FRONT_FOLDER).mkdir(parents=True, exist_ok=True)
-    mixture, rows = question.mixture, []
+    mixture = question.mixture
+    rows = []
     per_layer = mixture.model.family.steps_per_layer
     for number, point in enumerate(front, 1):
-        trial, name = point.trial, f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
+        trial = point.trial
+        name = f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
         values = {str(one): one.natural(cost) for one, cost in zip(question.traded, point.costs, strict=True)}
         lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
         lines += [f"# {one} {value:.5g}" for one, value in values.items()]
@@ -169,7 +173,9 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
                 "edits": "" if point.trial is None else _edits(point.trial),
             }
             rows.append(row)
-    return pd.DataFrame(rows).astype({"trial": "Int64"}) if rows else pd.DataFrame()
+    if rows:
+        return pd.DataFrame(rows).astype({"trial": "Int64"})
+    return pd.DataFrame()
 
 
 def _priced(question: PricedQuestion) -> list[Aspect]:
@@ -207,8 +213,11 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
 
 def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]) -> str:
     """The winner's recipe as text, with what was measured in comments."""
-    trial, measured, original = winner.trial, winner.trial.measured, question.original
-    low, high = measured.divergence_low, measured.divergence_high
+    trial = winner.trial
+    measured = winner.trial.measured
+    original = question.original
+    low = measured.divergence_low
+    high = measured.divergence_high
     lines = [
         f"Found by: {record['command']}",
         f"{winner.why}: trial {trial.number} of {record['trials']}, {trial.proposal.source}.",
@@ -265,7 +274,8 @@ class SearchWork:
 
 def found_json(question: PricedQuestion, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
     """What was found in numbers, as JSON values; what is not finite is None."""
-    trial, more = winner.trial, winner.trial.measured.more
+    trial = winner.trial
+    more = winner.trial.measured.more
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}
     found: dict[str, Any] = {
         "best": best | quality_json(trial.measured) | finite(more),

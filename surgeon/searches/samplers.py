@@ -100,7 +100,9 @@ def make_sampler(search: Search, name: str, seed: int = 0) -> BaseSampler:
         ImportError: if it needs a package that is not installed.
     """
     require_sampler(name, len(search.question.settings.recorded))
-    return SurgerySampler(search) if name == SURGEON else OTHERS[name](seed)
+    if name == SURGEON:
+        return SurgerySampler(search)
+    return OTHERS[name](seed)
 
 
 def require_sampler(name: str, objectives: int) -> None:

@@ -68,7 +68,9 @@ class RunnerUp(Finalist):
     def verdict(self) -> Literal["better", "not told apart", "worse"]:
         if self.high < 0:
             return "better"
-        return "worse" if self.low > 0 else "not told apart"
+        if self.low > 0:
+            return "worse"
+        return "not told apart"
 
     def to_json(self) -> dict[str, Any]:
         difference = {"difference": self.difference, "low": self.low, "high": self.high, "verdict": self.verdict}
@@ -108,7 +110,8 @@ class HeldOutComparison:
 
     def lines(self) -> list[str]:
         """What was found, in sentences; the word better only where the interval excludes 0."""
-        first, windows = self.searched, len(self.searched.unseen.divergences)
+        first = self.searched
+        windows = len(self.searched.unseen.divergences)
         seen, unseen = (quality_by(each, self.by) for each in (first.trial.measured, first.unseen))
         both = (
             f"trial {first.trial.number}: {in_words(self.by)} {seen:.4g} on the text of the search, "
@@ -128,7 +131,8 @@ class HeldOutComparison:
         Args:
             qualities: whose numbers stand in a runner-up's sentence.
         """
-        winner, count = f"trial {self.searched.trial.number} is", len(self.runners_up)
+        winner = f"trial {self.searched.trial.number} is"
+        count = len(self.runners_up)
         share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
         for one in self.runners_up:
             if one.verdict != "not told apart":
