@@ -48,7 +48,7 @@ from surgeon.benchmarks.passes import RankRun
 from surgeon.benchmarks.timing import load_timed, run_timed
 from surgeon.cost.workload import Workload
 from surgeon.progress import progress
-from surgeon.runtime.batching.limits import Limits
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions

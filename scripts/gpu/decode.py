@@ -37,8 +37,8 @@ from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.program import Program, Step
 from surgeon.processes.files import write_text
 from surgeon.provenance import command_line, versions
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone

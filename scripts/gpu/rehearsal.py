@@ -41,8 +41,8 @@ from scripts.gpu.stage import PROGRAMS, Stage
 from surgeon.errors import first_line
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone, Unconnected
 from surgeon.runtime.comm.quantised import Compressed

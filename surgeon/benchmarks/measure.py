@@ -19,8 +19,8 @@ from surgeon.benchmarks.passes import PassTiming, RankRun
 from surgeon.benchmarks.profiles import Profiled, trace_files, write_profile
 from surgeon.benchmarks.timing import load_timed, run_timed
 from surgeon.cost.workload import Workload
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.plan.mixtures import A_MIXTURE

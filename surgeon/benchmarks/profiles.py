@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from surgeon.benchmarks.timing import TimedEngine
 from surgeon.processes.files import whole_file
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete
 

@@ -27,8 +27,8 @@ from surgeon.benchmarks.passes import (
 )
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, UndefinedLogits
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link

@@ -113,7 +113,7 @@ def bench(
     from surgeon.benchmarks.measure import RankBench
     from surgeon.benchmarks.plans import Needs, plan_candidates
     from surgeon.benchmarks.tables import bench_record, bench_table
-    from surgeon.benchmarks.timelines import check_trace, write_trace
+    from surgeon.benchmarks.trace import check_trace, write_trace
     from surgeon.commands.opening import as_list, as_range
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surgeon.cost.workload import Workload
 from surgeon.language.execute import Partial, Pending
-from surgeon.runtime.batching.limits import Limits
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives

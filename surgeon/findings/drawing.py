@@ -1,7 +1,7 @@
 """Panels and pictures: charts with colours, marks and axes, and points that say their values when they are pointed at.
 
 A panel draws itself into axes. The page has each as inline SVG in its own colours, light or dark
-(`surgeon.findings.inline`); a file has all panels of a picture side by side (`sheet`).
+(`surgeon.findings.page`); a file has all panels of a picture side by side (`sheet`).
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import Pulse, Watchdog
 from surgeon.progress import progress
 from surgeon.runtime.batching.ahead import MOST_AHEAD
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures

@@ -9,14 +9,16 @@ that is out of the running.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,8 +36,68 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import ByWindow, OutputHead, joined, one_after_the_other
 from surgeon.quality.references import REFERENCE_FILE, TextReferences
 from surgeon.quality.summary import ACCEPTANCES, Values, estimate, estimate_beside
-from surgeon.searches.race import Race, blocks_per_window
 from surgeon.searches.trial import MeasuredProgram
+
+BLOCK = 64  # tokens, at least, in what is compared
+ROUNDING = 1e-6  # nats: what equal programs may differ by
+MOST_BLOCKS = 256  # of a text: with more windows than that, windows are compared
+
+
+def blocks_per_window(windows: int, tokens: int) -> int:
+    """Into how many parts windows are cut, so many of them and each with so many predicted tokens; 1: not cut."""
+    return max(1, min(tokens // BLOCK, MOST_BLOCKS // windows))
+
+
+@dataclass(frozen=True)
+class Race:
+    """The rule; checked as it is made.
+
+    Attributes:
+        alpha: of the test at each look.
+        margin: how much worse than the best a program may be, as a share of the best's divergence (and a millionth of a
+            nat, which rounding makes).
+        correlation: of the blocks of a window, in what two programs differ by.
+        least: values before the first look.
+
+    Raises:
+        ValueError: if alpha is no chance below a half, or the margin is negative.
+    """
+
+    alpha: float = 0.01
+    margin: float = 0.01
+    correlation: float = 0.25
+    least: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < 0.5:
+            raise ValueError(f"alpha must lie between 0 and 0.5, not at {self.alpha}")
+        if self.margin < 0 or not 0 <= self.correlation <= 1 or self.least < 2:
+            raise ValueError(
+                f"a race needs a margin of 0 or more, a correlation from 0 to 1 and two values or more, not {self}"
+            )
+
+    def is_lost(self, own: Values, best: Values, blocks: int = 1) -> bool:
+        """Whether a program is worse, by its divergence and the best's on the same parts of a text, (parts,) each.
+
+        A program whose divergence is no number has lost; to a best of that kind nothing loses.
+
+        Args:
+            blocks: how many of the parts are of one window.
+        """
+        if not np.isfinite(best).all():
+            return False
+        if not np.isfinite(own).all():
+            return True
+        if len(own) < self.least:
+            return False
+        above = own - best * (1 + self.margin) - ROUNDING
+        effect = 1 + (blocks - 1) * self.correlation
+        mean = float(above.mean())
+        error = float(stats.sem(above)) * math.sqrt(effect)
+        if mean <= 0:
+            return False
+        return error == 0 or float(stats.t.sf(mean / error, len(above) - 1)) < self.alpha
+
 
 KEPT_SHARE = 0.125  # of the memory that is free, what states of earlier trials take where no limit is given
 _OVERHEAD = 0.8  # of the room under a limit, what they take by count: the allocator has gaps

@@ -13,7 +13,7 @@ from surgeon.benchmarks import profiles
 from surgeon.benchmarks.profiles import Profiled, trace_files, write_profile
 from surgeon.benchmarks.timing import TimedEngine
 from surgeon.cost.workload import Workload
-from surgeon.runtime.batching.limits import Limits
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.plan.checks import make_plan

@@ -15,8 +15,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from surgeon.findings.drawing import COLOURS, Chart, layers_across, points, save, scale
-from surgeon.findings.inline import inline_svg, legend_keys
 from surgeon.findings.maps import Map
+from surgeon.findings.page import inline_svg, legend_keys
 from surgeon.findings.program import program_figure
 from surgeon.language.program import Program
 from tests.findings.read_page import marks_in

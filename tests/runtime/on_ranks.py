@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Tally
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts

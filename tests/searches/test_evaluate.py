@@ -22,8 +22,7 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.references import REFERENCE_FILE
 from surgeon.searches import evaluate as evaluate_module
-from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.race import Race
+from surgeon.searches.evaluate import Evaluator, Race
 from surgeon.searches.trial import MeasuredProgram
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -158,7 +157,7 @@ def test_a_hopeless_program_is_stopped_with_an_estimate(monkeypatch: pytest.Monk
 def test_races_compare_blocks_where_windows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best's blocks come from its record, and a best without them is compared window by window."""
     monkeypatch.setattr(evaluate_module, "FIRST_TOKENS", {"cpu": 16})
-    monkeypatch.setattr("surgeon.searches.race.BLOCK", 3)
+    monkeypatch.setattr("surgeon.searches.evaluate.BLOCK", 3)
     measured = evaluator()
     best = measured.measure([PAIRED])[PAIRED]
     assert len(best.blocks) == 6 * 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from surgeon.searches.race import ROUNDING, Race, blocks_per_window
+from surgeon.searches.evaluate import ROUNDING, Race, blocks_per_window
 
 BEST = np.array([0.10, 0.20, 0.15, 0.12])
 

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import UNDEFINED, Choice
-from surgeon.runtime.batching.scheduler import Output, Scheduler
+from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Sequence, Wanted
 
 

@@ -36,12 +36,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from surgeon.runtime.batching.ahead import Ahead
 from surgeon.runtime.batching.blocks import BlockPool, SequenceBlocks
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.prefixes import ROOT
 from surgeon.runtime.batching.request import (
     UNDEFINED,
@@ -53,8 +53,47 @@ from surgeon.runtime.batching.request import (
     TokenLogprob,
     check_length,
 )
-from surgeon.runtime.batching.sequence import Expectation, ScheduledChunk, Sequence
-from surgeon.runtime.batching.windows import longest_text
+from surgeon.runtime.batching.sequence import Expectation, LongTexts, ScheduledChunk, Sequence
+from surgeon.runtime.batching.windows import PASS_TOKENS, longest_text
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler lets in.
+
+    Attributes:
+        max_batch: sequences in one pass.
+        max_tokens: tokens of one sequence, prompt and output.
+        max_waiting: how many requests may be open beyond `max_batch`.
+        pass_tokens: of prompts, in one pass; of texts that are continued, with what is drafted for them, as many more.
+        ends: token ids that end a text.
+        draft_tokens: how many tokens are drafted at a time for a sequence that is being continued; no more than
+            `max_batch` of them have in `pass_tokens`.
+        long_texts: that turn otherwise than short ones, if any.
+        expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
+        as_pays: whether fewer tokens are drafted, or none, where that is faster.
+        looked_up: whether a text's drafts are what it has in itself (lookup.py); otherwise passes draft them.
+        stretches: how many ranks a pass goes through, one after the other (in_flight.py).
+    """
+
+    max_batch: int
+    max_tokens: int
+    max_waiting: int = 64
+    pass_tokens: int = PASS_TOKENS["cpu"]
+    ends: tuple[int, ...] = ()
+    draft_tokens: int = 0
+    expected_share: float = 1.0
+    long_texts: LongTexts | None = None
+    as_pays: bool = False
+    looked_up: bool = False
+    stretches: int = 1
+
+    def __post_init__(self) -> None:
+        at_least = {"max_batch": 1, "max_tokens": 2, "max_waiting": 0, "pass_tokens": self.max_batch, "draft_tokens": 0}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
 NOTHING = (None, None)  # in place of a choice

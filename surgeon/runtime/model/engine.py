@@ -11,33 +11,103 @@ import gc
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from surgeon.beside import torch_threads
-from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.models.weights import ModelWeights
+from surgeon.runtime.batching.sequence import Row, Wanted, halves_of
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.kernels.triton import used_on
-from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.coda import RankCoda
+from surgeon.runtime.model.attending import Pass, Weighting
 from surgeon.runtime.model.dynamic import DynamicPasses
-from surgeon.runtime.model.halves import HalvedPasses
+from surgeon.runtime.model.ends import final_norm
 from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.paged_layout import as_index
 from surgeon.runtime.model.phase import Phase
+from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import StaticDecode
 from surgeon.runtime.model.thread_choice import ThreadChoice
 from surgeon.runtime.plan.memory import cache_groups
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import CodaPlan, Plan
+
+
+class RankCoda(RankProgram):
+    """The coda's program; its attentions have the slots of the cache behind those of the rack.
+
+    Args:
+        rack: on the same rank.
+
+    Attributes:
+        vocabulary: with the coda's head.
+    """
+
+    def __init__(self, plan: CodaPlan, rack: RankModel) -> None:
+        super().__init__(plan.plan, rack.collectives, rack.device)
+        source = ModelWeights(TensorFile(plan.file), self.plan.family, self.plan.head_dim)
+        self.load(source)
+        self.vocabulary = rack.vocabulary.with_head(source, self.plan, self.device)
+        self._first_slot = len(rack.attentions())
+        self._norm = final_norm(source, self.plan, self.device)
+
+    def rebuilds(self) -> dict[int, Rebuild]:
+        """What makes keys and values of what is cached in rank space, by slot."""
+        return {self._first_slot + slot: rebuild for slot, rebuild in super().rebuilds().items()}
+
+    def behind(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
+        """The stream behind the coda's layers, (tokens, hidden), given that behind the rack.
+
+        Args:
+            places: of the tokens whose stream is wanted, all by default.
+        """
+
+        def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+            return shared.attend(self._first_slot + slot, queries, kept, weighting)
+
+        return self.stream_after(stream, Pass(attend, shared.angles, waits=shared.waits), places=places)
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """This rank's logits, (tokens, its rows of the vocabulary), of the stream behind the coda's layers."""
+        return self.vocabulary.logits(self._norm(stream))
+
+
+class HalvedPasses(DynamicPasses):
+    """Computes any pass that has two halves."""
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Whether there are two halves of it."""
+        return halves_of(rows) is not None
+
+    def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
+        """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
+        halves = halves_of(rows)
+        assert halves is not None, "rows without two halves fit no such pass"
+        self.model.counts.halved += 1
+        tokens, _, passes = zip(*(self.laid_out(half, cache) for half in halves), strict=True)
+        spans = [slice(row.start, row.start + len(row.tokens)) for row in rows]
+        embedded = self.model.embedded(torch.cat(tokens), as_index(spans, self.model.device))
+        sizes = [len(half) for half in tokens]
+        taking_turns = [replace(one, parts=len(passes)) for one in passes]
+        if places is None:
+            return torch.cat(self.model.streams_after(embedded.split(sizes), taking_turns))
+        order = sorted(places)
+        few = [[at for at in order if at < sizes[0]], [at - sizes[0] for at in order if at >= sizes[0]]]
+        stream = torch.cat(self.model.streams_after(embedded.split(sizes), taking_turns, places=few))
+        if order == places:
+            return stream
+        return stream[[order.index(at) for at in places]]
+
 
 LEAST_CAPABILITY = 8  # of GPUs, for products in bfloat16
 

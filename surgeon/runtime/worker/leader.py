@@ -8,9 +8,8 @@ from itertools import islice, takewhile
 from operator import eq
 
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Choice, Request
-from surgeon.runtime.batching.scheduler import Output, Scheduler
+from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.comm.ring import Ring

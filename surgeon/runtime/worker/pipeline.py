@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.in_flight import InFlight
-from surgeon.runtime.batching.limits import Limits
-from surgeon.runtime.batching.scheduler import Output
+from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Sequence, Wanted, asked_of
 from surgeon.runtime.comm.ring import Address, Ring, joined, listener
 from surgeon.runtime.model.paged_cache import PagedCache

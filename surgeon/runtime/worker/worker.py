@@ -13,9 +13,8 @@ import time
 from contextlib import suppress
 
 from surgeon.processes.watchdog import Pulse
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request
-from surgeon.runtime.batching.scheduler import Output
+from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.stretch import StretchEngine

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from surgeon.runtime.batching.blocks import GONE, BlockPool, SequenceBlocks
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling, TokenLogprob
-from surgeon.runtime.batching.scheduler import Output, Scheduler
+from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
 from surgeon.runtime.batching.windows import Windows
 

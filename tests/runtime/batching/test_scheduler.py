@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling
-from surgeon.runtime.batching.scheduler import Scheduler
+from surgeon.runtime.batching.scheduler import Limits, Scheduler
 from surgeon.runtime.batching.sequence import LongTexts, Wanted
 from surgeon.runtime.batching.windows import Windows, text_blocks
 from tests.runtime.batching.machine import END, Machine, ask, continued, scores

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from surgeon.runtime.comm import symmetric_memory
-from surgeon.runtime.comm.by_size import Bound, BySize, SideStream
 from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectives
 from surgeon.runtime.comm.quantised import Compressed, Compression
-from surgeon.runtime.comm.symmetric_memory import ways_through_memory
+from surgeon.runtime.comm.symmetric_memory import Bound, BySize, SideStream, ways_through_memory
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank

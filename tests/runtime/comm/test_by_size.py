@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from surgeon.runtime.comm.by_size import Bound, bounds
-from surgeon.runtime.comm.symmetric_memory import MOST_BYTES, OPERATIONS, SymmetricSum, allowed
+from surgeon.runtime.comm.symmetric_memory import MOST_BYTES, OPERATIONS, Bound, SymmetricSum, allowed, bounds
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks

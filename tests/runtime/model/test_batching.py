@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from surgeon.exports.saving import edit
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.worker.options import RankOptions

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from surgeon.exports.in_memory import export
 from surgeon.exports.saving import edit
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling, Tally
-from surgeon.runtime.batching.scheduler import Output
+from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import RankEngine

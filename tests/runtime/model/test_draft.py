@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan

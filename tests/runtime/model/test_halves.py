@@ -16,8 +16,7 @@ from torch import Tensor
 from surgeon.language.program import Program
 from surgeon.runtime.batching.sequence import LEAST_IN_HALF, Row, Targets, Wanted, halves_of
 from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
-from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.halves import HalvedPasses
+from surgeon.runtime.model.engine import HalvedPasses, RankEngine
 from surgeon.runtime.model.products import laid_out
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from surgeon.models.edit import edit
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.model.rotary import turned
 from surgeon.runtime.plan.checks import make_plan

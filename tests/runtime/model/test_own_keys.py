@@ -19,8 +19,8 @@ from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.verified import _Joined
 from surgeon.runtime.batching.ahead import FEW_MISSED, Ahead
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import RankEngine

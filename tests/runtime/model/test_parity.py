@@ -15,8 +15,8 @@ from surgeon.exports.saving import edit
 from surgeon.language.operations import desync, fuse_attention_mlp, pair, repeat, tracks
 from surgeon.language.program import Node, Program, Step
 from surgeon.models.families import FAMILIES
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.messages import Progress

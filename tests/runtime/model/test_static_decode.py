@@ -23,9 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from surgeon.benchmarks.timing import TimedEngine
 from surgeon.language.program import Program
 from surgeon.runtime.batching.blocks import BlockTable
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Output
+from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts

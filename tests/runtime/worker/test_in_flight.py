@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.runtime.batching.limits import Limits
 from surgeon.runtime.batching.request import Request, Sampling, Tally
+from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.ring import Ring
