@@ -18,21 +18,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.search.given import try_programs
-
+from scripts.search.run import try_programs
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.search import Search
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Trial
@@ -50,11 +49,11 @@ class Known:
 
     def search(self, spaces: str, budget: str, trials: int) -> Trial | None:
         """The best trial of a search of some of the spaces; None if they cannot keep the budget."""
-        settings = SearchSettings(spaces, budget)
+        settings = Question(spaces, budget)
         mixture = Mixture(parse_spaces(spaces), self.mixture.model)
         numbers = {edit: number for number, edit in enumerate(self.mixture.edits)}
         terms = self.terms.of([numbers[edit] for edit in mixture.edits])
-        question = Question(settings, mixture, SearchBudget(settings.limits, self.pricing), self.original)
+        question = PricedQuestion(settings, mixture, SearchBudget(settings.limits, self.pricing), self.original)
         found = try_programs(Search(question, self.evaluator, terms), trials)
         return min(found, key=question.cost, default=None)
 

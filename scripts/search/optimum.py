@@ -22,21 +22,21 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
-from scripts.search.given import try_programs
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from scripts.search.run import try_programs
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.read import DEMO, locate
 from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH
 from surgeon.searches.question import Question
 from surgeon.searches.search import Search
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import Trial
@@ -138,8 +138,8 @@ def _search(known: Measured, depth: int) -> list[Trial]:
     pricing = Pricing(known.mixture.model, (DEPTH,))
     dense = known.mixture.model.program
     original = known.evaluator.measure([dense])[dense]
-    settings = SearchSettings("pair", f"depth={depth}")
-    question = Question(settings, known.mixture, SearchBudget(settings.limits, pricing), original)
+    settings = Question("pair", f"depth={depth}")
+    question = PricedQuestion(settings, known.mixture, SearchBudget(settings.limits, pricing), original)
     return try_programs(Search(question, known.evaluator, known.terms), max(TRIALS))
 
 

@@ -208,8 +208,11 @@ def search(
         vars(asked) | {"objective": asked.objective or "divergence"} | vars(use) | vars(last) | vars(work) | vars(text)
     )
     found = run_search(model, data, output, trials, minutes=minutes, **options, using=using or (), memory=memory)
-    question, winner, trial = found.question, found.winner, found.winner.trial
-    pricing, measured = question.budget.pricing, trial.measured
+    question = found.question
+    winner = found.winner
+    trial = found.winner.trial
+    pricing = question.budget.pricing
+    measured = trial.measured
     edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)
     _print("winner", f"{winner.why}: trial {trial.number}")
     _print("program", trial.proposal.key)

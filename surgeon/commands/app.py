@@ -136,7 +136,9 @@ def main(arguments: list[str] | None = None) -> int:
     if code == INTERRUPTED:
         below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""  # the terminal has written ^C
         _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)).line)
-    return code if isinstance(code, int) else 0
+    if isinstance(code, int):
+        return code
+    return 0
 
 
 @contextmanager

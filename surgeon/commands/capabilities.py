@@ -414,7 +414,9 @@ def _refuse(refusal: Exception) -> str:
 
 def _with_number(name: str) -> str:
     """A variant's name with a number behind it, where it takes one."""
-    return name if VARIANTS[name].argument is None else f"{name.partition(':')[0]}:{LENGTH}"
+    if VARIANTS[name].argument is None:
+        return name
+    return f"{name.partition(':')[0]}:{LENGTH}"
 
 
 def with_shapes(model: str | Path | Model) -> Model:

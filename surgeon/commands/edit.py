@@ -87,7 +87,9 @@ def edit(
         if isinstance(program, Recipe):
             edited = EditedModel(model.name, model, model.program_of(program), program, factors)
             plan = plan_factors(program, model)
-            return edited if factors is not None or plan.is_calibrated else with_units(edited, plan)
+            if factors is not None or plan.is_calibrated:
+                return edited
+            return with_units(edited, plan)
         model.check(program)
         return EditedModel(model.name, model, program, factors=factors)
     if isinstance(program, Recipe):
@@ -111,7 +113,9 @@ def _to_run(program: Program | Recipe | str | Path | None, operations: Mapping[s
     if operations:
         return Recipe("", _applied(operations), source="edit")
     if isinstance(program, str | Path):
-        return read_recipe(Path(program)) if is_recipe(program) else Program.parse(str(program))
+        if is_recipe(program):
+            return read_recipe(Path(program))
+        return Program.parse(str(program))
     if not isinstance(program, Recipe | Program):
         raise ValueError(f"what is to be run is a program, its text, a recipe or its path, not {shown(program)}")
     return program

@@ -303,12 +303,17 @@ class Exploring:
         """This machine, if it has GPUs that are described here or was measured."""
         if torch.cuda.is_available() and (name := hardware_of(torch.cuda.get_device_name())):
             return load_hardware(name)
-        return load_hardware(self.folder / HERE) if (self.folder / HERE).is_file() else None
+        if (self.folder / HERE).is_file():
+            return load_hardware(self.folder / HERE)
+        return None
 
     def _last(self, name: str) -> Path | None:
         """The folder of a pass, as its last round has left it."""
         done = [one for one in self.record["done"] if one.endswith(f"/{name}")]
-        return self.folder / done[-1] if done else None
+        if not done:
+            return None
+        last: str = done[-1]
+        return self.folder / last
 
     def _scan(self) -> Scan | None:
         """The scan with the most cells, of which the last one may be without an end."""
@@ -318,11 +323,15 @@ class Exploring:
 
     def _similarity(self) -> Similarity | None:
         folder = self._last("similarity")
-        return None if folder is None else Similarity.read(folder, self.model.hash)
+        if folder is None:
+            return None
+        return Similarity.read(folder, self.model.hash)
 
     def _search(self) -> SearchRun | None:
         folder = self._last("search")
-        return None if folder is None else SearchRun.read(folder, self.model.hash)
+        if folder is None:
+            return None
+        return SearchRun.read(folder, self.model.hash)
 
     def draw(self) -> None:
         """Put all that there is on the page, with what to do next."""

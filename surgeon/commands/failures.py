@@ -13,7 +13,11 @@ from pathlib import Path
 
 from surgeon.errors import full_place, is_full_disk, is_out_of_memory
 
-MENDABLE, USAGE, INTERNAL, INTERRUPTED, CLOSED_PIPE = 1, 2, 70, 130, 141
+MENDABLE = 1
+USAGE = 2
+INTERNAL = 70
+INTERRUPTED = 130
+CLOSED_PIPE = 141
 
 # Of commands that keep what they have found as they go.
 _GOES_ON = "run the same command again to go on"
@@ -90,7 +94,9 @@ def _disk_of(place: str | None) -> str:
         return ""
     path = Path(place).absolute()
     mount = next(parent for parent in (path, *path.parents) if os.path.ismount(parent) or parent == parent.parent)
-    return "" if mount == mount.parent else f" on {mount}"
+    if mount == mount.parent:
+        return ""
+    return f" on {mount}"
 
 
 def _text(error: BaseException) -> str:

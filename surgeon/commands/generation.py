@@ -31,7 +31,9 @@ class GeneratedText(Answer):
     def tokens_per_second(self) -> float | None:
         """Of the tokens after the first one; None if there are none."""
         usage = self.usage
-        return (usage.new - 1) / usage.seconds if usage.seconds else None
+        if usage.seconds:
+            return (usage.new - 1) / usage.seconds
+        return None
 
 
 @dataclass(frozen=True, repr=False)

@@ -150,12 +150,16 @@ class NextSteps:
     def _text(self) -> str:
         text = f"--data {quote(self.record['data'])}"
         separator = self.record["separator"]
-        return text if separator is None else f"{text} --separator {quote(separator)}"
+        if separator is None:
+            return text
+        return f"{text} --separator {quote(separator)}"
 
     @property
     def _memory(self) -> str:
         memory = self.record["memory"]
-        return "" if memory is None else f" --memory {quote(str(memory))}"
+        if memory is None:
+            return ""
+        return f" --memory {quote(str(memory))}"
 
     def _sizes(self, record: dict[str, Any]) -> str:
         """The text that a pass was on, and its limit."""

@@ -61,7 +61,9 @@ def draft_program(model: Model, draft: str | Path | Program | EditedModel | None
         of = open_model(recipe.model, weights)
         draft = EditedModel(recipe.source, of, of.program_of(recipe), recipe)
     if not isinstance(draft, EditedModel):
-        return str(draft) if isinstance(draft, Path) else draft
+        if isinstance(draft, Path):
+            return str(draft)
+        return draft
     same = draft.model.folder.resolve() == model.folder.resolve() if weights else draft.model.shapes == model.shapes
     if not same:
         raise ValueError(

@@ -239,7 +239,9 @@ def predict_drafts(
     said: dict[str, Any] = {"heading": heading, "refused": list(dict.fromkeys(refused))}
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
     run = DraftRun(pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), record=said | {"model": name})
-    return run if folder is None else replace(run, record=record_of(name, machine, cells, said)).save(folder)
+    if folder is None:
+        return run
+    return replace(run, record=record_of(name, machine, cells, said)).save(folder)
 
 
 def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]] | None) -> dict[str, list[int]]:

@@ -146,7 +146,9 @@ def _joined(lines: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def _value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 def _parameters(found: Surgery) -> Iterator[str]:
@@ -199,7 +201,9 @@ def what_it_is(found: Surgery) -> str:
         return f"a recipe for {found.original}"
     if not found.report:
         inside = found.form is not None and found.form.shipped is not None
-        return f"a checkpoint in {found.form} form" if inside else "a checkpoint"
+        if inside:
+            return f"a checkpoint in {found.form} form"
+        return "a checkpoint"
     if found.from_scratch:
         return f"trained from scratch, in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"
     healed = "" if found.trained is None else ", trained since"

@@ -73,7 +73,8 @@ def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = T
     }
     head |= {"role": "img", "aria-label": title} if title else {"aria-hidden": "true", "class": "key"}
     if figure.axes and figure.axes[0].images:  # where the cells lie, for the page's script, and which is pointed at
-        box, (down, across) = figure.axes[0].get_position(), figure.axes[0].images[0].get_size()
+        box = figure.axes[0].get_position()
+        down, across = figure.axes[0].images[0].get_size()
         place = {"left": box.x0 * width, "top": (1 - box.y1) * height}
         place |= {"w": box.width * width / across, "h": box.height * height / down}
         head |= {f"data-{key}": f"{value:.4f}" for key, value in place.items()}

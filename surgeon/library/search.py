@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,9 @@ from surgeon.errors import needs_extra
 from surgeon.findings.search import SearchRun
 from surgeon.library.search_heal import require_text_to_heal
 from surgeon.library.search_result import SearchResult, end_search
-from surgeon.library.search_setup import AskedSearch, SearchSetup, SearchText, Using, folders, search_settings
+from surgeon.library.search_setup import SearchSetup, Using, folders, one_text, open_question
 from surgeon.memory import free_bytes
-from surgeon.opened import Model
+from surgeon.opened import Model, open_model
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import (
@@ -38,15 +38,15 @@ from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.here import ROUNDS, ranks_here
 from surgeon.searches.known import Known
 from surgeon.searches.quantities import ACCURACY, HERE
+from surgeon.searches.question import SURGEON, Question
 from surgeon.searches.results import (
     SearchWork,
     lost_trials,
     terms_table,
     trials_table,
 )
-from surgeon.searches.samplers import SURGEON, make_sampler, require_sampler
+from surgeon.searches.samplers import make_sampler, require_sampler
 from surgeon.searches.search import Search
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.storage import StudyStorage, naming_storage, open_storage
 from surgeon.searches.study import FINISHED, counted, kept, open_study, run_trials
 from surgeon.searches.terms import Terms
@@ -57,37 +57,8 @@ if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
 
 DEFAULT_STUDY = "search"
+SEARCH_FORMAT = 2  # of studies; those of 0.2.0 say none, and are begun anew
 WORKER = ("-P", "-m", "surgeon.library.search_worker")  # not from the current folder, in which anything may lie
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """All that a search is given beside its model, as `search` describes it; all of its workers have the same."""
-
-    text: SearchText
-    output: str
-    trials: int
-    settings: SearchSettings
-    sampler: str
-    seed: int
-    memory: int | str | None
-    holdout: int | None
-    holdout_data: str | None
-    heal: int | None
-    heal_data: str | None
-    heal_batch: int
-    storage: str | None
-    study: str | None
-    workers: int
-    using: tuple[str, ...] = ()
-    minutes: float | None = None
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SearchOptions:
-        """The inverse of `asdict`."""
-        kinds = {"text": SearchText, "settings": SearchSettings}
-        read = {name: kind(**values[name]) for name, kind in kinds.items()}
-        return cls(**{**values, **read, "using": tuple(values["using"])})
 
 
 def search(
@@ -139,7 +110,7 @@ def search(
         objective: what to make small, several give a front, and so does a cost without a limit of quality; or "draft":
             the program that drafts best for the model, on this machine or a hardware ("draft@h100-sxm").
         sampled_acceptance: measure that of every program, too, beside greedy acceptance.
-        ranks, batch, prompt, new, link_delay: what tracks and times are of, as `SearchSettings` has them.
+        ranks, batch, prompt, new, link_delay: what tracks and times are of, as `Question` has them.
         sampler: who proposes programs: "surgeon", or one of Optuna's, "tpe", "gp", "cmaes", "nsga2" or "random", with
             this `seed`, on the same parameters with the same constraints.
         holdout: tokens held out from the search, to measure the winner and the runners-up on again, by default as many
@@ -164,31 +135,42 @@ def search(
     check_counts(trials=trials, heal=heal, workers=workers, ranks=ranks, batch=batch)
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be more than 0, not {minutes:g}; give none to try all {trials} programs")
-    options = SearchOptions(
-        SearchText(None if data is None else str(data), tokens, window, separator),
-        str(output),
-        trials,
-        search_settings(space, budget, objective, ranks, batch, prompt, new, link_delay, sampled_acceptance),
-        sampler,
-        seed,
-        memory,
-        holdout,
-        None if holdout_data is None else str(holdout_data),
-        heal,
-        None if heal_data is None else str(heal_data),
-        heal_batch,
-        storage,
-        study,
-        workers,
-        folders(using),
-        minutes,
+    question = Question(
+        space=one_text("space", space),
+        budget=one_text("budget", budget),
+        objective=one_text("objective", objective) or "",
+        ranks=ranks,
+        batch=batch,
+        prompt=prompt,
+        new=new,
+        link_delay=link_delay,
+        sampled_acceptance=sampled_acceptance,
+        data=None if data is None else str(data),
+        tokens=tokens,
+        window=window,
+        separator=separator,
+        using=folders(using),
+        memory=memory,
+        output=str(output),
+        trials=trials,
+        minutes=minutes,
+        sampler=sampler,
+        seed=seed,
+        holdout=holdout,
+        holdout_data=None if holdout_data is None else str(holdout_data),
+        heal=heal,
+        heal_data=None if heal_data is None else str(heal_data),
+        heal_batch=heal_batch,
+        storage=storage,
+        study=study,
+        workers=workers,
     )
-    found = join_search(model, options, worker=0)
+    found = join_search(model, question, worker=0)
     assert found is not None
     return found
 
 
-def join_search(model: str | Path | Model, options: SearchOptions, worker: int) -> SearchResult | None:
+def join_search(model: str | Path | Model, options: Question, worker: int) -> SearchResult | None:
     """Work on a search until there is nothing left to try.
 
     Args:
@@ -197,14 +179,14 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     """
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     # What cannot be had is said before a large model is loaded.
-    asked, output = AskedSearch.of(model, options.settings, options.using), Path(options.output)
-    settings, opened = asked.settings, asked.model
-    options = replace(options, settings=settings)
+    opened, options, limits = open_question(model, options)
+    output = Path(options.output)
     _require_what_it_takes(options, opened)
     storage = open_storage(options.storage, output)
-    options = replace(options, text=_text_before_rest(asked, model, options))
-    setup = asked.load(model, options.text, options.memory, options.using, output, make=not worker)
-    subject, known = setup.subject, setup.known
+    options = _text_before_rest(model, options)
+    setup = SearchSetup.load(model, options, limits, output, make=not worker)
+    subject = setup.subject
+    known = setup.known
     unseen = _held_out(subject, options)
     heal = None
     if options.heal is not None and options.heal_data is not None and unseen is not None:
@@ -215,22 +197,22 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     evaluator = setup.evaluator(output, kept=room)
     tasks = _tasks(setup, output)
     original = evaluator.measure([evaluator.dense])[evaluator.dense]
-    given = {"model": opened.name, "options": asdict(options)}
+    given = {"model": opened.name, "question": asdict(options)}
     with interruptible(worker), naming_storage(storage):
         study = _open_study(subject, options, known, storage)
         if not worker:
             finished = [trial for trial in counted(study) if trial.state in FINISHED]
             warn(lost_trials(output, study.study_name, storage.place, len(finished)))
         here = None
-        if settings.is_timed_here:
-            on = sorted({1, settings.ranks})
+        if options.is_timed_here:
+            on = sorted({1, options.ranks})
             here = parse_hardware(kept(study, "here", lambda: calibrate(HERE, subject.opened, on, ROUNDS)))
         question = setup.question(original, here)
         searching = Search(question, evaluator, known=known)
         if options.sampler == SURGEON:  # the others do not go by terms
             searching.known_terms = _terms(study, searching)
         # Each session draws other numbers; those of ours follow from the trials alone.
-        study.sampler = make_sampler(searching, options.sampler, options.seed + len(study.trials))
+        study.sampler = make_sampler(searching, options.sampler, options.seed + len(study.trials) + 1000 * worker)
         with WorkerProcesses(1 if worker else options.workers, WORKER, given, output):
             trials = _run_trials(study, searching, options, until)
         work = SearchWork.of(searching.known_terms, study.trials)
@@ -243,7 +225,7 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
         SearchRun.TABLES[name].write(output, table)
     by = {"sampler": options.sampler} | ({} if options.sampler == SURGEON else {"seed": options.seed})
     record = subject.provenance(
-        **settings.identity, **by, trials=len(trials), study=study.study_name, storage=storage.place
+        **options.identity, **by, trials=len(trials), study=study.study_name, storage=storage.place
     )
     if known.passes:
         record["using"] = known.record(setup.mixture, trials)
@@ -254,21 +236,20 @@ def join_search(model: str | Path | Model, options: SearchOptions, worker: int) 
     return end_search(question, trials, tables, setup, unseen, heal, record, work, output)
 
 
-def _require_what_it_takes(options: SearchOptions, model: Model) -> None:
+def _require_what_it_takes(options: Question, model: Model) -> None:
     """Refuse what would be found out at the end.
 
     Raises:
         ValueError, ImportError: if a draft is to be healed, the sampler or the healing cannot be had, or what is
             measured here at last cannot be.
     """
-    settings = options.settings
-    if settings.draft is not None and options.heal is not None:
+    if options.draft is not None and options.heal is not None:
         raise ValueError(
             "a draft that is healed has weights of its own, and a search is for those over the model's; leave heal out"
         )
-    if settings.is_timed_here:
-        ranks_here(settings)
-    require_sampler(options.sampler, len(settings.recorded))
+    if options.is_timed_here:
+        ranks_here(options)
+    require_sampler(options.sampler, len(options.recorded))
     if options.heal is None:
         if options.heal_data is not None:
             raise ValueError("text to heal on without a number of steps heals nothing; say how many steps")
@@ -287,19 +268,18 @@ def _require_what_it_takes(options: SearchOptions, model: Model) -> None:
         )
 
 
-def _text_before_rest(asked: AskedSearch, model: str | Path | Model, options: SearchOptions) -> SearchText:
-    """The text of the search, of which by default some is left to hold out."""
-    text = options.text
+def _text_before_rest(model: str | Path | Model, options: Question) -> Question:
+    """The question with the text of the search, of which by default some is left to hold out."""
     if options.holdout is not None or options.holdout_data is not None:
-        return text
-    opened = asked.open(model)
-    data = DEMO if text.data is None else text.data
-    window = window_for(opened.config, text.window)
-    tokens = tokens_before_rest(opened.tokenizer, data, window, text.tokens, text.separator, LEAST_HELD_OUT)
-    return replace(text, tokens=tokens)
+        return options
+    opened = open_model(model)
+    data = DEMO if options.data is None else options.data
+    window = window_for(opened.config, options.window)
+    tokens = tokens_before_rest(opened.tokenizer, data, window, options.tokens, options.separator, LEAST_HELD_OUT)
+    return replace(options, tokens=tokens)
 
 
-def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
+def _held_out(subject: Subject, options: Question) -> Windows | None:
     """The text to measure winners on again, with warnings of what there is to know of it; None if none is wanted."""
     if options.holdout == 0:
         return None
@@ -310,7 +290,8 @@ def _held_out(subject: Subject, options: SearchOptions) -> Windows | None:
 
 def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
     """What measures the tasks among the objectives, which are loaded before anything is measured; None without any."""
-    subject, objectives = setup.subject, setup.settings.objectives
+    subject = setup.subject
+    objectives = setup.settings.objectives
     if not any(objective.name == ACCURACY for objective in objectives):
         return None
     with needs_extra("tasks", "measuring tasks"):
@@ -320,15 +301,20 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
     return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output, factors=setup.factors)
 
 
-def _open_study(subject: Subject, options: SearchOptions, known: Known, storage: StudyStorage) -> optuna.Study:
+def _open_study(subject: Subject, options: Question, known: Known, storage: StudyStorage) -> optuna.Study:
     """The study in its storage, new or gone on with."""
-    settings = {"format": FORMAT, "model_hash": subject.opened.hash, "data": subject.windows.digest}
-    settings |= {**options.settings.identity, "sampler": options.sampler, "seed": options.seed, **known.identity}
+    settings = {
+        "format": FORMAT,
+        "search_format": SEARCH_FORMAT,
+        "model_hash": subject.opened.hash,
+        "data": subject.windows.digest,
+    }
+    settings |= {**options.identity, "sampler": options.sampler, "seed": options.seed, **known.identity}
     name = options.study or DEFAULT_STUDY
     if options.study is None and options.storage is not None:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         name = f"{DEFAULT_STUDY} {subject.opened.label} {digest[:8]}"
-    objectives = tuple(map(str, options.settings.recorded))
+    objectives = tuple(map(str, options.recorded))
     return open_study(storage, name, settings, objectives)
 
 
@@ -337,7 +323,8 @@ def _terms(study: optuna.Study, searching: Search) -> Terms:
     evaluator = searching.evaluator
 
     def compute() -> Any:
-        plan, ids = searching.terms_plan, evaluator.windows.ids
+        plan = searching.terms_plan
+        ids = evaluator.windows.ids
         what = f"search: {len(plan.programs)} single edits on {plan.tokens(ids):,} tokens"
         with progress(what, plan.work(ids), "sublayers") as ran:
             evaluator.ran = ran
@@ -349,7 +336,7 @@ def _terms(study: optuna.Study, searching: Search) -> Terms:
         evaluator.ran = lambda _: None
 
 
-def _run_trials(study: optuna.Study, searching: Search, options: SearchOptions, until: float | None) -> list[Trial]:
+def _run_trials(study: optuna.Study, searching: Search, options: Question, until: float | None) -> list[Trial]:
     """Run all trials, with the other workers; those of earlier commands are among what is returned."""
     question = searching.question
     found = searching.finished(counted(study))

@@ -13,10 +13,11 @@ from optuna.trial import FrozenTrial
 
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.library.search_setup import AskedSearch, SearchText, Using, folders, search_settings
+from surgeon.library.search_setup import SearchSetup, Using, folders, one_text, open_question
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.searches.samplers import SURGEON, make_sampler
+from surgeon.searches.question import SURGEON, Question
+from surgeon.searches.samplers import make_sampler
 from surgeon.searches.search import Search
 
 
@@ -67,19 +68,33 @@ class SearchProblem(Search):
         using: Using = (),
         output: str | Path | None = None,
     ) -> None:
-        asked = (ranks, batch, prompt, new, link_delay, sampled_acceptance)
-        settings = search_settings(space, budget, objective, *asked)
-        if settings.is_timed_here:
+        question = Question(
+            space=one_text("space", space),
+            budget=one_text("budget", budget),
+            objective=one_text("objective", objective) or "",
+            ranks=ranks,
+            batch=batch,
+            prompt=prompt,
+            new=new,
+            link_delay=link_delay,
+            sampled_acceptance=sampled_acceptance,
+            data=None if data is None else str(data),
+            tokens=tokens,
+            window=window,
+            separator=separator,
+            memory=memory,
+            using=folders(using),
+        )
+        if question.is_timed_here:
             raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
-        opening = AskedSearch.of(model, settings, folders(using))
+        _, question, limits = open_question(model, question)
         if output is None:
             self._folder = tempfile.TemporaryDirectory(prefix="search-")  # gone with the problem
             output = self._folder.name
-        text = SearchText(None if data is None else str(data), tokens, window, separator)
-        setup = opening.load(model, text, memory, folders(using), Path(output))
+        setup = SearchSetup.load(model, question, limits, Path(output))
         evaluator = setup.evaluator(Path(output))
-        question = setup.question(evaluator.measure([evaluator.dense])[evaluator.dense])
-        super().__init__(question, evaluator, known=setup.known)
+        priced = setup.question(evaluator.measure([evaluator.dense])[evaluator.dense])
+        super().__init__(priced, evaluator, known=setup.known)
         self.opened = setup.subject.opened
 
     @property

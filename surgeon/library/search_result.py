@@ -20,8 +20,8 @@ from surgeon.quality.text import OWN, VERIFIED
 from surgeon.searches.choosing import choose, compared_by
 from surgeon.searches.drafting import FoundDraft, by_verified_keys
 from surgeon.searches.front import QualityCurve, quality_curves
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.here import drafts_here, fast_enough_here
-from surgeon.searches.question import Question
 from surgeon.searches.results import (
     SearchWork,
     Winner,
@@ -30,9 +30,8 @@ from surgeon.searches.results import (
     quality_table,
     write_front,
 )
-from surgeon.searches.salient import against_most_salient
 from surgeon.searches.trial import MeasuredProgram, Trial
-from surgeon.searches.winners import RUNNERS_UP, remeasure
+from surgeon.searches.winners import RUNNERS_UP, against_most_salient, remeasure
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +46,7 @@ class SearchResult(SearchRun):
     """
 
     _: KW_ONLY
-    question: Question
+    question: PricedQuestion
     winner: Winner
     work: SearchWork
     curves: Sequence[QualityCurve]
@@ -65,7 +64,7 @@ class SearchResult(SearchRun):
 
 
 def end_search(
-    question: Question,
+    question: PricedQuestion,
     trials: Sequence[Trial],
     tables: dict[str, pd.DataFrame],
     setup: SearchSetup,
@@ -82,7 +81,9 @@ def end_search(
         unseen: the held-out text, if there is one.
         heal: text, steps and batch of a healing of the finalists before the last choice among them; None: of none.
     """
-    settings, opened, pricing = question.settings, setup.subject.opened, question.budget.pricing
+    settings = question.settings
+    opened = setup.subject.opened
+    pricing = question.budget.pricing
     along = () if settings.draft else question.along
     curves = [one for cost in along for one in quality_curves(cost, trials, question.original, pricing)]
     if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
@@ -94,7 +95,8 @@ def end_search(
     winner = Winner(first, why)
     chosen = first.proposal.choice
     salient = question.mixture.program(question.mixture.with_most_salient(chosen))
-    measured, text_of = {trial.program: trial.measured for trial in trials if trial.measured.whole}, "the search's text"
+    measured = {trial.program: trial.measured for trial in trials if trial.measured.whole}
+    text_of = "the search's text"
     runners_up = others[:RUNNERS_UP]
     # REAP's own choice of experts goes by less than the search's, and may be the better one on another text.
     runners_up += [trial for trial in others[RUNNERS_UP:] if trial.program == salient != first.program][:1]
@@ -142,10 +144,12 @@ def end_search(
 
 
 def _as_draft(
-    question: Question, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
+    question: PricedQuestion, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
 ) -> FoundDraft:
     """What the winner is worth as a draft, measured where it is asked for of this machine."""
-    settings, program, known = question.settings, winner.trial.program, [winner.trial.measured]
+    settings = question.settings
+    program = winner.trial.program
+    known = [winner.trial.measured]
     known += [] if winner.comparison is None else [winner.comparison.chosen.unseen]
     measured = None
     if settings.is_timed_here:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from surgeon.gpus import avoid_cudnn_attention
-from surgeon.library.search import SearchOptions, join_search
+from surgeon.library.search import join_search
+from surgeon.searches.question import Question
 from surgeon.searches.workers import given_to_worker
 from surgeon.threads import wait_asleep
 
@@ -18,7 +19,7 @@ def main() -> int | str:
     avoid_cudnn_attention()
     index, given = given_to_worker()
     try:
-        join_search(given["model"], SearchOptions.from_json(given["options"]), index)
+        join_search(given["model"], Question.from_json(given["question"]), index)
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, OSError) as error:

@@ -142,7 +142,9 @@ class ConversationTokenizer:
                 f"{type(tokenizer).__name__} does not say where in a text its tokens stand, so that answers cannot be "
                 "told from the rest; use a model with a fast tokenizer (tokenizer.json)"
             )
-        self.tokenizer, self.columns, self.longest = tokenizer, tuple(columns), longest
+        self.tokenizer = tokenizer
+        self.columns = tuple(columns)
+        self.longest = longest
 
     def __call__(self, row: Row, where: str) -> ConversationTokens:
         """The tokens of a row.

@@ -39,7 +39,9 @@ class TextReferences:
     """
 
     def __init__(self, ids: Tensor, device: torch.device | str = "cpu", sampled: bool = False) -> None:
-        self.ids, self.device, self.sampled = ids, device, sampled
+        self.ids = ids
+        self.device = device
+        self.sampled = sampled
         self.names = (*_NAMES, _NORMED) if sampled else _NAMES
         self.known = [False] * len(ids)
         self.tensors: Tensors = {}  # by window, in one piece each, so that neighbouring windows need no copy
@@ -116,5 +118,6 @@ class TextReferences:
             if file is None or not set(file.keys()) >= set(self.names):
                 return False
             tensors = {name: file.get_tensor(name) for name in self.names}
-        self.tensors, self.known = tensors, [True] * len(self.ids)
+        self.tensors = tensors
+        self.known = [True] * len(self.ids)
         return True

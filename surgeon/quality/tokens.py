@@ -85,7 +85,8 @@ class TextTokens:
     """
 
     def __init__(self, tokenizer: Any, apart: bool) -> None:
-        self.tokenizer, self.is_fast = tokenizer, bool(getattr(tokenizer, "is_fast", False))
+        self.tokenizer = tokenizer
+        self.is_fast = bool(getattr(tokenizer, "is_fast", False))
         self._marks = _document_marks(tokenizer) if apart else ([], [])
         self._around = ([], []) if apart else _marks_around(tokenizer)
         self._blocks = 0  # so far
@@ -97,7 +98,8 @@ class TextTokens:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on, with the same documents from their start, behind what another one had read that said `state`."""
-        self._blocks, self._held = state["blocks"], [tuple(each) for each in state["held"]]
+        self._blocks = state["blocks"]
+        self._held = [tuple(each) for each in state["held"]]
 
     def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
         """The tokens of documents that come in pieces, some at a time; its state is that behind what it gave last."""
@@ -143,7 +145,8 @@ class TextTokens:
                 coded = self._code([block.text[_OVERLAP:]])[0]
             left, first = seam
             before = [id_ for id_, *_ in self._held[:left]]
-        end, self._held = len(coded.ids), []
+        end = len(coded.ids)
+        self._held = []
         if not block.ends:
             start = len(coded.text) - _OVERLAP
             end = coded.token_at(start)

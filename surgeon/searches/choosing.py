@@ -10,15 +10,17 @@ import numpy as np
 
 from surgeon.findings.trials import DRAFT_TIME
 from surgeon.searches.front import QualityCurve, pareto_front
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.quantities import DRAFT, Aspect
-from surgeon.searches.question import Question
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import Measured
 
 KEPT = 1.10  # of the unedited model's perplexity, where no knee says what is enough
 
 
-def choose(question: Question, trials: Sequence[Trial], curves: Sequence[QualityCurve]) -> tuple[list[Trial], str]:
+def choose(
+    question: PricedQuestion, trials: Sequence[Trial], curves: Sequence[QualityCurve]
+) -> tuple[list[Trial], str]:
     """The winner and its runners-up, the best first, with what it is the best of.
 
     Runners-up cost the same where a cost is looked along: of a dearer program it is no news that it is closer.
@@ -45,7 +47,7 @@ def choose(question: Question, trials: Sequence[Trial], curves: Sequence[Quality
     return _at_the_knee(question, within, curves)
 
 
-def _as_dear(question: Question, best: Sequence[Trial]) -> list[Trial]:
+def _as_dear(question: PricedQuestion, best: Sequence[Trial]) -> list[Trial]:
     """The first trial, and those that cost the same of what is looked along."""
     if not question.along or question.settings.is_between_limits or question.settings.draft is not None:
         return [*best]
@@ -61,10 +63,12 @@ def compared_by(objectives: Sequence[Aspect]) -> Measured:
     if any(objective.name == DRAFT for objective in objectives):
         return DRAFT_TIME
     names = [str(objective) for objective in objectives if str(objective) in get_args(Measured)]
-    return "perplexity" if names[:1] == ["perplexity"] else "divergence"
+    if names[:1] == ["perplexity"]:
+        return "perplexity"
+    return "divergence"
 
 
-def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
+def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
     """Trials by what a winner is chosen by, the best first, one of each program; without those of no finite cost.
 
     Of those that cost the same, as drafts do that do not pay, the closest to the unedited model come first.
@@ -86,7 +90,7 @@ def ranked(question: Question, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _at_the_knee(
-    question: Question, trials: Sequence[Trial], curves: Sequence[QualityCurve]
+    question: PricedQuestion, trials: Sequence[Trial], curves: Sequence[QualityCurve]
 ) -> tuple[list[Trial], str]:
     """The best by quality among those that cost as little as the knee of all that was found, along the first cost.
 
@@ -99,14 +103,16 @@ def _at_the_knee(
     if knee is not None:
         words = f"The best at the knee, {along.show(knee)}"
     elif kept := [prices[trial.number] for trial in trials if trial.measured.perplexity <= most]:
-        knee, words = min(kept), f"The best at the least {along} that keeps perplexity within 10% (there is no knee)"
+        knee = min(kept)
+        words = f"The best at the least {along} that keeps perplexity within 10% (there is no knee)"
     else:
-        knee, words = math.inf, "The least changed (there is no knee, and none keeps perplexity within 10%)"
+        knee = math.inf
+        words = "The least changed (there is no knee, and none keeps perplexity within 10%)"
     cheap = [trial for trial in trials if prices[trial.number] <= knee + 1e-9 * abs(knee)]
     return _as_dear(question, ranked(question, cheap)), words
 
 
-def _nearest(question: Question, trials: Sequence[Trial]) -> str:
+def _nearest(question: PricedQuestion, trials: Sequence[Trial]) -> str:
     """What came nearest to limits of quality."""
     budget = question.budget
     whole = [trial for trial in trials if trial.measured.whole]
@@ -117,7 +123,7 @@ def _nearest(question: Question, trials: Sequence[Trial]) -> str:
     if not whole:
         return f"no trial was measured to its end within {budget}; run more of them"
     best = min(whole, key=lambda trial: (distance(trial), trial.number))
-    had = ", ".join(limit.aspect.show(getattr(best.measured, limit.aspect.name)) for limit in budget.of_quality)
+    had = ", ".join(limit.aspect.show(limit.aspect.measured(best.measured)) for limit in budget.of_quality)
     if not math.isfinite(distance(best)):
         had = "none that predicts anything"
     if question.settings.is_between_limits:

@@ -93,7 +93,8 @@ def valued(
     found = drafted(pricing, objective, program, measured, by)
     if found is None:
         return measured
-    time, a = found.per_token / found.model.per_token, found.acceptance
+    time = found.per_token / found.model.per_token
+    a = found.acceptance
     tokens = math.fsum(a**place for place in range(found.ahead + 1))
     more = math.fsum(place * a ** (place - 1) for place in range(1, found.ahead + 1))
     times = time * (1 - more / tokens * (np.array(measured.acceptances[by]) - a))
@@ -109,7 +110,8 @@ def by_verified_keys(
     Returns:
         And nothing, or in words why it cannot be; they are as they were then.
     """
-    model, dense = evaluator.model, evaluator.dense
+    model = evaluator.model
+    dense = evaluator.dense
     if streamed_layers(model) is not None:
         return measured, "the model's weights are streamed"
     if dense != program_of(model):
@@ -117,7 +119,8 @@ def by_verified_keys(
     found = dict(measured)
     try:
         for program in [one for one in measured if one != dense]:
-            draft, own = draft_on_text(model, program, evaluator.factors), measured[program]
+            draft = draft_on_text(model, program, evaluator.factors)
+            own = measured[program]
             values = text_values(logits_of(model), evaluator.windows.ids, draft=draft)
             accepted = {name: tuple(values[name].tolist()) for name in own.acceptances}
             found[program] = replace(own, acceptances=accepted)
@@ -162,7 +165,8 @@ class FoundDraft:
     why_own: str = ""
 
     def lines(self) -> list[str]:
-        one, kind = self.predicted[-1], self.by.partition("_")[0]
+        one = self.predicted[-1]
+        kind = self.by.partition("_")[0]
         whose = "the model's" if self.keys == VERIFIED else "its own"
         names = "on the text of the search, by its own keys", f"on held-out text, by {whose} keys"
         texts = zip(self.predicted, names, strict=False)

@@ -83,7 +83,11 @@ class Evaluator:
         sampled: bool = False,
     ) -> None:
         require_unedited(model)
-        self.model, self.windows, self.memory, self.folder, self.ran = model, windows, memory, folder, ran
+        self.model = model
+        self.windows = windows
+        self.memory = memory
+        self.folder = folder
+        self.ran = ran
         self.dense = own or program_of(model)
         self.sublayers = 0.0
         self.head = OutputHead(model)
@@ -119,7 +123,8 @@ class Evaluator:
         if most is not None and most < 1:
             raise ValueError(f"a program is measured on one window at least, not on {most}")
         wanted = list(dict.fromkeys(programs))
-        leader, count = None, len(self.windows.ids)
+        leader = None
+        count = len(self.windows.ids)
         if best is not None:
             if not best.whole or len(best.divergences) != count or len(best.nll) != count:
                 raise ValueError(
@@ -154,7 +159,8 @@ class Evaluator:
         Args:
             tokens: of each window, from the first one on; by default, or with more than it has, all.
         """
-        plan, ids = share(programs), self.windows.ids[:, :tokens]
+        plan = share(programs)
+        ids = self.windows.ids[:, :tokens]
         options = self._options(plan)
         if ids.shape != self.windows.ids.shape:  # states are kept of whole windows
             part = ids.numel() / self.windows.ids.numel()
@@ -172,7 +178,8 @@ class Evaluator:
         self, plan: SharedPlan, is_done: Callable[[Program, range], bool] = lambda *_: False
     ) -> MeasureOptions:
         """How a plan is run within the memory there is."""
-        ids, window = self.windows.ids, self.windows.ids.shape[1]
+        ids = self.windows.ids
+        window = self.windows.ids.shape[1]
         # What is in the cache gives way: it counts as free here.
         limit = None  # on a GPU: what is limited is the main memory
         if self.memory is not None and self.model.device.type != "cuda":
@@ -213,7 +220,8 @@ class Evaluator:
 
     def _summary(self, parts: list[ByWindow], leader: tuple[Values, Values] | None) -> MeasuredProgram:
         numbers = {name: tensor.numpy() for name, tensor in one_after_the_other(parts).items()}
-        nll, divergence = numbers["nll"], numbers["divergence"]
+        nll = numbers["nll"]
+        divergence = numbers["divergence"]
         blocks = tuple(_blocks(parts).tolist()) if self.blocks > 1 else ()
         accepted = {name: tuple(numbers[name].tolist()) for name in ACCEPTANCES if name in numbers}
         whole = len(nll) == len(self.windows.ids)

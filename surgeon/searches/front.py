@@ -100,7 +100,9 @@ class QualityCurve:
     knee: Knee
 
     def line(self) -> str:
-        show, knee, first = self.along.show, self.knee, self.along.quantity.show(self.points[0].cost)
+        show = self.along.show
+        knee = self.knee
+        first = self.along.quantity.show(self.points[0].cost)
         last = min(point.cost for point in self.points if point.divergence <= MOST_DIVERGENCE)
         if knee.cost is None:
             return f"{self.name}: no knee between {self.along.name} {first} and {show(last)}"
@@ -157,7 +159,8 @@ def bootstrapped_knee(costs: Numbers, windows: Numbers, seed: int = 0, resamples
         windows: (programs, windows), the divergence of each.
     """
     finite = np.isfinite(windows).all(axis=1)
-    costs, windows = costs[finite], windows[finite]
+    costs = costs[finite]
+    windows = windows[finite]
     count = windows.shape[1]
     weights = np.random.default_rng(seed).multinomial(count, [1 / count] * count, resamples) / count
     found = [knee_of(*lower_envelope(costs, means)) for means in weights @ windows.T]
@@ -200,4 +203,6 @@ def knee_of(costs: Numbers, divergence: Numbers, sensitivity: float = SENSITIVIT
     if difference[best] <= 0:  # giving it up hurts most at first
         return None
     threshold = difference[best] - sensitivity * float(np.mean(np.diff(x)))
-    return float(costs[best]) if (difference[best:] < threshold).any() else None
+    if (difference[best:] < threshold).any():
+        return float(costs[best])
+    return None

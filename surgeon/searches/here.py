@@ -25,10 +25,10 @@ from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.link import Link, parse_link
 from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import Limit
 from surgeon.searches.quantities import HERE, show_seconds
 from surgeon.searches.question import Question
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.storage import say_aside
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import RUNNERS_UP
@@ -96,7 +96,7 @@ def measured_here(
     return {program: TimeHere.of(own, times[0]) for program, own in zip(every, times, strict=True)}
 
 
-def ranks_here(settings: SearchSettings) -> RankOptions:
+def ranks_here(settings: Question) -> RankOptions:
     """The ranks on which the best programs of a search are measured here.
 
     Raises:
@@ -106,7 +106,7 @@ def ranks_here(settings: SearchSettings) -> RankOptions:
     return RankOptions(settings.ranks, choose_device("auto", settings.ranks), link=link)
 
 
-def drafts_here(model: Model, draft: Program, windows: Windows, settings: SearchSettings) -> MeasuredDrafts:
+def drafts_here(model: Model, draft: Program, windows: Windows, settings: Question) -> MeasuredDrafts:
     """What drafts of a program are worth here, measured in turns with decoding without them.
 
     Args:
@@ -127,7 +127,7 @@ def drafts_here(model: Model, draft: Program, windows: Windows, settings: Search
 
 
 def fast_enough_here(
-    question: Question,
+    question: PricedQuestion,
     ranked: Sequence[Trial],
     model: str | Path,
     ranks: int,
@@ -143,7 +143,8 @@ def fast_enough_here(
     Raises:
         ValueError: if none of the first few does.
     """
-    limits, dense = question.budget.limits, question.mixture.model.program
+    limits = question.budget.limits
+    dense = question.mixture.model.program
     if not any(limit.aspect.on == HERE for limit in limits):
         return ranked
     programs = [trial.program for trial in ranked[: RUNNERS_UP + 1]]
@@ -164,7 +165,8 @@ def fast_enough_here(
 
 def missed_here(limits: Sequence[Limit], program: Program, dense: Program, times: Mapping[Program, TimeHere]) -> str:
     """Which limits on time here a program is measured to miss, in words; empty where it keeps all of them."""
-    own, original = times[program], times[dense]
+    own = times[program]
+    original = times[dense]
     missed = []
     for limit in limits:
         if limit.aspect.on == HERE:

@@ -21,9 +21,16 @@ import pandas as pd
 
 from surgeon.analysis.engine.program_journal import read_programs
 from surgeon.analysis.engine.sharing import simplify
+from surgeon.analysis.factors.calibration import load_recorded
+from surgeon.analysis.factors.factor_folder import NoSource
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
+from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import ranked
 from surgeon.analysis.scan import JOURNAL
 from surgeon.analysis.spectrum_journal import read_findings
+from surgeon.analysis.subject import Subject
+from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.findings.scan import Scan
 from surgeon.findings.sensitivity import Sensitivity
@@ -31,13 +38,15 @@ from surgeon.findings.similarity import Similarity
 from surgeon.findings.spectrum import Spectrum
 from surgeon.language.operations.lowrank import saves
 from surgeon.language.program import Program
+from surgeon.language.sublayer import Sublayer
+from surgeon.models.weights import Factors, FactorSource, TruncatedSVD, WeightMatrix
 from surgeon.opened import Model
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ACCEPTANCES, Values, estimate, mean_divergence
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Numbers
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.question import Question
 from surgeon.searches.spaces.measured_ranks import MatrixRanks, MeasuredRanks
 from surgeon.searches.spaces.rank import LowRanks
 from surgeon.searches.terms import Terms, TermsPlan
@@ -113,7 +122,9 @@ class Known:
     @property
     def identity(self) -> dict[str, Any]:
         """What a study of it depends on, beside its settings."""
-        return {"using": [one.digest for one in self.passes]} if self.passes else {}
+        if self.passes:
+            return {"using": [one.digest for one in self.passes]}
+        return {}
 
     @property
     def ranks(self) -> MeasuredRanks | None:
@@ -143,7 +154,8 @@ class Known:
     def choices(self, mixture: Mixture) -> dict[Choice, float]:
         """The divergence of unbroken stretches of edits, of two or more, on the search's text."""
         texts = [text for one in self.passes if one.ranks is None for text in one.programs]
-        with_ranks, found = any("@" in text for text in texts), dict[Choice, float]()
+        with_ranks = any("@" in text for text in texts)
+        found = dict[Choice, float]()
         for stretch in mixture.stretches() if texts else ():
             if stretch[0].space == LowRanks.name and not with_ranks:
                 continue  # such stretches are many
@@ -155,7 +167,7 @@ class Known:
                         found[choice] = measured.divergence
         return found
 
-    def plan(self, question: Question) -> TermsPlan:
+    def plan(self, question: PricedQuestion) -> TermsPlan:
         """What is still to be measured of single edits.
 
         What is known runs only where a good choice may have it, for what it does together with others. Of edits of one
@@ -279,7 +291,8 @@ def _by_layer(layers: pd.Series[int], values: pd.Series[float]) -> dict[int, flo
 def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
     Scan.read(folder, model.hash)
     identity, values = read_programs(folder / JOURNAL, "scan")
-    programs, divergence = {}, {}
+    programs = {}
+    divergence = {}
     for text, (nll, diverged, done, *accepted) in values.items():
         seen = ~np.isnan(done)
         divergence[text] = mean_divergence(diverged[seen])
@@ -292,16 +305,19 @@ def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
 def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
     record = Spectrum.read(folder, model.hash).record
     identity, found = read_findings(folder)
-    method, calibration = record["method"], record.get("calibration_text")
+    method = record["method"]
+    calibration = record.get("calibration_text")
     if calibration is None:
         raise ValueError(
             f"{folder} was made by an earlier version of surgeon spectrum, and does not name the text that its factors "
             "go by; run the same command again"
         )
-    programs, divergence = {}, {}
+    programs = {}
+    divergence = {}
     ranks: dict[tuple[int, str], list[int]] = {}
     for truncation, quality in found.damage.items():
-        matrix, rank = truncation.matrix, truncation.rank
+        matrix = truncation.matrix
+        rank = truncation.rank
         if truncation.method != method or not saves(rank, *found.spectra[matrix].size):
             continue
         ranks.setdefault((matrix.layer, matrix.role), []).append(rank)
@@ -324,3 +340,63 @@ def _measured(
     acceptances = {name: tuple(own.tolist()) for name, own in (accepted or {}).items()}
     found = estimate(nll, divergence)
     return MeasuredProgram.of(found, windows.predicted, nll, divergence, acceptances=acceptances)
+
+
+HASH_DIGITS = 12  # that tell models' folders apart
+
+
+@dataclass(frozen=True)
+class NestedFactors:
+    """Factors of any rank up to the one that a source has: the first rows of its first factor, columns of its second.
+
+    Attributes:
+        highest: by layer and role, the rank that the source has.
+    """
+
+    source: FactorSource
+    highest: Mapping[tuple[int, str], int]
+
+    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
+        rank = sublayer.rank(role)
+        (layer,) = sublayer.layers
+        whole = replace(sublayer, ranks=((role, self.highest[layer, role]),))
+        first, second = self.source.factors(whole, role, matrix)
+        return Factors(first[:rank], second[:, :rank])
+
+
+def open_factors(
+    subject: Subject, programs: Iterable[Program], ranks: MeasuredRanks | None, folder: Path, make: bool
+) -> NestedFactors | None:
+    """The factors that a search measures, each made once, in files that all trials and workers share; None without any.
+
+    Args:
+        programs: of the edits, which have the ranks that a trial may have.
+        ranks: what a spectrum has measured, whose factors are made for the unedited model's inputs; None: plain ones,
+            of the matrices alone, each made when it is first asked for.
+        folder: where they lie, a file for each matrix.
+        make: make what is missing of those that go by inputs; else they are there.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_recorded` and `make_factors`.
+        OSError: if the folder cannot be written to.
+    """
+    highest: dict[tuple[int, str], int] = {}
+    for sublayer in (one for program in programs for one in program.sublayers()):
+        for role, rank in sublayer.ranks:
+            where = sublayer.layers[0], role
+            highest[where] = max(rank, highest.get(where, 0))
+    if not highest:
+        return None
+    if ranks is None or ranks.method == "plain":
+        own = folder / f"plain-{subject.opened.hash[:HASH_DIGITS]}"
+        own.mkdir(parents=True, exist_ok=True)
+        return NestedFactors(FactorCache(TruncatedSVD(), own), highest)
+    source: FactorSource = FactorCache(NoSource(), folder)
+    if make:
+        text = load_recorded(subject.opened, ranks.calibration)
+        wanted = {Matrix.of(layer, role): rank for (layer, role), rank in highest.items()}
+        plan = FactorPlan.all_by(Making(ranks.method), ranked(subject.opened.program, wanted))
+        source = make_factors(
+            subject.model, plan, text, folder, model_hash=subject.opened.hash, memory=subject.memory
+        ).source
+    return NestedFactors(source, highest)

@@ -36,7 +36,9 @@ class Limit:
 
     def most(self, dense: float) -> float:
         """The limit, given the unedited model's cost."""
-        return self.amount * dense if self.relative else self.amount
+        if self.relative:
+            return self.amount * dense
+        return self.amount
 
 
 def parse_limits(text: str) -> tuple[Limit, ...]:
@@ -93,11 +95,11 @@ def _read(aspect: Aspect, amount: str, text: str) -> Limit:
         share = float(amount[:-1])
     except ValueError:
         share = math.nan
-    if quantity.measured and not 1 <= share < math.inf:
+    if not aspect.is_priced and not 1 <= share < math.inf:
         raise ValueError(f"{amount} of the unedited model's should be at least 1x, such as 1.05x")
     if aspect.deep and not 0 < share < math.inf:
         raise ValueError(f"{amount} of the unedited model's should be above 0, such as 1x or 1.25x")
-    if not (quantity.measured or aspect.deep) and not 0 < share <= 1:
+    if aspect.is_priced and not aspect.deep and not 0 < share <= 1:
         raise ValueError(f"{amount} of the unedited model's should be above 0 and at most 1x, such as 0.8x")
     return Limit(aspect, share, relative=True, text=text)
 
@@ -166,10 +168,9 @@ class SearchBudget:
         Args:
             original: the unedited model, measured on the same text.
         """
-        names = [limit.aspect.name for limit in self.of_quality]
         return tuple(
-            _shortfall(getattr(measured, name), limit.most(getattr(original, name)), math.inf)
-            for limit, name in zip(self.of_quality, names, strict=True)
+            _shortfall(limit.aspect.measured(measured), limit.most(limit.aspect.measured(original)), math.inf)
+            for limit in self.of_quality
         )
 
     def require_work(self) -> tuple[str, ...]:
@@ -192,7 +193,9 @@ def _more_of(limit: Limit) -> str:
     if limit.aspect.deep:
         return "more"
     deeper = limit.aspect.name == "depth" and not limit.relative
-    return f"less, or for a deeper model by depth>={limit.amount:g}" if deeper else "less"
+    if deeper:
+        return f"less, or for a deeper model by depth>={limit.amount:g}"
+    return "less"
 
 
 def _shortfall(cost: float, most: float, dense: float) -> float:

@@ -117,8 +117,10 @@ def best_choices(
     useful = useful_edits(damage, savings, excluded)
     taken, most = (np.zeros(len(useful), dtype=np.int64), 0) if scarce is None else (scarce[0][useful], scarce[1])
     damage = Damage(damage.alone[useful], damage.cross[np.ix_(useful, useful)])
-    savings, excluded = Savings(savings.each[useful], savings.need), excluded[np.ix_(useful, useful)]
-    rows, limits = len(useful), len(savings.need)
+    savings = Savings(savings.each[useful], savings.need)
+    excluded = excluded[np.ix_(useful, useful)]
+    rows = len(useful)
+    limits = len(savings.need)
     none = np.zeros((1, rows), dtype=bool)
     found = _Population(none, none, np.zeros(1), np.zeros((1, limits)), np.zeros((1, rows)))
     digits = np.random.default_rng(0).integers(1, 2**62, rows)  # one number for each set of blocked edits

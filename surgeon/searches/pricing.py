@@ -33,7 +33,7 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
-from surgeon.searches.quantities import ACCURACY, DRAFT, DRAFT_PASS, HERE, Aspect
+from surgeon.searches.quantities import DRAFT_PASS, HERE, Aspect
 from surgeon.searches.trial import MeasuredProgram, Trial
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
@@ -115,23 +115,20 @@ class Pricing:
         """The same, or what was measured; infinite where it is not known."""
         if aspect.is_priced:
             return self.price(aspect, program)
-        if aspect.name == ACCURACY:
-            value = 1 - measured.more.get(str(aspect), math.nan)
-        elif aspect.name == DRAFT:
-            value = measured.draft_time
-        else:
-            value = float(getattr(measured, aspect.name))
-        return math.inf if math.isnan(value) else value
+        return aspect.measured(measured)
 
     def costs(self, aspects: Sequence[Aspect], trial: Trial) -> tuple[float, ...]:
         program = trial.program
         return tuple(self.cost(aspect, program, trial.measured) for aspect in aspects)
 
     def _cost(self, aspect: Aspect, program: Program) -> float:
-        name, shapes = aspect.name, self.model.shapes
+        name = aspect.name
+        shapes = self.model.shapes
         if name == "depth":
             depth = program.effective_depth(shapes.family.steps_per_layer)
-            return -depth if aspect.deep else depth
+            if aspect.deep:
+                return -depth
+            return depth
         if name == "syncs":
             return program.sync_points(self.deployment.ranks)
         if name in ("params", "weight_bytes"):
@@ -147,13 +144,16 @@ class Pricing:
         if name == DRAFT_PASS:
             return self._seconds(aspect.on, program, self.drafting(aspect.on).plan(program))
         seconds = self._seconds(aspect.on, program)
-        return seconds if name == "latency" else seconds / self._dense_seconds[aspect.on]
+        if name == "latency":
+            return seconds
+        return seconds / self._dense_seconds[aspect.on]
 
     def drafting(self, on: str) -> DraftPrices:
         """The unedited model on a hardware, with programs that draft for it."""
         if on not in self._drafting:
             hardware = self.hardware[on]
-            load, deployed = self.workload, self._deployed(hardware)
+            load = self.workload
+            deployed = self._deployed(hardware)
             self._drafting[on] = DraftPrices(self.model.shapes, self.model.program, hardware, load, deployed)
         return self._drafting[on]
 
@@ -164,7 +164,8 @@ class Pricing:
         return [shapes.experts(one) for one in mixtures if one.kind == FEED_FORWARD]
 
     def _parameters(self, program: Program) -> int:
-        found, sizes = set(program.sublayers()), self._sizes
+        found = set(program.sublayers())
+        sizes = self._sizes
         for sublayer in found - sizes.keys():
             sizes[sublayer] = sublayer.parameters(self.model.shapes.layer_shapes)
         return sum(sizes[sublayer] for sublayer in found)
@@ -175,7 +176,8 @@ class Pricing:
         Args:
             draft: the program's plan as a draft, of which a pass is meant.
         """
-        hardware, sliced = self.hardware[on], draft is not None and draft.sliced
+        hardware = self.hardware[on]
+        sliced = draft is not None and draft.sliced
         deployment = self._deployed(hardware)
         what = on if draft is None else f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
 
@@ -208,7 +210,8 @@ class Pricing:
 
     def _uneven(self, part: Program, sliced: bool) -> float:
         """0 where all ranks do the same; else 1."""
-        plan, forward = self._plan(part, sliced=sliced), Forward(1, 1, self.model.shapes.positions)
+        plan = self._plan(part, sliced=sliced)
+        forward = Forward(1, 1, self.model.shapes.positions)
         items = RankWork(plan, self.model.shapes, lambda _: plan.low_rank != "replicate").items
         done = [
             [
@@ -236,7 +239,9 @@ class Pricing:
 
     def _alike(self, program: Program) -> tuple[Node, ...]:
         """The nodes with one layer in the place of all with the same window; those of other shapes stay."""
-        windows, others, firsts = self.model.shapes.windows, self.model.shapes.layer_shapes.others, self._firsts
+        windows = self.model.shapes.windows
+        others = self.model.shapes.layer_shapes.others
+        firsts = self._firsts
 
         def twin(sublayer: Sublayer) -> Sublayer:
             layer = sublayer.layers[0]
@@ -249,7 +254,8 @@ class Pricing:
         return tuple(self._twins[node] for node in program.nodes)
 
     def _plan(self, program: Program, dtype: str | None = None, tokens: int = 1, sliced: bool = False) -> Plan:
-        deployment, dtype = self.deployment, dtype or self.deployment.dtype or self.model.shapes.dtype
+        deployment = self.deployment
+        dtype = dtype or self.deployment.dtype or self.model.shapes.dtype
         ways = deployment.low_rank, deployment.kv, sliced
         return plan_on_paper(self.model.shapes, program, deployment.ranks, tokens, dtype, *ways)
 
@@ -279,7 +285,8 @@ def open_pricing(
         FileNotFoundError: if there is no such hardware file.
         ValueError: if there is no such hardware, or as `Pricing`.
     """
-    every, hardware = tuple(dict.fromkeys(aspects)), {}
+    every = tuple(dict.fromkeys(aspects))
+    hardware = {}
     for name in {aspect.on: None for aspect in every if aspect.on is not None}:
         assert name != HERE or here is not None, "this machine has to be calibrated first"
         hardware[name] = here if name == HERE and here is not None else load_hardware(name)
@@ -321,7 +328,8 @@ def _kept_bytes(shapes: ModelShapes, plan: Plan) -> float:
 
 def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:
     """Bytes that rank 0 gives to collectives for one token, without those of embedding and head, as ranks count it."""
-    program, everybody = Program.parse(plan.program), tuple(range(plan.ranks))
+    program = Program.parse(plan.program)
+    everybody = tuple(range(plan.ranks))
     work = iter(work_of(plan, 0))
     ranks = RankWork(plan, shapes, lambda _: plan.low_rank != "replicate")
     return plan.dtype_bytes * _sent(ranks, program.nodes, everybody, work)

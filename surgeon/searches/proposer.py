@@ -100,7 +100,8 @@ class Proposer:
         finite = [trial for trial in known if math.isfinite(trial.measured.divergence)]
         by_level: dict[float | None, float] = {}
         for trial in finite:
-            level, divergence = trial.proposal.level, trial.measured.divergence
+            level = trial.proposal.level
+            divergence = trial.measured.divergence
             by_level[level] = min(by_level.get(level, math.inf), divergence)
         useful = {
             trial.proposal.choice: trial.measured.divergence
@@ -146,12 +147,15 @@ class Proposer:
             sources = dict.fromkeys(every, REGRESSION)
             fresh = [choice for choice in every if self._key(choice) not in tried]
         numbers = [self._numbers(choice) for choice in fresh]
-        mean, deviation = np.array([surrogate.corrected.of(one) for one in numbers]), surrogate.uncertainty(numbers)
+        mean = np.array([surrogate.corrected.of(one) for one in numbers])
+        deviation = surrogate.uncertainty(numbers)
         own = [trial.measured for trial in trials if self.meets(trial.proposal.choice, goal)]
         if self.sure is not None and len(own) >= _UNSURE:
             least = min((measured.divergence for measured in own if measured.whole), default=math.inf)
             possible = np.flatnonzero(mean - self.sure * deviation <= least)
-            fresh, mean, deviation = [fresh[place] for place in possible], mean[possible], deviation[possible]
+            fresh = [fresh[place] for place in possible]
+            mean = mean[possible]
+            deviation = deviation[possible]
         deviation = np.minimum(deviation, _TRUSTED * np.abs(mean))
         for turn in range(count):
             curiosity = _CURIOSITY[turn % len(_CURIOSITY)]
@@ -217,7 +221,8 @@ class Proposer:
             found = []
             for stretch in self.mixture.stretches():
                 # What a stretch costs goes down with its length but for roundings of a step, so that halving finds it.
-                low, high = 1, len(stretch)
+                low = 1
+                high = len(stretch)
                 while low < high:
                     middle = (low + high) // 2
                     low, high = (low, middle) if self.meets(as_choice(stretch[:middle]), goal) else (middle + 1, high)
@@ -261,7 +266,8 @@ class Proposer:
     @property
     def goals_worth_trying(self) -> tuple[Goal, ...]:
         """Along each cost the goals as far as one that takes a whole nat by the sum of what edits do alone."""
-        found, ended = [], set[tuple[bool, ...]]()
+        found = []
+        ended = set[tuple[bool, ...]]()
         for goal in self.goals:
             if goal.level is None or goal.limited not in ended:
                 found.append(goal)

@@ -10,12 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from surgeon.errors import did_you_mean
 from surgeon.memory import parse_size, show_size
 
+if TYPE_CHECKING:  # who reads quantities does without numpy
+    from surgeon.searches.trial import MeasuredProgram
+
 HERE = "here"  # in the place of a hardware: this machine
-DRAFT, DRAFT_PASS = "draft", "draft_pass"
+DRAFT = "draft"
+DRAFT_PASS = "draft_pass"
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
@@ -26,7 +31,8 @@ class Quantity:
     Attributes:
         read: its cost in a user's text; ValueError with what would do.
         show: a cost for people.
-        measured: whether it takes running the program; else it follows from the program alone.
+        measure: its cost by what was measured of a program, of the task it is of; NaN where that is not known. None: it
+            follows from the program alone.
         timed: whether it is of some hardware.
         upward: whether more is better: its cost is its inverse, or of a depth its negative.
         divides: whether limits can be written in parts of the unedited model's.
@@ -35,7 +41,7 @@ class Quantity:
     name: str
     read: Callable[[str], float]
     show: Callable[[float], str]
-    measured: bool = False
+    measure: Callable[[MeasuredProgram, str], float] | None = None
     timed: bool = False
     upward: bool = False
     divides: bool = True
@@ -98,11 +104,15 @@ def show_seconds(seconds: float) -> str:
 
 
 def _show_number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+    if value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def _show_times(cost: float) -> str:
-    return f"{1 / cost:.4g}x" if cost else "infinite"
+    if cost:
+        return f"{1 / cost:.4g}x"
+    return "infinite"
 
 
 QUANTITIES = {
@@ -122,17 +132,17 @@ QUANTITIES = {
         # Seconds of a pass that drafts a token of every text, beside the unedited model's keys and values.
         Quantity(DRAFT_PASS, _seconds, show_seconds, timed=True),
         # Times the unedited model's tokens per second, with the same text, where the program drafts for it.
-        Quantity(DRAFT, _times, _show_times, measured=True, timed=True, upward=True, divides=False),
+        Quantity(DRAFT, _times, _show_times, lambda found, _: found.draft_time, timed=True, upward=True, divides=False),
         # From the unedited model, nats per token.
-        Quantity("divergence", _positive, "{:.4g} nats".format, measured=True, divides=False),
-        Quantity("perplexity", _positive, "{:.4g}".format, measured=True),  # on the text
+        Quantity("divergence", _positive, "{:.4g} nats".format, lambda found, _: found.divergence, divides=False),
+        Quantity("perplexity", _positive, "{:.4g}".format, lambda found, _: found.perplexity),  # on the text
     )
 }
 
 
 _DEEP = Quantity("depth", lambda text: -_layers(text), lambda cost: f"{-cost:g}", upward=True)
 ACCURACY = "accuracy"  # of a task; it takes so long that only the best by divergence are measured
-_ACCURACY = Quantity(ACCURACY, _number, "{:.4g}".format, measured=True)
+_ACCURACY = Quantity(ACCURACY, _number, "{:.4g}".format, lambda found, name: 1 - found.more.get(name, math.nan))
 _UNITS = {"divergence": "divergence from the original (nats/token)", "depth": "effective depth (layers)"}
 
 
@@ -151,18 +161,31 @@ class Aspect:
     deep: bool = False
 
     def __str__(self) -> str:
-        return self.name if self.on is None else f"{self.name}{':' if self.name == ACCURACY else '@'}{self.on}"
+        if self.on is None:
+            return self.name
+        return f"{self.name}{':' if self.name == ACCURACY else '@'}{self.on}"
 
     @property
     def quantity(self) -> Quantity:
         if self.deep:
             return _DEEP
-        return _ACCURACY if self.name == ACCURACY else QUANTITIES[self.name]
+        if self.name == ACCURACY:
+            return _ACCURACY
+        return QUANTITIES[self.name]
 
     @property
     def is_priced(self) -> bool:
         """Whether it follows from a program alone; else it is measured."""
-        return not self.quantity.measured
+        return self.quantity.measure is None
+
+    def measured(self, found: MeasuredProgram) -> float:
+        """Its cost by what was measured of a program; infinite where that is not known."""
+        measure = self.quantity.measure
+        assert measure is not None, f"{self} follows from a program"
+        value = measure(found, str(self))
+        if math.isnan(value):
+            return math.inf
+        return value
 
     def natural(self, cost: float) -> float:
         """The number as people know it: accuracy, speedup, or the cost itself."""
@@ -170,7 +193,9 @@ class Aspect:
             return 1 - cost
         if self.deep:
             return -cost
-        return 1 / cost if self.quantity.upward and cost else cost
+        if self.quantity.upward and cost:
+            return 1 / cost
+        return cost
 
     @property
     def label(self) -> str:
@@ -184,7 +209,8 @@ class Aspect:
         return f"{self.name} {self.quantity.show(cost)}" + (f"@{self.on}" if self.on else "")
 
 
-DEPTH, SIZE = Aspect("depth"), Aspect("size")
+DEPTH = Aspect("depth")
+SIZE = Aspect("size")
 
 
 def aspect_of(name: str, on: str | None, text: str) -> Aspect:

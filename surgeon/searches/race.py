@@ -76,7 +76,8 @@ class Race:
             return False
         above = own - best * (1 + self.margin) - ROUNDING
         effect = 1 + (blocks - 1) * self.correlation
-        mean, error = float(above.mean()), float(stats.sem(above)) * math.sqrt(effect)
+        mean = float(above.mean())
+        error = float(stats.sem(above)) * math.sqrt(effect)
         if mean <= 0:
             return False
         return error == 0 or float(stats.t.sf(mean / error, len(above) - 1)) < self.alpha

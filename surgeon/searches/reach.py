@@ -20,6 +20,7 @@ from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.searches.limits import Limit, SearchBudget
 from surgeon.searches.mixture import Mixture
+from surgeon.searches.quantities import DEPTH, DRAFT_PASS, Aspect
 
 _SECONDS = 20.0  # that an integer program may take; what it has found by then is used
 _FEW = 1e-6  # what an edit costs in an integer program, so that none is chosen for nothing
@@ -87,7 +88,8 @@ def _out_of_reach(budget: SearchBudget, limit: Limit, nearest: Nearest, mixture:
     if before == after:
         moves = "raises" if limit.aspect.quantity.upward else "lowers"
         return f"{limit} is out of reach: no edit of {spaces} {moves} the model's {before}"
-    verb, end = ("bring" if "," in spaces else "brings"), ("most" if limit.aspect.quantity.upward else "least")
+    verb = "bring" if "," in spaces else "brings"
+    end = "most" if limit.aspect.quantity.upward else "least"
     last = sum(mixture.attentions_lost[edit] for edit in nearest.choice) == mixture.most_lost > 0
     why = ", as a program has to keep one attention" if last else ""
     return f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}{why}"
@@ -102,7 +104,8 @@ def _by_integers(budget: SearchBudget, mixture: Mixture) -> Choice:
     dense = np.array([budget.dense(limit) for limit in budget.of_programs])
     most = np.array([budget.most(limit) for limit in budget.of_programs])
     scale = np.where(dense > most, dense - most, np.abs(most))
-    edits, saved = [], []
+    edits = []
+    saved = []
     for edit in mixture.edits:
         costs = np.array([budget.cost(limit, mixture.program((edit,))) for limit in budget.of_programs])
         if np.isfinite(costs).all() and (costs < dense).any():
@@ -156,12 +159,51 @@ def _better(budget: SearchBudget, mixture: Mixture, found: Nearest) -> Nearest |
     """The best that one more edit, or one less, makes of a choice; None if it is no better."""
     changed = [tuple(edit for edit in found.choice if edit != out) for out in found.choice]
     changed += [as_choice((*found.choice, edit)) for edit in mixture.edits if mixture.is_free(found.choice, edit)]
-    best, least = None, sum(found.shortfalls) * (1 - 1e-9)
+    best = None
+    least = sum(found.shortfalls) * (1 - 1e-9)
     for choice in changed:
         try:
             other = _reached(budget, mixture, choice)
         except ValueError:
             continue
         if sum(other.shortfalls) < least and not math.isinf(sum(other.shortfalls)):
-            best, least = other, sum(other.shortfalls)
+            best = other
+            least = sum(other.shortfalls)
     return best
+
+
+LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
+NEAR = 1e-9  # in parts of a cost: what sums round
+_SLOWEST_DRAFT = 0.8  # of a pass of the model: as long as one of a draft may take, where others are faster
+_TO_LIMIT = 4  # of them, where the cost is limited: as far as the limit
+
+
+def levels_of(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> tuple[float, ...]:
+    """Of a cost, between the unedited model's and the least that edits were found to bring it to, the dearest first.
+
+    Its limit, if it has one, is one of them. There are none where the edits do not lessen it: late steps keep the
+    depth, say.
+    """
+    dense = budget.pricing.price(cost, mixture.model.program)
+    least = least_cost(cost, budget, mixture)
+    most = [budget.most(limit) for limit in budget.of_programs if limit.aspect == cost and budget.most(limit) < dense]
+    if cost == DEPTH:
+        whole = map(float, range(math.ceil(dense) - 1, math.ceil(least) - 1, -1))
+        return tuple(sorted({*whole, *most}, reverse=True))
+    if least >= dense:
+        return ()
+    if cost.name == DRAFT_PASS:  # one that takes nearly as long as the model never pays
+        slowest = min(dense, max(_SLOWEST_DRAFT * dense, (dense + least) / 2))
+        found = [slowest - (slowest - least) * number / (LEVELS - 1) for number in range(LEVELS)]
+    elif most:
+        step = (dense - most[0]) / _TO_LIMIT
+        found = [most[0] if number == _TO_LIMIT else dense - step * number for number in range(1, LEVELS + 1)]
+    else:  # the nearer to the model, the closer: half of them save a quarter of what can be saved
+        found = [dense - (dense - least) * (number / LEVELS) ** 2 for number in range(1, LEVELS + 1)]
+    return tuple(level for level in found if level >= least - NEAR * abs(least))
+
+
+def least_cost(cost: Aspect, budget: SearchBudget, mixture: Mixture) -> float:
+    """The least that edits were found to bring a cost to."""
+    nothing = replace(budget, limits=(Limit(cost, 0.0, relative=False, text=f"{cost}=0"),))
+    return budget.pricing.price(cost, reach(nothing, mixture).program)

@@ -20,9 +20,9 @@ from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
 from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import FrontPoint, QualityCurve
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.quantities import DEPTH, Aspect
-from surgeon.searches.question import Question
 from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Trial
@@ -60,15 +60,14 @@ class Winner:
                 unseen = next(one.unseen for one in comparison.finalists if one.trial.number == self.trial.number)
                 short = budget.quality_shortfalls(unseen, comparison.original)
                 missed += [
-                    f"{limit} is not kept on held-out text{when}: "
-                    f"{limit.aspect.show(getattr(unseen, limit.aspect.name))}"
+                    f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.measured(unseen))}"
                     for limit, lacks in zip(budget.of_quality, short, strict=True)
                     if lacks
                 ]
         return missed
 
 
-def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
+def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFrame:
     """One row per trial, in the order they were asked for: its edits, its costs, its quality, its program."""
     rows = []
     for trial in trials:
@@ -90,13 +89,15 @@ def trials_table(question: Question, trials: Sequence[Trial]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
+def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
     """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
-    mixture, pricing = question.mixture, question.budget.pricing
+    mixture = question.mixture
+    pricing = question.budget.pricing
     dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
     rows = []
     for place, edit in enumerate(mixture.edits):
-        program, others = mixture.program((edit,)), np.delete(terms.correlation[place], place)
+        program = mixture.program((edit,))
+        others = np.delete(terms.correlation[place], place)
         row = {
             "edit": str(edit),
             "space": edit.space,
@@ -112,7 +113,7 @@ def terms_table(question: Question, terms: Terms) -> pd.DataFrame:
 
 
 def write_front(
-    folder: Path, front: Sequence[FrontPoint], question: Question, model: str, model_hash: str
+    folder: Path, front: Sequence[FrontPoint], question: PricedQuestion, model: str, model_hash: str
 ) -> pd.DataFrame:
     """Write a recipe for each point of a front, `front/NN-recipe.yaml`; those of an earlier front are removed.
 
@@ -120,10 +121,12 @@ def write_front(
         One row per point: what is traded, the trial, its quality, whether it keeps the budget, its recipe.
     """
     (folder / FRONT_FOLDER).mkdir(parents=True, exist_ok=True)
-    mixture, rows = question.mixture, []
+    mixture = question.mixture
+    rows = []
     per_layer = mixture.model.family.steps_per_layer
     for number, point in enumerate(front, 1):
-        trial, name = point.trial, f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
+        trial = point.trial
+        name = f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
         values = {str(one): one.natural(cost) for one, cost in zip(question.traded, point.costs, strict=True)}
         lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
         lines += [f"# {one} {value:.5g}" for one, value in values.items()]
@@ -170,10 +173,12 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
                 "edits": "" if point.trial is None else _edits(point.trial),
             }
             rows.append(row)
-    return pd.DataFrame(rows).astype({"trial": "Int64"}) if rows else pd.DataFrame()
+    if rows:
+        return pd.DataFrame(rows).astype({"trial": "Int64"})
+    return pd.DataFrame()
 
 
-def _priced(question: Question) -> list[Aspect]:
+def _priced(question: PricedQuestion) -> list[Aspect]:
     return list(dict.fromkeys([DEPTH, *question.budget.pricing.aspects]))
 
 
@@ -206,10 +211,13 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
     ]
 
 
-def commented(recipe: Recipe, question: Question, winner: Winner, record: Mapping[str, Any]) -> str:
+def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]) -> str:
     """The winner's recipe as text, with what was measured in comments."""
-    trial, measured, original = winner.trial, winner.trial.measured, question.original
-    low, high = measured.divergence_low, measured.divergence_high
+    trial = winner.trial
+    measured = winner.trial.measured
+    original = question.original
+    low = measured.divergence_low
+    high = measured.divergence_high
     lines = [
         f"Found by: {record['command']}",
         f"{winner.why}: trial {trial.number} of {record['trials']}, {trial.proposal.source}.",
@@ -264,9 +272,10 @@ class SearchWork:
         return {"edits": self.edits, "tokens_of_edits": self.tokens, "sublayers": ran, "sentence": self.line}
 
 
-def found_json(question: Question, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
+def found_json(question: PricedQuestion, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
     """What was found in numbers, as JSON values; what is not finite is None."""
-    trial, more = winner.trial, winner.trial.measured.more
+    trial = winner.trial
+    more = winner.trial.measured.more
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}
     found: dict[str, Any] = {
         "best": best | quality_json(trial.measured) | finite(more),

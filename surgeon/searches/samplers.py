@@ -12,10 +12,11 @@ from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, NSGAIISampler,
 from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.errors import did_you_mean
+from surgeon.searches.question import SURGEON
 from surgeon.searches.search import LEVEL, PROGRAM, SOURCE, Search
 from surgeon.searches.trial import Proposal
 
-SURGEON, CMAES = "surgeon", "cmaes"
+CMAES = "cmaes"
 POPULATION = 16  # of nsga2: searches have tens of trials, and Optuna's 50 would all be drawn at random
 
 
@@ -99,7 +100,9 @@ def make_sampler(search: Search, name: str, seed: int = 0) -> BaseSampler:
         ImportError: if it needs a package that is not installed.
     """
     require_sampler(name, len(search.question.settings.recorded))
-    return SurgerySampler(search) if name == SURGEON else OTHERS[name](seed)
+    if name == SURGEON:
+        return SurgerySampler(search)
+    return OTHERS[name](seed)
 
 
 def require_sampler(name: str, objectives: int) -> None:

@@ -22,10 +22,10 @@ from optuna.trial import FrozenTrial, TrialState
 from surgeon.findings.edit import SOURCES, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.known import Known
-from surgeon.searches.parameters import EditParameters
+from surgeon.searches.mixture import EditParameters
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.question import Question
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
@@ -51,7 +51,7 @@ class Search:
             have measured choices of several edits; None: none is.
     """
 
-    question: Question
+    question: PricedQuestion
     evaluator: Evaluator
     known_terms: Terms | None = None
     known: Known = field(default_factory=Known)
@@ -149,7 +149,8 @@ class Search:
         Args:
             attributes: of the trial, which may say where it comes from, and for which level.
         """
-        choice, known = self.parameters.choice(values), attributes or {}
+        choice = self.parameters.choice(values)
+        known = attributes or {}
         program = self.question.mixture.program(choice)
         level = known[LEVEL] if LEVEL in known else self.question.level(program)
         return Proposal(str(program), known.get(SOURCE, ""), choice, level)
@@ -272,9 +273,11 @@ class Search:
     def _space_of(self, choice: Choice) -> str:
         """The space that all edits of a choice are of, or the mixture."""
         spaces = {edit.space for edit in choice}
-        return spaces.pop() if len(spaces) == 1 else MIXTURE
+        if len(spaces) == 1:
+            return spaces.pop()
+        return MIXTURE
 
-    def _proposer(self, question: Question) -> Proposer:
+    def _proposer(self, question: PricedQuestion) -> Proposer:
         number = {edit: place for place, edit in enumerate(self.question.mixture.edits)}
         terms = self.terms.of([number[edit] for edit in question.mixture.edits])
         known = self._known_choices
@@ -285,7 +288,9 @@ class Search:
         if self.question.settings.draft is None:
             return found
         promising = found.promising(self.question.promised)
-        return found if question.whole is None and not promising.goals else promising
+        if question.whole is None and not promising.goals:
+            return found
+        return promising
 
     @cached_property
     def _known_choices(self) -> dict[Choice, float]:
@@ -293,7 +298,9 @@ class Search:
 
     def _value(self, trial: Trial) -> float:
         quality = [objective for objective in self.question.objectives if not objective.is_priced]
-        return self.question.budget.pricing.costs(quality, trial)[0] if quality else trial.measured.divergence
+        if quality:
+            return self.question.budget.pricing.costs(quality, trial)[0]
+        return trial.measured.divergence
 
 
 def _rounded(value: Any) -> Any:
@@ -302,9 +309,13 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
         return {name: _rounded(inner) for name, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return value
 
 
 def tellable(value: float) -> float:
     """A cost as Optuna's tools can show it."""
-    return value if math.isfinite(value) else 1e30
+    if math.isfinite(value):
+        return value
+    return 1e30

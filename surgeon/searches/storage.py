@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sys
@@ -215,6 +216,8 @@ def _open_journal(path: Path) -> StudyStorage:
         with get_lock_file(lock):
             _cut_half_a_line(path)
         try:
+            for text in path.read_bytes().splitlines():  # Optuna passes over a last line that it cannot read
+                json.loads(text)
             return StudyStorage(JournalStorage(journal), f"journal:{path}", path)
         except (ValueError, AssertionError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(

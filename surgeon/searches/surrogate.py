@@ -53,7 +53,9 @@ class Surrogate:
         chosen = indicators(choices, len(prior.alone))
         values = np.asarray(measured, dtype=np.float64)
         every = [cls(prior, chosen, values, own, cross) for own, cross in product(_OWN, _CROSS)]
-        return max(every, key=lambda each: each.likelihood) if len(values) else every[-1]
+        if len(values):
+            return max(every, key=lambda each: each.likelihood)
+        return every[-1]
 
     @cached_property
     def likelihood(self) -> float:

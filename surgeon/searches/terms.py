@@ -137,8 +137,10 @@ class TermsPlan:
 
     @classmethod
     def whole(cls, mixture: Mixture) -> TermsPlan:
-        programs, original = mixture.single_edits, mixture.model.program
-        nothing, every = np.full(len(programs), np.nan), np.ones(len(programs), dtype=bool)
+        programs = mixture.single_edits
+        original = mixture.model.program
+        nothing = np.full(len(programs), np.nan)
+        every = np.ones(len(programs), dtype=bool)
         return cls(programs, nothing, every, nothing, np.zeros(len(programs), dtype=np.int64), original)
 
     def tokens(self, ids: Tensor) -> int:
@@ -149,12 +151,15 @@ class TermsPlan:
         Args:
             ids: (windows, tokens), the text.
         """
-        window, wanted = ids.shape[1], min(_TOKENS, ids.numel())
+        window = ids.shape[1]
+        wanted = min(_TOKENS, ids.numel())
         running = [program for program, run in zip(self.programs, self.run, strict=True) if run]
         if running:
             runs = share(running).total_sublayers / share([self.original]).total_sublayers
             wanted = min(wanted, max(_LEAST_TOKENS, int(_RUNS / runs * ids.numel())))
-        return wanted if wanted < window else wanted - wanted % window
+        if wanted < window:
+            return wanted
+        return wanted - wanted % window
 
     def runs(self, ids: Tensor) -> dict[range, list[Program]]:
         """By windows, from the first on, the programs that run on them, each once: on more where they are measured."""
@@ -194,15 +199,21 @@ class TermsPlan:
 @torch.inference_mode()
 def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
     """The terms of edits."""
-    ids, head, count = evaluator.windows.ids, evaluator.head, len(plan.programs)
-    divergence, found, runs, tokens = plan.known.copy(), np.eye(count), plan.runs(ids), plan.tokens(ids)
+    ids = evaluator.windows.ids
+    head = evaluator.head
+    count = len(plan.programs)
+    divergence = plan.known.copy()
+    found = np.eye(count)
+    runs = plan.runs(ids)
+    tokens = plan.tokens(ids)
     before = evaluator.sublayers
     if not runs:
         return Terms(plan.completed(divergence), found)
     places: dict[Program, list[int]] = {}
     for place, program in enumerate(plan.programs):
         places.setdefault(program, []).append(place)
-    few, most = min(runs, key=len), max(runs, key=len)
+    few = min(runs, key=len)
+    most = max(runs, key=len)
     ((_, stream),) = evaluator.streams([evaluator.dense], most, tokens)
     reference = head.reference(stream, ids[: len(most), :tokens].to(evaluator.model.device))
     original = _sampled(head, stream[: len(few)], count)

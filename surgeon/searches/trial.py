@@ -47,12 +47,16 @@ class MeasuredProgram:
 
     def acceptance(self, name: str) -> float:
         """One of the acceptances, the mean over the windows that were run; NaN: it was not measured."""
-        return fmean(self.acceptances[name]) if name in self.acceptances else math.nan
+        if name in self.acceptances:
+            return fmean(self.acceptances[name])
+        return math.nan
 
     @property
     def draft_time(self) -> float:
         """The mean of `draft_times`; NaN where there are none."""
-        return fmean(self.draft_times) if self.draft_times else math.nan
+        if self.draft_times:
+            return fmean(self.draft_times)
+        return math.nan
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values (infinities and NaN among them)."""

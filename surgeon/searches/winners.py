@@ -15,10 +15,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.findings.edit import Choice
 from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
 from surgeon.processes.files import finite
 from surgeon.quality.summary import CONFIDENCE, interval
+from surgeon.searches.mixture import Mixture
 from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.words import in_words, listed
 
@@ -66,7 +68,9 @@ class RunnerUp(Finalist):
     def verdict(self) -> Literal["better", "not told apart", "worse"]:
         if self.high < 0:
             return "better"
-        return "worse" if self.low > 0 else "not told apart"
+        if self.low > 0:
+            return "worse"
+        return "not told apart"
 
     def to_json(self) -> dict[str, Any]:
         difference = {"difference": self.difference, "low": self.low, "high": self.high, "verdict": self.verdict}
@@ -106,7 +110,8 @@ class HeldOutComparison:
 
     def lines(self) -> list[str]:
         """What was found, in sentences; the word better only where the interval excludes 0."""
-        first, windows = self.searched, len(self.searched.unseen.divergences)
+        first = self.searched
+        windows = len(self.searched.unseen.divergences)
         seen, unseen = (quality_by(each, self.by) for each in (first.trial.measured, first.unseen))
         both = (
             f"trial {first.trial.number}: {in_words(self.by)} {seen:.4g} on the text of the search, "
@@ -126,7 +131,8 @@ class HeldOutComparison:
         Args:
             qualities: whose numbers stand in a runner-up's sentence.
         """
-        winner, count = f"trial {self.searched.trial.number} is", len(self.runners_up)
+        winner = f"trial {self.searched.trial.number} is"
+        count = len(self.runners_up)
         share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
         for one in self.runners_up:
             if one.verdict != "not told apart":
@@ -257,3 +263,27 @@ def quality_json(measured: MeasuredProgram) -> dict[str, float | None]:
     known = {name: getattr(measured, name) for name in (*names, *([DRAFT_TIME] if measured.draft_times else []))}
     found: dict[str, float | None] = finite(known | {name: measured.acceptance(name) for name in measured.acceptances})
     return found
+
+
+def against_most_salient(
+    mixture: Mixture, choice: Choice, measured: Mapping[Program, MeasuredProgram], text: str
+) -> str | None:
+    """In a sentence, window by window of the same text; None where the choice has no experts to choose.
+
+    Args:
+        measured: the programs of both choices, on all of a text.
+        text: what that is.
+    """
+    if not any(edit in mixture.most_salient for edit in choice):
+        return None
+    salient = mixture.with_most_salient(choice)
+    if salient == choice:
+        return "the most salient ones of their layers (REAP): no other choice that was tried is better"
+    ours, theirs = (measured[mixture.program(one)] for one in (choice, salient))
+    differences = np.array(ours.divergences) - np.array(theirs.divergences)
+    low, high = interval(differences, CONFIDENCE)
+    verdict = "better" if high < 0 else "worse" if low > 0 else "not told apart"
+    return (
+        f"divergence {ours.divergence:.4g}, {theirs.divergence:.4g} of the most salient ones (REAP), on {text}: "
+        f"difference {differences.mean():+.2g} ({CONFIDENCE:.0%} interval {low:+.2g} to {high:+.2g}), {verdict}"
+    )

@@ -43,8 +43,11 @@ class WorkerProcesses:
     def __init__(
         self, count: int, command: Sequence[str], given: Mapping[str, Any], folder: Path, say: Say = say_aside
     ) -> None:
-        self.count, self.command, self.given = count, command, given
-        self.folder, self.say = folder / FOLDER, say
+        self.count = count
+        self.command = command
+        self.given = given
+        self.folder = folder / FOLDER
+        self.say = say
         self.processes: list[Child] = []
         self._ending = False
         self._watches: list[threading.Thread] = []

@@ -43,7 +43,8 @@ class HeldOutQuality:
     """
 
     def __init__(self, windows: Windows, original: PreTrainedModel | None) -> None:
-        self.ids, self.answers = windows.ids, windows.answers
+        self.ids = windows.ids
+        self.answers = windows.answers
         self._streams: dict[bytes, Tensor] = {}
         self._head: OutputHead | None = None
         self.original: Quality | None = None
@@ -78,7 +79,9 @@ class HeldOutQuality:
 
     @property
     def _reference(self) -> Logits | None:
-        return None if self._head is None else self._logits
+        if self._head is None:
+            return None
+        return self._logits
 
     def _logits(self, window: Tensor) -> Tensor:
         """The original's, (1, tokens, vocabulary), on one of the windows, (1, tokens)."""

@@ -80,7 +80,7 @@ def test_a_worker_joins_a_search_by_what_the_first_one_gives_it(
     found = search.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
     options["trials"] = 3
     (what,) = given
-    what["options"]["trials"] = 3
+    what["question"]["trials"] = 3
     assert ended(what, monkeypatch) == 0
     more = search.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
     assert (len(found.trials), len(more.trials)) == (2, 3)

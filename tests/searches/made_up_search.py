@@ -14,12 +14,12 @@ from surgeon.cost.deployment import Deployment
 from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import Question
 from surgeon.searches.samplers import SURGEON, make_sampler
 from surgeon.searches.search import Search
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.study import counted, run_trials
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
@@ -75,10 +75,10 @@ def try_programs(searching: Search, trials: int, sampler: str = SURGEON, seed: i
 
 def search(spaces: str, budget: str | None, objectives: str = "divergence") -> tuple[Search, Any]:
     model = Model.of_config(tiny_model("llama", num_layers=LAYERS).config, "tiny")
-    settings, evaluator = SearchSettings(spaces, budget, objectives), MadeUpEvaluator()
+    settings, evaluator = Question(spaces, budget, objectives), MadeUpEvaluator()
     mixture = settings.mixture(model)
     budgeted = SearchBudget(settings.limits, Pricing(model, settings.aspects, Deployment(2)))
-    question = Question(settings, mixture, budgeted, evaluator.measured(0.0))
+    question = PricedQuestion(settings, mixture, budgeted, evaluator.measured(0.0))
     alone = np.array([damage([edit]) for edit in mixture.edits])
     made: Any = evaluator
     return MadeUpSearch(question, made, Terms(alone, np.eye(len(alone)))), evaluator

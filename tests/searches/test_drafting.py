@@ -36,14 +36,13 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
 from surgeon.searches.drafting import DraftObstacles, FoundDraft, by_verified_keys, drafted, promised, valued
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.goals import Goal, near_the_best
+from surgeon.searches.goals import Goal, PricedQuestion, near_the_best
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, _sent_bytes
 from surgeon.searches.quantities import Aspect, parse_objectives
 from surgeon.searches.question import Question
 from surgeon.searches.search import Search
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.terms import Terms
 from surgeon.searches.trial import MeasuredProgram
@@ -194,13 +193,13 @@ def test_trials_go_to_the_levels_of_the_best() -> None:
 
 def asked(space: str) -> Search:
     """A search of a made-up model, whose edits do the same damage each; tracks save most, and drops little."""
-    settings = SearchSettings(space, None, "draft@hw", link_delay="1ms")
+    settings = Question(space, None, "draft@hw", link_delay="1ms")
     of = small_model(layers=6)
     mixture = settings.mixture(of)
     ways = Deployment(2, "float32", emulated=Link(1e-3))
     pricing = Pricing(of, settings.aspects, ways, LOAD, {"hw": hardware(launch="1e-6")})
     alone = np.array([3.0 if edit.space == "drop" else 0.001 for edit in mixture.edits])
-    question = Question(settings, mixture, SearchBudget((), pricing), measured(1.0))
+    question = PricedQuestion(settings, mixture, SearchBudget((), pricing), measured(1.0))
     nothing: Any = None
     return Search(question, nothing, Terms(alone, np.eye(len(alone))))
 
@@ -228,7 +227,7 @@ def test_a_promise_is_that_of_the_acceptance_which_is_foretold(divergence: float
 
 
 def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
-    settings = SearchSettings("pair,width,repeat,drop", None, "draft@cpu-2")
+    settings = Question("pair,width,repeat,drop", None, "draft@cpu-2")
     for space, said in (("width", "go by a text"), ("repeat", "A0 of the draft has no keys and values")):
         with pytest.raises(ValueError, match=f"the space {space} has no edits of .*{said}"):
             replace(settings, space=f"pair,{space}").mixture(small_model(layers=4))
@@ -252,7 +251,7 @@ def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
 def test_edits_that_draft_alone_draft_together(ranks: int) -> None:
     """So that a search leaves no trial out for it, which nobody would count."""
     model, choose = small_model(layers=6, num_attention_heads=4, num_key_value_heads=2), Random(ranks)
-    mixture = replace(SearchSettings("pair,drop,ladder,order,rank", None, "draft@cpu-2"), ranks=ranks).mixture(model)
+    mixture = replace(Question("pair,drop,ladder,order,rank", None, "draft@cpu-2"), ranks=ranks).mixture(model)
     for _ in range(20):
         chosen: list[Edit] = []
         for one in choose.sample(mixture.edits, len(mixture.edits)):
@@ -270,12 +269,12 @@ def test_edits_that_draft_alone_draft_together(ranks: int) -> None:
 )
 def test_what_does_not_go_with_drafts(budget: str | None, objective: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SearchSettings("pair", budget, objective)
+        Question("pair", budget, objective)
 
 
 def test_a_draft_is_of_this_machine_if_nothing_is_said() -> None:
     assert parse_objectives("draft") == (Aspect("draft", "here"),)
-    settings = SearchSettings("pair", None, "draft@cpu-2", sampled_acceptance=True)
+    settings = Question("pair", None, "draft@cpu-2", sampled_acceptance=True)
     assert settings.recorded == (Aspect("draft", "cpu-2"),)
     assert settings.aspects == (Aspect("draft_pass", "cpu-2"),)
     assert (settings.acceptance, replace(settings, sampled_acceptance=False).acceptance) == (SAMPLED, GREEDY)

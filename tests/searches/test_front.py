@@ -21,17 +21,17 @@ from surgeon.searches.front import (
     pareto_front,
     quality_curves,
 )
+from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.limits import SearchBudget
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH, Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.results import quality_table, write_front
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.cost.examples import model
 
 EIGHT = model(num_hidden_layers=8)
-SETTINGS = SearchSettings("pair,drop", None, "divergence,depth")
+SETTINGS = Question("pair,drop", None, "divergence,depth")
 MIXTURE = SETTINGS.mixture(EIGHT)
 PRICING = Pricing(EIGHT, (Aspect("depth"),), Deployment(2), Workload(1, 5, 4))
 
@@ -47,7 +47,7 @@ def pairs(*first: int) -> tuple[Edit, ...]:
 
 
 ORIGINAL = MeasuredProgram(8.0, 0.0, 0.0, 0.0, 50, (2.0,) * 4, (0.0,) * 4)
-QUESTION = Question(SETTINGS, MIXTURE, SearchBudget((), PRICING), ORIGINAL)
+QUESTION = PricedQuestion(SETTINGS, MIXTURE, SearchBudget((), PRICING), ORIGINAL)
 TRIALS = [
     trial(0, pairs(0), [0.3, 0.2, 0.4, 0.3]),
     trial(1, pairs(4), [0.01, 0.02, 0.01, 0.02]),
@@ -158,6 +158,6 @@ def test_the_table_of_quality_against_a_cost() -> None:
 
 
 def test_a_recipe_says_what_it_comes_to() -> None:
-    mixture = SearchSettings("par:3").mixture(EIGHT)
+    mixture = Question("par:3").mixture(EIGHT)
     expect = mixture.recipe((Edit(0, 3, "par"),), "m", "0" * 64).expect
     assert (expect.effective_depth, expect.sync_points) == (6, 11)  # two a layer that is alone, one for the group

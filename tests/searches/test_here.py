@@ -21,7 +21,7 @@ from surgeon.searches import here
 from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
 from surgeon.searches.limits import parse_limits
 from surgeon.searches.quantities import HERE
-from surgeon.searches.settings import SearchSettings
+from surgeon.searches.question import Question
 from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 
@@ -96,7 +96,7 @@ def test_every_candidate_keeps_its_limits_of_time_here(
     mixture = SimpleNamespace(model=SimpleNamespace(program=FOUR))
 
     def fast_enough(budget: str) -> list[int]:
-        asked = {"settings": SearchSettings("pair", budget, link_delay="2ms")}
+        asked = {"settings": Question("pair", budget, link_delay="2ms")}
         question: Any = SimpleNamespace(mixture=mixture, budget=SimpleNamespace(limits=parse_limits(budget)), **asked)
         trials = [trial(number) for number in range(3)]
         return [one.number for one in fast_enough_here(question, trials, "model", 2, Workload(1, 8, 8))]

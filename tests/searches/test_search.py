@@ -9,9 +9,9 @@ from surgeon.opened import Model
 from surgeon.searches.choosing import choose
 from surgeon.searches.front import TOGETHER, pareto_front, quality_curves
 from surgeon.searches.quantities import DEPTH, SIZE, Aspect
+from surgeon.searches.question import Question
 from surgeon.searches.results import Winner
 from surgeon.searches.search import BATCH, MIXTURE
-from surgeon.searches.settings import SearchSettings
 from surgeon.searches.trial import Trial
 from surgeon.searches.winners import Finalist, HeldOutComparison
 from tests.searches.made_up_search import damage, search, try_programs
@@ -150,7 +150,7 @@ def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
     ],
 )
 def test_a_cost_without_quality_is_traded_for_divergence(budget: str | None, objectives: str, small: str) -> None:
-    assert ",".join(map(str, SearchSettings("drop", budget, objectives).objectives)) == small
+    assert ",".join(map(str, Question("drop", budget, objectives).objectives)) == small
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_a_question_that_names_no_space_has_all_that_lessen_what_it_asks_for(
     budget: str | None, objectives: str, spaces: str, along: tuple[Aspect, ...]
 ) -> None:
     model = Model.of_config(tiny_model("llama", num_layers=4).config, "tiny")
-    settings = SearchSettings(None, budget, objectives).on(model)
+    settings = Question(None, budget, objectives).on(model)
     there = [name for name in settings.space.split(",") if name in ("drop", "repeat", "pair", "ladder", "rank")]
     assert ",".join(there) == spaces
     assert settings.along == along
-    assert SearchSettings("pair", budget, objectives).on(model).space == "pair"
+    assert Question("pair", budget, objectives).on(model).space == "pair"
 
 
 def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:

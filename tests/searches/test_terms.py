@@ -14,7 +14,7 @@ from surgeon.opened import Model
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.settings import SearchSettings
+from surgeon.searches.question import Question
 from surgeon.searches.terms import Terms, TermsPlan, correlations, covariances, measure_terms
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -72,7 +72,7 @@ def test_terms_are_json_and_back() -> None:
 
 
 IDS = torch.randint(3, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(5))
-MIXTURE = SearchSettings("pair,drop,rank:0.5").mixture(Model.of_config(tiny_model("llama", 2).config, "tiny"))
+MIXTURE = Question("pair,drop,rank:0.5").mixture(Model.of_config(tiny_model("llama", 2).config, "tiny"))
 
 
 @pytest.mark.parametrize(("runs", "tokens"), [(15, 512), (5, 384), (1, 128)])

@@ -76,7 +76,8 @@ class Norm:
     """An RMS norm, or a layer norm where there is a shift or the family says so."""
 
     def __init__(self, tensors: Tensors, path: str, plan: Plan) -> None:
-        self.gain, self.shift = gain_of(tensors[f"{path}.weight"], plan), tensors.get(f"{path}.bias")
+        self.gain = gain_of(tensors[f"{path}.weight"], plan)
+        self.shift = tensors.get(f"{path}.bias")
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
         self.kernels = plan_kernels(plan, self.gain) if self.rms else None
@@ -101,7 +102,7 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """The normed stream, (T, h)."""
         if self._triton is not None:
-            (of, normed) = self._ahead or (None, x)
+            of, normed = self._ahead or (None, x)
             self._ahead = None
             if of is x:
                 return normed

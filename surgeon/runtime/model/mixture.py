@@ -51,7 +51,8 @@ class MixtureOfExperts:
         assert plan.routing is not None
         self.norm = Norm(tensors, "norm", plan)
         self.router = whole_map(tensors, ["router"])
-        self.routing, self.correction = plan.routing, tensors.get("router.correction")
+        self.routing = plan.routing
+        self.correction = tensors.get("router.correction")
         self.weighs_inputs = plan.family.mixture is not None and plan.family.mixture.weighs_inputs
         self.kernels = plan_kernels(plan, tensors["router.weight"])
         self.scale = plan.output_scale

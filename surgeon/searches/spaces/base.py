@@ -128,7 +128,8 @@ class Space(ABC):
         for _, edits in groupby(sorted(self.edits(model), key=_way), key=_way):
             by_first = {edit.first: edit for edit in edits}
             for start in by_first:
-                stretch, layer = [], start
+                stretch = []
+                layer = start
                 while layer in by_first:
                     stretch.append(by_first[layer])
                     layer = by_first[layer].stop

@@ -98,13 +98,16 @@ class KeptExperts(Space):
     def obstacle(self, model: Model) -> str:
         mixtures = (model.shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (k,))).mixture for k in range(model.num_layers))
         most = max((one.experts for one in mixtures if one is not None), default=0)
-        return f"its mixtures have {most} experts" if most else "none of its layers is a mixture of experts"
+        if most:
+            return f"its mixtures have {most} experts"
+        return "none of its layers is a mixture of experts"
 
 
 def _choices(order: Iterable[int], kept: int) -> Iterator[list[int]]:
     """The first ones of an order, ascending, then these with one near the edge exchanged, each once."""
     ordered = list(order)
-    first, rest = ordered[:kept], ordered[kept:]
+    first = ordered[:kept]
+    rest = ordered[kept:]
     yield sorted(first)
     for gone, come in product(reversed(first[-EDGE:]), rest[:EDGE]):
         yield sorted([come, *(one for one in first if one != gone)])

@@ -51,7 +51,9 @@ class Ladder(Space):
     def options(self, model: Model) -> Sequence[str]:
         # Where a layer is one step, its halves are late together.
         halves = self.what == "sublayers" and model.family.steps_per_layer > 1
-        return ("attention", "mlp") if halves else ("",)
+        if halves:
+            return ("attention", "mlp")
+        return ("",)
 
     def sizes(self, model: Model) -> range:
         return range(1, model.num_layers + 1 if self.what == "ranges" else 2)

@@ -42,7 +42,9 @@ class MeasuredRanks:
 class MatrixRanks(Space):
     """What stands for the space `rank` where a spectrum is known: edits are of one matrix and one rank, down:96."""
 
-    name, summary, place = LowRanks.name, LowRanks.summary, LowRanks.place
+    name = LowRanks.name
+    summary = LowRanks.summary
+    place = LowRanks.place
 
     def __init__(self, measured: MeasuredRanks, ranks: int = 2) -> None:
         super().__init__(ranks)

@@ -27,7 +27,8 @@ class LowRanks(ShareSpace):
     summary = "attentions and MLPs of low rank, with 0.8, 0.6 or 0.4 of their parameters (rank:0.9/0.5: with others)"
     place = 60
     serves = ("wire_bytes", *WEIGHTS, *TIMES)
-    usual, of_what = (0.8, 0.6, 0.4), "parameters"
+    usual = (0.8, 0.6, 0.4)
+    of_what = "parameters"
 
     def kept(self, model: Model, kind: str, share: float) -> tuple[tuple[str, int], ...]:
         """The ranks of the matrices that two factors are smaller than."""

@@ -24,7 +24,9 @@ class SlicedSpace(Space):
         if self.ranks < 2:
             return "it has a slice of the layers for each rank, and one rank has nothing to share; use two or more"
         reasons = [self._why_whole(model, layer) for layer in range(model.num_layers)]
-        return None if None in reasons else reasons[0]
+        if None in reasons:
+            return None
+        return reasons[0]
 
     def _why_whole(self, model: Model, layer: int) -> str | None:
         """Why a layer has no slice for each rank."""
@@ -69,7 +71,9 @@ class Tracks(SlicedSpace, SizedSpace):
     summary = "slices of layers, one for each rank, that meet after 1, 2 or 4 layers (tracks:8: after up to 8)"
     place = 10
     serves = ("draft_pass",)
-    usual, least, example = 4, 1, 8
+    usual = 4
+    least = 1
+    example = 8
     asked = "how many layers the tracks run at most before they meet"
 
     def sizes(self, model: Model) -> list[int]:
@@ -83,10 +87,12 @@ class Tracks(SlicedSpace, SizedSpace):
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """Tracks of one depth from every layer on; the last ones are as deep as the layers that are left allow."""
-        depths, there = [] if self.why_no_slices(model) else self.sizes(model), set(self.edits(model))
+        depths = [] if self.why_no_slices(model) else self.sizes(model)
+        there = set(self.edits(model))
         for number, depth in enumerate(depths):
             for start in range(model.num_layers - depth + 1):
-                stretch, layer = [], start
+                stretch = []
+                layer = start
                 for smaller in reversed(depths[: number + 1]):
                     while layer + smaller <= model.num_layers:
                         stretch.append(Edit(layer, layer + smaller, self.name))

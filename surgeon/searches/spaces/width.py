@@ -33,7 +33,8 @@ class Widths(ShareSpace):
     summary = "attentions and MLPs with 0.75, 0.5 or 0.25 of their KV groups and neurons (width:0.8/0.6: with others)"
     place = 55
     serves = ("kv_bytes", *WEIGHTS, *TIMES)
-    usual, of_what = (0.75, 0.5, 0.25), "KV groups and neurons"
+    usual = (0.75, 0.5, 0.25)
+    of_what = "KV groups and neurons"
 
     def __init__(self, shares: Sequence[float] | None = None, ranks: int = 2, text: Calibration | None = None) -> None:
         super().__init__(shares, ranks)
@@ -59,7 +60,9 @@ class Widths(ShareSpace):
             return 0
         count = count_of(share, of, units)
         count -= count % self.ranks if count > self.ranks else 0
-        return count if count < units else 0
+        if count < units:
+            return count
+        return 0
 
     def of_share(self, layers: tuple[range, ...], kind: str, share: float, model: Model) -> AppliedOperation:
         parameters: dict[str, Any] = {"by": USUAL} | ({} if self.text is None else {"calibration": dict(self.text)})

@@ -83,7 +83,7 @@ def stock_logits(folder: Path) -> Tensor:
 def losses(model: Any) -> Tensor:
     """What a scan measures on the unedited model, by token."""
     dense = Program.dense(2, family_of(model.config).steps_per_layer)
-    return torch.cat([part.quality.nll for part in measure(model, IDS, share([dense]), MeasureOptions(2))])
+    return torch.cat([part.quality["nll"] for part in measure(model, IDS, share([dense]), MeasureOptions(2))])
 
 
 @CASES
