@@ -42,7 +42,7 @@ class Declaration:
         kind: that the command line reads, where the type does not say.
         made_by: a function whose parameters are options of the command line, and which returns the parameter's value.
         python: whether it is of the function alone, no option of the command line.
-        more: for typer.
+        more: for typer; `argument` makes an argument of what has a default.
     """
 
     help: str
@@ -80,9 +80,9 @@ def several(help: str, *flags: str, kind: Any = None, **more: Any) -> Declaratio
 def print_result(call: Callable[[], Any]) -> None:
     """Print what a function returns, and the files that it has written."""
     found = call()
-    typer.echo(str(found))
+    print(found)
     for path in getattr(found, "files", ()):
-        typer.echo(str(path))
+        print(path)
 
 
 def command(
@@ -112,8 +112,9 @@ def command(
             return function(*positional, **given)
 
         call.__doc__ = _with_arguments(inspect.getdoc(function) or "", parameters)
-        vars(call)["line"] = _line(call, parameters, show)
-        vars(call)["line"].__name__ = name or function.__name__
+        line = _line(call, parameters, show)
+        line.__name__ = name or function.__name__
+        vars(call)["line"] = line
         return cast(_Function, call)
 
     return declare
@@ -252,10 +253,8 @@ def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
         default = default if default is inspect.Parameter.empty else None
     if default is None:
         kind = kind | None
-    if default is inspect.Parameter.empty and not flags:
+    if more.pop("argument", default is inspect.Parameter.empty and not flags):
         made = typer.Argument(**more)
-    elif declaration.more.get("argument"):
-        made = typer.Argument(**{name: value for name, value in more.items() if name != "argument"})
     else:
         made = typer.Option(*flags, **more)
     return inspect.Parameter(
