@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from surgeon.commands.predict import predict
     from surgeon.commands.report import report
     from surgeon.commands.scan import scan
+    from surgeon.commands.search import search
+    from surgeon.commands.search_problem import SearchProblem
     from surgeon.commands.sensitivity import sensitivity
     from surgeon.commands.serve import serve
     from surgeon.commands.similarity import similarity
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
-    from surgeon.library.search import search
-    from surgeon.library.search_problem import SearchProblem
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
@@ -58,7 +58,7 @@ _ELSEWHERE = {
     "Program": "surgeon.language.program",
     "RackOptions": "surgeon.training.model",
     "Recipe": "surgeon.language.recipe",
-    "SearchProblem": "surgeon.library.search_problem",
+    "SearchProblem": "surgeon.commands.search_problem",
     "Step": "surgeon.language.program",
     "Sublayer": "surgeon.language.program",
     "SurgerySampler": "surgeon.searches.samplers",
@@ -70,7 +70,7 @@ _ELSEWHERE = {
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",
     "restore": "surgeon.models.edit",
-    "search": "surgeon.library.search",
+    "search": "surgeon.commands.search",
 }
 __all__ = [
     "Distillation",

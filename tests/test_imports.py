@@ -36,7 +36,7 @@ FLOORS = [
     ["server"],
     ["vllm_plugin"],
     ["testing"],
-    ["commands", "library", "cli"],
+    ["commands"],
 ]
 LEVELS = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 # The floors of the runtime; what lies beside its folders is the client's side, which knows all of them.

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 
-from surgeon.cli.search import search
 from surgeon.commands.bench import bench
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.card import card
@@ -35,6 +34,7 @@ from surgeon.commands.heal import heal
 from surgeon.commands.predict import predict
 from surgeon.commands.report import report
 from surgeon.commands.scan import scan
+from surgeon.commands.search import search
 from surgeon.commands.sensitivity import sensitivity
 from surgeon.commands.serve import serve
 from surgeon.commands.show import show

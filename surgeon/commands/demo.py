@@ -129,7 +129,7 @@ class DemoSteps:
 
     def search(self, depth: int) -> Path:
         """The recipe that was found."""
-        from surgeon.library.search import search
+        from surgeon.commands.search import search
 
         output = self.folder / "search"
         effort = self.effort

@@ -24,6 +24,7 @@ from surgeon.commands.next_steps import NextSteps
 from surgeon.commands.predict import predict
 from surgeon.commands.report import ReportPage, report
 from surgeon.commands.scan import scan
+from surgeon.commands.search import search
 from surgeon.commands.similarity import similarity
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.hardware_file import hardware_of, load_hardware
@@ -34,7 +35,6 @@ from surgeon.findings.result import RunResult
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchRun
 from surgeon.findings.similarity import Similarity
-from surgeon.library.search import search
 from surgeon.opened import Model
 from surgeon.processes.files import make_folder, write_text
 from surgeon.progress import TimeOver, clock, time_limit

@@ -9,9 +9,6 @@ from typing import Any
 from surgeon.commands.app import COMMANDS
 from surgeon.commands.command import Declaration, declared
 
-# Of the old way: its options are typer's own.
-OTHERS = {"search"}
-
 
 def declarations(function: Callable[..., Any]) -> Iterator[Declaration]:
     """Of a command or of what makes a parameter of options."""
@@ -23,7 +20,7 @@ def declarations(function: Callable[..., Any]) -> Iterator[Declaration]:
 
 
 def commands() -> dict[str, Callable[..., Any]]:
-    return {command.__name__: command for command, _ in COMMANDS if command.__name__ not in OTHERS}
+    return {command.__name__: command for command, _ in COMMANDS}
 
 
 def test_a_command_has_one_type_of_result() -> None:
@@ -32,6 +29,7 @@ def test_a_command_has_one_type_of_result() -> None:
         "explore": "Exploration",
         "check": "Check",
         "families": "FamilyTable",
+        "search": "SearchResult",
         "scan": "Scan",
         "similarity": "Similarity",
         "sensitivity": "Sensitivity",

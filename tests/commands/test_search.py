@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from surgeon.analysis import subject
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.cli.options import DATA_HELP
 from surgeon.commands.app import main
 from surgeon.commands.heal import heal
+from surgeon.commands.options import DATA_HELP
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.searches.evaluate import Evaluator
@@ -129,7 +129,7 @@ def test_candidates_are_healed_before_the_choice(
             raise KeyboardInterrupt
         return heal(recipe, *args, **kwargs)
 
-    monkeypatch.setattr("surgeon.library.search_heal.heal", interrupted)
+    monkeypatch.setattr("surgeon.commands.search_result.heal", interrupted)
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 130
     assert not (output / "recipe.yaml").exists()
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 0

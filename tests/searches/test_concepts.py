@@ -7,7 +7,7 @@ import importlib
 import json
 import pkgutil
 
-import surgeon.library
+import surgeon.commands
 import surgeon.searches
 from surgeon.searches.question import Question
 
@@ -17,7 +17,7 @@ WORDS = {"space", "budget", "objective"}  # of a user's question
 def records() -> set[type]:
     """All dataclasses of the rooms of a search."""
     found: set[type] = set()
-    for room in (surgeon.searches, surgeon.library):
+    for room in (surgeon.searches, surgeon.commands):
         for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
             if "search" in module.name and not module.name.endswith("search_worker"):
                 own = vars(importlib.import_module(module.name)).values()

@@ -11,9 +11,9 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
+from surgeon.commands.search_setup import SearchSetup, Using, folders, one_text, open_question
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.library.search_setup import SearchSetup, Using, folders, one_text, open_question
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.searches.question import SURGEON, Question

@@ -10,8 +10,8 @@ import optuna
 import pytest
 
 import surgeon
+from surgeon.commands.search_problem import SearchProblem
 from surgeon.findings.result import RunResult
-from surgeon.library.search_problem import SearchProblem
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
 

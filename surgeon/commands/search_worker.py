@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from surgeon.commands.searching import join_search
 from surgeon.gpus import avoid_cudnn_attention
-from surgeon.library.search import join_search
 from surgeon.searches.question import Question
 from surgeon.searches.workers import given_to_worker
 from surgeon.threads import wait_asleep

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.commands import search_worker, searching
 from surgeon.commands.app import main
-from surgeon.library import search, search_worker
 from surgeon.searches.workers import GIVEN
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
@@ -70,19 +70,19 @@ def test_a_worker_joins_a_search_by_what_the_first_one_gives_it(
 ) -> None:
     given: list[dict[str, Any]] = []
 
-    class Noted(search.WorkerProcesses):
+    class Noted(searching.WorkerProcesses):
         def __init__(self, _: int, command: tuple[str, ...], what: dict[str, Any], folder: Path) -> None:
             given.append(what)
             super().__init__(1, command, what, folder)
 
-    monkeypatch.setattr(search, "WorkerProcesses", Noted)
+    monkeypatch.setattr(searching, "WorkerProcesses", Noted)
     options: dict[str, Any] = {"budget": "depth=3", "trials": 2, "holdout": 0, "workers": 2}
-    found = search.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
+    found = surgeon.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
     options["trials"] = 3
     (what,) = given
     what["question"]["trials"] = 3
     assert ended(what, monkeypatch) == 0
-    more = search.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
+    more = surgeon.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
     assert (len(found.trials), len(more.trials)) == (2, 3)
     assert (found.work.together, more.work.together) == (0, 8), "single edits are known; the worker ran one of them"
     assert more.work.alone == found.work.alone > 0

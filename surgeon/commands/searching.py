@@ -1,11 +1,10 @@
-"""`surgeon.search`: the best change of a model under a budget, or along one."""
+"""A search from its question to its end: what it is set up of, its study, its workers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,20 +12,18 @@ from typing import TYPE_CHECKING, Any
 import optuna
 
 from surgeon.analysis.subject import Subject
-from surgeon.commands.opening import check_counts, warn
+from surgeon.commands.opening import warn
+from surgeon.commands.search_result import SearchResult, end_search, require_text_to_heal
+from surgeon.commands.search_setup import SearchSetup, open_question
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import SearchRun
-from surgeon.library.search_heal import require_text_to_heal
-from surgeon.library.search_result import SearchResult, end_search
-from surgeon.library.search_setup import SearchSetup, Using, folders, one_text, open_question
 from surgeon.memory import free_bytes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import (
-    DEFAULT_TOKENS,
     DEMO,
     LEAST_HELD_OUT,
     Windows,
@@ -58,116 +55,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STUDY = "search"
 SEARCH_FORMAT = 2  # of studies; those of 0.2.0 say none, and are begun anew
-WORKER = ("-P", "-m", "surgeon.library.search_worker")  # not from the current folder, in which anything may lie
-
-
-def search(
-    model: str | Path | Model,
-    data: str | Path | None = None,
-    output: str | Path = "runs/search",
-    trials: int = 60,
-    *,
-    minutes: float | None = None,
-    space: str | Sequence[str] | None = None,
-    budget: str | Sequence[str] | None = None,
-    objective: str | Sequence[str] = "divergence",
-    ranks: int = 2,
-    batch: int = 1,
-    prompt: int | None = None,
-    new: int | None = None,
-    link_delay: str | None = None,
-    sampled_acceptance: bool = False,
-    sampler: str = SURGEON,
-    seed: int = 0,
-    holdout: int | None = None,
-    holdout_data: str | Path | None = None,
-    heal: int | None = None,
-    heal_data: str | Path | None = None,
-    heal_batch: int = 8,
-    using: Using = (),
-    storage: str | None = None,
-    study: str | None = None,
-    workers: int = 1,
-    tokens: int = DEFAULT_TOKENS,
-    window: int | None = None,
-    separator: str | None = None,
-    memory: int | str | None = None,
-) -> SearchResult:
-    """Search for the best change of a model; what the study has already is gone on with.
-
-    Args:
-        model: a folder, a hub name, "demo", or a model that is open.
-        data: a text file, a table or a dataset (docs/texts.md), or "demo"; by default that, with a warning.
-        output: folder for recipe.yaml, trials.csv, terms.csv, search.json and pictures; where there is a front, a
-            recipe for each of its points, too.
-        trials: how many programs to try in all.
-        minutes: after so many, counted from the call, no more are begun, but for the first ones; those that are left
-            out are tried when more time is given. None: until all are tried.
-        space: what may change, one or several, also by commas: "pair:4,rank"; docs/searching.md has all. None: pairs
-            for a depth, else all that lessen what is asked for.
-        budget: what to come down to, one limit or several: "depth=12"; limits of a cost and of quality give a front
-            between them; None: how deep is the model really?
-        objective: what to make small, several give a front, and so does a cost without a limit of quality; or "draft":
-            the program that drafts best for the model, on this machine or a hardware ("draft@h100-sxm").
-        sampled_acceptance: measure that of every program, too, beside greedy acceptance.
-        ranks, batch, prompt, new, link_delay: what tracks and times are of, as `Question` has them.
-        sampler: who proposes programs: "surgeon", or one of Optuna's, "tpe", "gp", "cmaes", "nsga2" or "random", with
-            this `seed`, on the same parameters with the same constraints.
-        holdout: tokens held out from the search, to measure the winner and the runners-up on again, by default as many
-            as are searched on, or as follow; of a short text a tenth is left for that (16,384 tokens at most). 0: none.
-        holdout_data: text to hold out in the place of what follows in the data.
-        heal: steps that the winner and the runners-up are healed for before the last choice among them, on `heal_data`,
-            in batches of `heal_batch` windows; None: they are not.
-        using: what passes over the same model have found, one or several: results of `scan`, `spectrum`, `similarity`
-            and `sensitivity`, or their folders (docs/searching.md).
-        storage: where the study lies, by default a journal in the output folder.
-        study: its name in the storage; by default one that follows from the model and all settings.
-        workers: processes of this machine that work on it.
-        tokens: of the text, in windows of `window`; documents are apart at `separator`.
-        memory: the most that a process may take, in bytes or as text ("2GB").
-
-    Raises:
-        FileNotFoundError, ValueError: if model, text or storage cannot be used; if what is asked for cannot be had, or
-            was not found; or if the study is of something else.
-        OSError: if the folder or the storage cannot be written to.
-        ImportError: if the sampler, or the storage, needs a package that is not installed.
-    """
-    check_counts(trials=trials, heal=heal, workers=workers, ranks=ranks, batch=batch)
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes must be more than 0, not {minutes:g}; give none to try all {trials} programs")
-    question = Question(
-        space=one_text("space", space),
-        budget=one_text("budget", budget),
-        objective=one_text("objective", objective) or "",
-        ranks=ranks,
-        batch=batch,
-        prompt=prompt,
-        new=new,
-        link_delay=link_delay,
-        sampled_acceptance=sampled_acceptance,
-        data=None if data is None else str(data),
-        tokens=tokens,
-        window=window,
-        separator=separator,
-        using=folders(using),
-        memory=memory,
-        output=str(output),
-        trials=trials,
-        minutes=minutes,
-        sampler=sampler,
-        seed=seed,
-        holdout=holdout,
-        holdout_data=None if holdout_data is None else str(holdout_data),
-        heal=heal,
-        heal_data=None if heal_data is None else str(heal_data),
-        heal_batch=heal_batch,
-        storage=storage,
-        study=study,
-        workers=workers,
-    )
-    found = join_search(model, question, worker=0)
-    assert found is not None
-    return found
+WORKER = ("-P", "-m", "surgeon.commands.search_worker")  # not from the current folder, in which anything may lie
 
 
 def join_search(model: str | Path | Model, options: Question, worker: int) -> SearchResult | None:

@@ -1,0 +1,260 @@
+"""`surgeon search`, `surgeon.search`: the best change of a model under a budget, or along one."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surgeon.commands.command import command, option, several
+from surgeon.commands.options import (
+    DEFAULT_TOKENS,
+    DefaultData,
+    Memory,
+    ModelName,
+    Output,
+    SampledAcceptance,
+    Separator,
+    Tokens,
+    Window,
+)
+
+if TYPE_CHECKING:
+    from surgeon.commands.search_result import SearchResult
+    from surgeon.findings.result import RunResult
+
+_WIDTH = 80  # columns of a terminal
+_KEY = 12  # columns of what stands before a line
+_FIXED = "\N{NO-BREAK SPACE}"
+
+
+def _show(call: Callable[[], SearchResult]) -> None:
+    from surgeon.words import plural
+
+    found = call()
+    question = found.question
+    winner = found.winner
+    trial = found.winner.trial
+    pricing = question.budget.pricing
+    measured = trial.measured
+    edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)
+    _print("winner", f"{winner.why}: trial {trial.number}")
+    _print("program", trial.proposal.key)
+    _print("edits", ", ".join(edits) or "none")
+    for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
+        cost = aspect.show(question.price(aspect, trial))
+        _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
+    _print("divergence", f"{measured.divergence:.4g} nats per token")
+    _print("perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
+    _print("measured", f"{len(found.trials)} trials; {found.work.line}")
+    for line in winner.draft.lines() if winner.draft else []:
+        _print("draft", line)
+    for refused in found.record.get("refused", ()):
+        _print("refused", f"{plural(refused['edits'], 'edit')} of {refused['space']}: {refused['reason']}")
+    for curve in found.curves:
+        _print("knee", curve.line())
+    if "experts" in found.record:
+        _print("experts", found.record["experts"])
+    for line in winner.comparison.lines() if winner.comparison else []:
+        _print("held out", line)
+    for line in [*winner.healing.table(), *winner.healing.lines()] if winner.healing else []:
+        _print("healing", line)
+    for line in winner.missed_unseen(question.budget):
+        _print("held out", line)
+    typer.echo(f"{'recipe':<{_KEY}}{found.files[0]}")  # whole, to be copied
+
+
+def _print(key: str, text: str) -> None:
+    """A line, or where it is longer than a terminal, several, with the key before the first."""
+    lines = textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=f"{key:<{_KEY}}",
+        subsequent_indent=" " * _KEY,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    typer.echo(lines.replace(_FIXED, " "))
+
+
+@command(_show)
+def search(
+    model: ModelName,
+    data: DefaultData = None,
+    output: Output = "runs/search",
+    trials: Annotated[int, option("How many programs to try in all.", "--trials", least=1)] = 60,
+    *,
+    minutes: Annotated[
+        float | None,
+        option(
+            "Begin no more trials after so many minutes, however many are left; with more minutes the same command "
+            "goes on. What single edits do is measured in any case."
+        ),
+    ] = None,
+    space: Annotated[
+        str | Sequence[str] | None,
+        several(
+            "What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, repeat, "
+            "order, tracks, desync, fuse, width, rank, experts. docs/searching.md describes them. Default: pair for a "
+            "depth, else all common ones that lessen what is asked for.",
+            metavar="NAME[:N],...",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | Sequence[str] | None,
+        several(
+            "What to come down to: depth=12, syncs, params=0.8x, size=20MB, weight_bytes, kv_bytes, wire_bytes, "
+            "latency=12ms@h100-sxm, speedup>=1.3@h100-sxm; and the quality to keep: divergence<=0.02, "
+            "perplexity<=1.05x. With both, also the front between them. Without one: how deep is this model really, "
+            "and how large?"
+        ),
+    ] = None,
+    objective: Annotated[
+        str | Sequence[str],
+        several(
+            "What to make small: divergence, perplexity, accuracy:TASK, or a cost such as depth or size. Several give "
+            "a Pareto front, and so does a cost without a limit of quality. Or draft (on this machine; "
+            "draft@h100-sxm): the program with which generate --draft is expected to be fastest. Default: divergence."
+        ),
+    ] = "divergence",
+    sampled_acceptance: SampledAcceptance = False,
+    sampler: Annotated[
+        str,
+        option(
+            "Who proposes programs: surgeon, from what every edit does alone and from all trials; or one of Optuna's "
+            "on the same parameters and constraints: tpe, gp, cmaes, nsga2, random."
+        ),
+    ] = "surgeon",
+    seed: Annotated[int, option("For Optuna's samplers.")] = 0,
+    ranks: Annotated[int, option("Tensor-parallel ranks, for tracks and whatever depends on them.", least=1)] = 2,
+    batch: Annotated[int, option("For a latency, speedup or draft: texts computed together.", least=1)] = 1,
+    prompt: Annotated[
+        int | None,
+        option(
+            "For a latency, speedup or draft: tokens of each prompt. Default: 1024, or half of the model's positions.",
+            least=1,
+        ),
+    ] = None,
+    new: Annotated[
+        int | None,
+        option(
+            "For a latency, speedup or draft: tokens added to each. Default: 512, or a quarter of the model's "
+            "positions.",
+            least=2,
+        ),
+    ] = None,
+    link_delay: Annotated[
+        str | None,
+        option("For a latency, speedup or draft: a link on top, how long a collective takes at least, e.g. 1ms."),
+    ] = None,
+    holdout: Annotated[
+        int | None,
+        option(
+            "Tokens held out from the search, to measure the winner and the runners-up on again: those that follow in "
+            "the data. 0: none. Default: as many as are searched on, or as follow, and of a short text a tenth.",
+            least=0,
+        ),
+    ] = None,
+    holdout_data: Annotated[
+        str | Path | None, option("Hold out this text instead, as --data takes it.", kind=str)
+    ] = None,
+    heal: Annotated[
+        int | None,
+        option(
+            "Heal the winner and the runners-up for N steps each before the last choice among them: the best before "
+            "need not be the best after. Needs --heal-data.",
+            least=1,
+            metavar="N",
+        ),
+    ] = None,
+    heal_data: Annotated[
+        str | Path | None,
+        option("Text to heal on, as --data takes it; none of the text that is searched or judged on.", kind=str),
+    ] = None,
+    heal_batch: Annotated[int, option("For --heal: windows of text in a step.", least=1)] = 8,
+    storage: Annotated[
+        str | None,
+        option(
+            "Where the study lies: postgresql://user@host/database for workers on many machines, sqlite:///file or "
+            "journal:file for those of one. Default: a journal, study.log, in the output folder.",
+            envvar="SURGEON_STORAGE",
+        ),
+    ] = None,
+    study: Annotated[
+        str | None,
+        option(
+            "The study's name in its storage. Default: search, or with --storage one that follows from the model and "
+            "all settings, so that the same command is the same study."
+        ),
+    ] = None,
+    workers: Annotated[int, option("Processes of this machine to work on it; they divide its cores.", least=1)] = 1,
+    tokens: Tokens = DEFAULT_TOKENS,
+    window: Window = None,
+    separator: Separator = None,
+    using: Annotated[
+        str | Path | RunResult | Sequence[str | Path | RunResult],
+        several(
+            "What a pass over the same model has found (a folder of surgeon scan, spectrum, similarity or "
+            "sensitivity). What was measured on the same text is not measured again.",
+            metavar="FOLDER",
+            kind=list[str],
+        ),
+    ] = (),
+    memory: Memory = None,
+) -> SearchResult:
+    """Search for the change of a model that does the least to its predictions within a budget, or along one.
+
+    Every change is measured alone first, but for what passes have found (--using); then whole programs are proposed
+    from that, measured, and learnt from. Writes recipe.yaml (for surgeon export), trials.csv, terms.csv, search.json
+    and pictures; where there is a front, a recipe for each of its points, and the front of each space alone. Winners
+    are measured again on text that the search did not see, and with --heal once more when they are healed.
+    Interrupted, the same command goes on where it was; with more --trials it adds to them.
+
+    Raises:
+        FileNotFoundError, ValueError: if model, text or storage cannot be used; if what is asked for cannot be had, or
+            was not found; or if the study is of something else.
+        OSError: if the folder or the storage cannot be written to.
+        ImportError: if the sampler, or the storage, needs a package that is not installed.
+    """
+    from surgeon.commands.search_setup import folders, one_text
+    from surgeon.commands.searching import join_search
+    from surgeon.searches.question import Question
+
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes must be more than 0, not {minutes:g}; give none to try all {trials} programs")
+    question = Question(
+        space=one_text("space", space),
+        budget=one_text("budget", budget),
+        objective=one_text("objective", objective) or "",
+        ranks=ranks,
+        batch=batch,
+        prompt=prompt,
+        new=new,
+        link_delay=link_delay,
+        sampled_acceptance=sampled_acceptance,
+        data=None if data is None else str(data),
+        tokens=tokens,
+        window=window,
+        separator=separator,
+        using=folders(using),
+        memory=memory,
+        output=str(output),
+        trials=trials,
+        minutes=minutes,
+        sampler=sampler,
+        seed=seed,
+        holdout=holdout,
+        holdout_data=None if holdout_data is None else str(holdout_data),
+        heal=heal,
+        heal_data=None if heal_data is None else str(heal_data),
+        heal_batch=heal_batch,
+        storage=storage,
+        study=study,
+        workers=workers,
+    )
+    found = join_search(model, question, worker=0)
+    assert found is not None
+    return found
