@@ -18,7 +18,8 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from surgeon.commands.predictions import predict_drafts
-from surgeon.findings.drafts import draw_drafts
+from surgeon.findings.drafts import drafts_picture
+from surgeon.findings.drawing import sheet
 from surgeon.opened import open_model
 
 SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
@@ -50,7 +51,7 @@ def main() -> None:
     for line in dict.fromkeys(line for one in found.values() for line in one.refused):
         print(f"refused: {line}", file=sys.stderr)
     title = f"Lossless drafting: {Path(asked.shapes).stem} on {asked.hardware}, times dense, tokens ahead"
-    draw_drafts(speeds, title).savefig(asked.output)
+    sheet(drafts_picture(speeds), title).savefig(asked.output)
 
 
 if __name__ == "__main__":
